@@ -5,7 +5,7 @@ The steps for each device, in this order:
 
 1. unloaded      one interactive client alone: p99
 2. bulk alone    30 bulk clients: texts/s
-3. p99           an interactive client beside the 30 bulk clients, one request every --pause-ms: p99 of at least --samples
+3. p99           an interactive client beside the 30 bulk clients, a request each --pause-ms: p99 of at least --samples
 4. one a second  the same with one interactive request a second: bulk keeps 80 % of its rate alone
 5. saturated     so many interactive clients that they alone use the whole device: bulk keeps 20 % of its rate alone
 6. two keys      key 1 has a backlog of --backlog texts, key 2 has one client, both interactive: p99 of key 2

@@ -10,7 +10,7 @@ run.
    memory of the client's process without the returned array, for all texts and for a fifth of them.
 
     python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
-    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000] only part 3, on MiniLM-L6
+    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000]     only part 3, on MiniLM-L6
 """
 
 from __future__ import annotations

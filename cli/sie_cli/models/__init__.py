@@ -1,7 +1,7 @@
 """`sie models` and `sie weights`: models, the catalogue that names them, and the caches of their weights.
 
 inspect     the catalogue entry of a folder or a hub repository
-lookup      the models that a command names; adds a missing one to the catalogue
+lookup      finds the models that a command names, and adds missing models to the catalogue
 pull        `sie pull`: adds models to the catalogue, and fetches their weights
 add         adds an entry to a folder or a config service
 importing   adds a folder of model files to a config service

@@ -78,7 +78,7 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a text that says whether the running `sie serve` reads `folder`, and if not, how to serve the model."""
+    """Return a line that says whether the running `sie serve` reads `folder`, or else how to serve the model."""
     running, models_dir = cluster.local(), cluster.settings.models_dir
     setting = f"SIE_MODELS_DIR={shlex.quote(str(folder))}"
     if running is None:
@@ -100,7 +100,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry as text and as an object: read from a file or standard input (-), or created for a model."""
+    """Return an entry as text and parsed. Read it if `source` is a file or -; otherwise create it for the model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
@@ -123,7 +123,9 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the entry's weights if this machine has them, and print what was not checked. Raises ModelLoadFailed."""
+    """If this machine has the entry's weights, check them and print which values stay unchecked. Raises
+    ModelLoadFailed.
+    """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 
@@ -165,11 +167,11 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write an entry to a folder of models, in one atomic step. Return the file. Raises OSError."""
+    """Write an entry atomically to a folder of models. Return the path of its file. Raises OSError."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # The partial file is hidden, because processes that read the folder skip hidden files. Its name is random, because
-    # several commands may write the same entry.
+    # The partial file is hidden (a dot begins its name), because readers of the folder skip hidden files. Its name is
+    # random, because several commands may write the same entry.
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     durable.write_through(partial, file, text.encode())
     return file

@@ -1,4 +1,4 @@
-"""`sie models alias`: create an alias, or change its models and shadow, with one write to the config service."""
+"""`sie models alias`: create or change an alias, with its models and its shadow (a model that gets request copies)."""
 
 from __future__ import annotations
 

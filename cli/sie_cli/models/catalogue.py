@@ -44,13 +44,13 @@ _SIZES = (
     ("up to 8 GB", 8e9),
     ("more than 8 GB", float("inf")),
 )
-# property to group models by -> function that returns a model's groups
+# value of --by -> function that returns the groups of a model
 _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "task": lambda model: model.get("tasks") or (_UNSTATED,),
     "language": lambda model: model.get("languages") or (_UNSTATED,),
     "size": lambda model: (_size(model),),
 }
-MAX_CHANGES = 4  # number of changes that the table shows for a revision; it counts further changes
+MAX_CHANGES = 4  # maximum number of listed changes of a revision; the table gives the number of the others
 
 
 @click.command("list")
@@ -183,8 +183,8 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle.get("pending_workers", ())]
     count = sum(bundle.get("total_eligible_workers", 0) for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    # An alias has no bundle (model families of one worker image), because workers do not load it. Only gateways have
-    # it.
+    # Workers do not load aliases, so the reply for an alias has no bundle (the model families of one worker image). It
+    # has only the gateways.
     if not body["bundles"]:
         lag = [process["id"] for process in body.get("gateways", ()) if not process["acked"]]
         served = f"all of {len(body.get('gateways', ()))} gateways have it"
@@ -292,7 +292,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
             message = f"{path}: the value is {error.message}; a text is quoted twice: {example}"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
-            value = raw  # the value is a plain text that YAML reads as a map, such as the prompt `query: {text}`
+            value = raw  # a plain text that YAML reads as a map, such as the prompt `query: {text}`
         inner = patch
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
@@ -305,7 +305,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Split a path such as `profiles."v1.5".run` into its keys; empty if the path is invalid."""
+    """Split a path such as `profiles."v1.5".run` into its keys. Return an empty list if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -316,7 +316,7 @@ def _names(path: str) -> list[str]:
 
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
-    """Print what a write has changed, or what it would change in a dry run."""
+    """Print the reply to a write: the new revision and the changes, or the planned changes in a dry run."""
     written: Written = answer.body
 
     def lines() -> None:
@@ -344,7 +344,7 @@ _WARNINGS = {
 
 
 def print_body(body: Any, output: str | None, table: Any) -> None:
-    """Print a reply in the format `output` (json, yaml). For any other `output`, call `table`, which prints it."""
+    """Print the body of a reply as `output` (json or yaml). For another `output`, call `table` to print a table."""
     if output == "json":
         click.echo(display.document(body))
     elif output == "yaml":

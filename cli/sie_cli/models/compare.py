@@ -30,7 +30,7 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # limit for the texts of a sample, because each text is compared with every other text
+MAX_TEXTS = 2000  # maximum of --limit: the memory grows with the square of the texts
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
@@ -44,8 +44,8 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample for a comparison. `rankings`: queries with their documents. `texts`: the plain texts, and the documents of
-    the rankings. `queries`: the plain texts, and the queries of the rankings.
+    """Sample for a comparison. `rankings`: (query, documents) for rerankers. `texts`: the plain texts, and the
+    documents of the rankings. `queries`: the plain texts, and the queries of the rankings.
     """
 
     texts: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class ComparisonSample:
 class Agreement:
     """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
     `recall`: at index k - 1, the share of the k nearest neighbours that both models have in common. `ranks`: for each
-    query or text, the rank correlation of its scores or similarities from both models. A query or text is left out if
+    query or text, the rank correlation of its scores or similarities from both models. `ranks` omits a query or text if
     all its values from one model are equal.
     """
 
@@ -66,7 +66,7 @@ class Agreement:
     fingerprints: tuple[str, str] = ("", "")
     cosines: Sequence[float] = ()
     recall: Sequence[float] = ()
-    chance: Sequence[float] = ()  # baseline: at index k - 1, the recall if the k neighbours were drawn at random
+    chance: Sequence[float] = ()  # at index k - 1, the expected recall of k random neighbours
     ranks: Sequence[float] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -180,7 +180,7 @@ def read(file: Path, limit: int) -> ComparisonSample:
 
 
 def _read_line(line: str, where: str, *, is_json: bool) -> str | tuple[str, tuple[str, ...]]:
-    """Return the text of a line, or (query, documents). `is_json`: the line must be JSON. Raises CommandRefused."""
+    """Return the text of a sample's line, or (query, documents). `is_json`: it must be JSON. Raises CommandRefused."""
     if not is_json and not line.startswith("{"):
         return line
     try:
@@ -190,7 +190,7 @@ def _read_line(line: str, where: str, *, is_json: bool) -> str | tuple[str, tupl
             raise CommandRefused(
                 f"{where}: not a JSON object, which each line of a .jsonl file must be: {error}"
             ) from error
-        return line  # plain text that only begins with a brace
+        return line  # a plain text that begins with a brace
     query, documents = value.get("query"), value.get("documents")
     if isinstance(text := value.get("text"), str):
         return text
@@ -270,8 +270,8 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
 
 
 def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
-    """Return the similarity of each query with each row, [queries, rows]. `own`: the queries are the rows themselves.
-    Then the diagonal is -inf, because no text is its own neighbour.
+    """Return the similarity of each query with each row, [queries, rows]. If `own` is true, `asking` equals `rows`, and
+    the diagonal becomes -inf, because no text is its own neighbour.
     """
     similar: Matrix = asking @ rows.T
     if own:
@@ -290,12 +290,12 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return at index k - 1 the mean share of the first k rows that both rankings of a query have in common. `first`,
-    `second`: row indices, [queries, most].
+    """Return the recall for each k, at index k - 1: the share of the first k rows that both rankings have in common, as
+    a mean over the queries. `first`, `second`: row indices, best first, [queries, most].
     """
     most = first.shape[1]
-    # shares[k] first counts the rows that are at place k (from 0) in one ranking, and at k or before in the other. The
-    # cumulative sum below is then the number of rows that both rankings have among their first k + 1.
+    # A row is common to the first k + 1 rows of both rankings if neither position (from 0) exceeds k. shares[k] counts
+    # the rows whose larger position is k, so the cumulative sum below counts the common rows.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -312,7 +312,7 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: ComparisonSample) 
     )
     rankings = tuple(ranking for ranking in rankings if len(ranking[1]) >= MIN_TEXTS)
     if not rankings:
-        raise CommandRefused(f"--sample has no query with at least {MIN_TEXTS} documents")
+        raise CommandRefused(f"--sample has no query with at least {MIN_TEXTS} documents: add documents or plain texts")
     correlations = []
     fingerprints = {}
     with click.progressbar(rankings, label="scoring", file=sys.stderr, hidden=not sys.stderr.isatty()) as queries:
@@ -333,7 +333,7 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: ComparisonSample) 
 
 
 def figures(agreement: Agreement) -> dict[str, Any]:
-    """Return the figures of a comparison as a document for programs."""
+    """Return the figures of a comparison as the JSON object of --json."""
     document: dict[str, Any] = {
         "models": list(agreement.names),
         "fingerprints": list(agreement.fingerprints),

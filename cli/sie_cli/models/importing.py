@@ -43,7 +43,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
     try:
         with write.service() as service:
             rows.extend(_imported(write, service, file) for file in files)
-    finally:  # after Ctrl-C, or if the config service stops, the user sees which files are stored
+    finally:  # print the stored files also after Ctrl-C or an error
         if rows:
             print_body(rows, output, lambda: _show(rows, dry_run=dry_run))
     if rejected := sum("rejected" in row for row in rows):
@@ -55,7 +55,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
     from sie_config_service.documents import read
 
-    # a file name may have bytes that are not UTF-8, and JSON must be UTF-8
+    # File names may have bytes that are not UTF-8. The JSON output must be UTF-8.
     row: dict[str, Any] = {"file": os.fsencode(file).decode("utf-8", "replace")}
     body, content_type = document(file)
     try:

@@ -85,14 +85,14 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         model = name or model
         if not is_id(model):
             raise CommandRefused(f"{model!r} cannot be the id of a model: give another id with --id")
-        # imported here, because it imports torch, which takes seconds
+        # imported late, because the import of torch takes seconds
         from sie_adapter.loading.inspection import inspect as inspect_folder
 
         packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        # one line, because the messages of libraries may have several paragraphs
+        # join the lines, because messages of libraries may have several paragraphs
         raise CommandRefused(" ".join(error.message.split())) from error
 
 
@@ -120,8 +120,8 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """Return the default id of a model in a folder: the folder's name, with hyphens for the characters that an id must
-    not have.
+    """Return the default id of a model in a folder: the folder's name, in which a hyphen replaces each run of invalid
+    characters.
     """
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
@@ -182,7 +182,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
 
 
 def stub(hub: str, commit: str, family: str = "text-encoder") -> ModelEntry:
-    """Return an entry for a hub repository that the catalogue lacks. `family` decides which files are downloaded."""
+    """Return an entry to fetch a hub repository that the catalogue lacks. `family` decides which files are fetched."""
     weights = {"hub": hub, "revision": commit}
     return parse_entry({"id": hub, "weights": weights, "family": family, "outputs": {}, "max_tokens": 1})
 
@@ -197,7 +197,7 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def shown_progress(bars: Progress, title: str) -> FetchProgress:
-    """Add a progress bar for a transfer to `bars`. Return the counter that updates this bar."""
+    """Add a progress bar for a transfer to `bars`. Return the FetchProgress whose steps update this bar."""
     progress, task = FetchProgress(title), bars.add_task(title, total=None)
     progress.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
     return progress

@@ -1,4 +1,4 @@
-"""Lookup of the models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
+"""Lookup of the models that `sie serve MODEL`, `sie pull MODEL` and `sie run MODEL` name.
 
 hub id, folder or catalogue name, with or without :profile
     ├ an alias ──► its model with the largest weight, looked up in the same way
@@ -25,7 +25,7 @@ from sie_contracts.settings import Settings
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Model of the catalogue. `name`: its name in requests. `added`: the file of an entry that this command wrote."""
+    """Model of the catalogue. `name`: its name in requests. `added`: path of the entry that this command wrote."""
 
     name: str
     entry: ModelEntry
@@ -78,7 +78,7 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
-    """Split `model[:profile]`; the profile may be empty. The name of a known model or of a folder is not split."""
+    """Split `model[:profile]` into (model, profile or ""). The name of a known model or of a folder is not split."""
     if catalogue.find(spec) is not None or Path(os.path.expanduser(spec)).is_dir() or ":" not in spec:
         return spec, ""
     source, _, profile = spec.rpartition(":")
@@ -86,7 +86,9 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if the entry is of another model."""
+    """Return the entry of a model folder; None if it has none. Raises CommandRefused if another model has the folder's
+    id.
+    """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (
         entry.weights.path and Path(os.path.expanduser(entry.weights.path)).resolve() == folder.resolve()

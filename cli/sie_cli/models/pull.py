@@ -48,7 +48,7 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
 
 def where_served(cluster: Cluster) -> Settings:
-    """Return the settings. If they name no folder of models, use the folder of the running `sie serve`."""
+    """Return the settings. If SIE_MODELS_DIR is not given, `models_dir` is that of a running `sie serve`."""
     running = cluster.local()
     if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):
         return cluster.settings

@@ -25,8 +25,8 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# If the command has not seen the state `loading`, it ignores `failed` for this number of seconds after its request,
-# because an earlier load may have failed.
+# Seconds after the request in which the command ignores the state `failed`, because the state may be that of an earlier
+# load. It does not ignore `failed` once it has seen `loading`.
 STALE_S = 3.0
 
 
@@ -42,8 +42,8 @@ class _ResidencyFields(Struct, frozen=True):
 
 def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> Iterator[tuple[float, _ResidencyFields]]:
     """Request the gateway's description of the model every POLL_S seconds until `wait_s` seconds after `began_s`, at
-    least once. Yield the time since `began_s` and the description. A failed request is printed and repeated, because
-    the gateway may be restarting. Raises CommandRefused.
+    least once. Yield (seconds since `began_s`, description). If the gateway does not answer, print this and repeat the
+    request, because the gateway may be restarting. Raises CommandRefused.
     """
     while True:
         since_s = time.monotonic() - began_s

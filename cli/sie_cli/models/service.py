@@ -1,4 +1,4 @@
-"""Client of the config service for `sie models`. It repeats calls that were not answered, and explains refusals.
+"""Client of the config service for `sie models`. It repeats calls without an answer, and explains refusals.
 
 call ──► config service ──► body
  ▲            ├ no answer, or an answer with a retry time: again, with the same Idempotency-Key, for RETRY_S
@@ -37,13 +37,13 @@ JSON, YAML = "application/json", "application/x-yaml"
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
-# reasons of refusals about trust, such as remote code: their messages already name a remedy
+# reasons of refusals for security, such as remote code; the service's messages already name a remedy
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
 _ENVELOPE = "not in the form of a config service"
 
 
 class Rejected(CommandRefused):
-    """Refusal because of the sent document. The service may accept other documents."""
+    """Raised if the config service refuses the sent document. It may accept other documents."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ConfigServiceClient(HttpConnection):
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # a proxy may send a date as retry-after, which is not parsed: wait for MAX_PAUSE_S
+                # A proxy may send a date as retry-after. The client does not parse dates, but waits for MAX_PAUSE_S.
                 wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
                 refusal = _refusal_of(answer)
                 trouble = printable(refusal.error.message if refusal else f"status {answer.status_code}")
@@ -133,7 +133,7 @@ class ConfigServiceClient(HttpConnection):
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # the service's retry-after; without an answer, a pause that doubles with each attempt
+            time.sleep(wait_s)  # retry-after, or without an answer a growing pause
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
@@ -231,7 +231,7 @@ class _RefusalBody(Struct):
 
 
 def _refusal_of(answer: httpx.Response) -> _RefusalBody | None:
-    """Return the body of a refusal; None if the reply is not from a config service."""
+    """Return the decoded body of a refusal; None if the body does not have the form of a config service's refusal."""
     try:
         return msgspec.json.decode(answer.content, type=_RefusalBody)
     except UNDECODABLE:
@@ -291,8 +291,9 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
-    """Return a client of the config service. If no config service is configured, reads go to the gateway of the running
-    `sie serve`. Without a configured token, ask for it on a terminal. Raises UsageError if no address is configured.
+    """Return a client of the config service. If no config service is configured, the client reads from the gateway of
+    the running `sie serve`. If no token is configured, ask for one on a terminal. Raises UsageError if no address is
+    configured.
     """
     url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:

@@ -236,7 +236,7 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
 
 @dataclass(frozen=True)
 class _WeightsSource:
-    """Folder of weights and its manifest. While the lease is held, the local cache does not evict the folder."""
+    """Folder of weights, with its manifest. The local cache does not evict the folder during `lease`."""
 
     folder: Path
     manifest: Manifest
@@ -257,7 +257,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
         raise click.UsageError(f"--as gives a name to a folder, but {reference} is no folder")
     model, _, commit = reference.partition("@")
     entry = _entry(settings, model, revision or commit)
-    # the bucket is not searched for weights, because it is the destination
+    # Do not search the bucket, because it is the destination.
     located = weight_sources(dataclasses.replace(settings, cluster_cache=None)).locate(entry)
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
@@ -279,7 +279,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, `stub` makes one."""
+    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, return a `stub`."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
@@ -328,8 +328,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots in the local cache, with the differences in names and sizes between the files and the
-    manifest. Other programs write no manifest; their snapshots are left out if they lack files that workers need.
+    """Return the snapshots in the local cache, each with the differences in names and sizes between its files and its
+    manifest. Snapshots of other programs have no manifest; they are omitted if they lack files that workers need.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -364,7 +364,7 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
     selected: dict[tuple[str, str], CommitState] = {}
     for name in names:
         repository, at, commit = name.partition("@")
-        if at and not commit:  # NAME@$COMMIT with an empty variable must not select all commits
+        if at and not commit:  # `NAME@$COMMIT` with an unset variable: do not select all commits
             raise click.UsageError(
                 f"{name[:200]!r} has no commit after the @: write "
                 f"{repository[:200]}@COMMIT, or {repository[:200]} for all commits"

@@ -1,7 +1,7 @@
 """Commands `sie try` and `sie run`: they show a model's answer in the terminal.
 
 command  the commands
-asking   the inputs, the choice of encode, score or extract, and the answer
+asking   reads the inputs, chooses encode, score or extract, and calls the gateway
 shown    the answer for a person: bars, heat maps and marked texts
 """
 

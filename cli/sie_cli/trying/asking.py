@@ -1,4 +1,4 @@
-"""Question to a model: read the inputs (texts and files), send them, and return the answer."""
+"""Request of `sie try`: read the inputs (texts and files), send them to the model, and return the answer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _file(name: str) -> QuestionInput:
     return QuestionInput(item, file=name)
 
 
-STRONGEST = 10  # number of the largest weights of a sparse vector that are shown
+STRONGEST = 10  # number of weights of a sparse vector that are shown, largest first
 DECODE_S = 10.0
 # fields of a reply that describe the whole request; all other fields except `headers` describe one input
 _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
@@ -125,14 +125,14 @@ class ModelAnswer:
         return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:
-        """Return the position of the input to which a score belongs."""
+        """Return the index in `question.inputs` of the input that the score `entry` rates."""
         return int(str(entry["item_id"]).removeprefix("item-"))
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the task (encode, score or extract) that the options require. If no option requires a task, return the
-    model's first task; instead of score, which needs a query, return encode. Raises CommandRefused if the options
-    contradict each other or do not fit the model, or if the model needs a query.
+    """Return the task: encode, score or extract. A query requires score; labels or a threshold require extract. Without
+    these options, return the model's first task, but encode instead of score if the model does both. Raises
+    CommandRefused if the options contradict each other or do not fit the model, or if a query is missing.
     """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
@@ -181,8 +181,8 @@ def ask_model(
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]
-    # The client may have split the inputs into several requests: show the timing of the slowest one. A request whose
-    # inputs all failed has no timing.
+    # The client may have split the inputs into several requests. The slowest request gives the shown timing. A request
+    # whose inputs all failed has no timing.
     slowest = max(replies, key=lambda reply: reply["timing"].get("total_ms", -1.0))
     shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
     ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}

@@ -97,7 +97,7 @@ def _served(cluster: Cluster, model: str) -> str:
                 raise CommandRefused(
                     f"{model} is a folder, and no `sie serve` of this machine runs to read it: start one"
                 )
-            # no `sie serve` here would read an added entry, so raise the gateway's error for an unknown model
+            # Without a local `sie serve`, nothing would read an added entry. This call raises the gateway's error.
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:

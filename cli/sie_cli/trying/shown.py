@@ -28,7 +28,7 @@ _SCALES = {
     "cosine": "a cosine, at most 1",
     "maxsim": "a sum of similarities of tokens: compare it for one query alone",
 }
-# stage of a chunk at its worker -> its description, in the order of the stages
+# stage of a request's part at its worker -> description, in the order of the stages
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
@@ -295,8 +295,8 @@ def bar(share: float, colour: str = "cyan") -> Text:
 
 
 def shares(values: Sequence[float], most: float | None = None) -> list[float]:
-    """Scale values so that 0 stays 0 and `most` is 1. If a value is outside this range, widen the range to include it.
-    If `most` is None, the largest value is 1.
+    """Scale values linearly to 0 to 1. The lower end of the scale is 0, or the smallest value if it is negative. The
+    upper end is `most`, or the largest value if `most` is None or smaller.
     """
     low = min(0.0, *values) if values else 0.0
     high = max(values, default=0.0) if most is None else max(most, *values)
@@ -305,7 +305,7 @@ def shares(values: Sequence[float], most: float | None = None) -> list[float]:
 
 
 def heat(value: float) -> str:
-    """Return the colours of a heat-map cell. A value of 0 or less has the lowest colour, 1 the highest."""
+    """Return the rich style of a heat-map cell: _COLD for values up to 0, _WARM from 1 on, and a mixture between."""
     share = max(0.0, min(1.0, value))
     red, green, blue = (round(cold + (warm - cold) * share) for cold, warm in zip(_COLD, _WARM, strict=True))
     return f"{'black' if share > 0.45 else 'white'} on rgb({red},{green},{blue})"
