@@ -103,7 +103,7 @@ async def play(port: int, requests: Sequence[bytes], clients: int) -> tuple[floa
             status, body = await connection.send(message)
             latencies.append(1000 * (time.perf_counter() - began_s))
             if status != 200:
-                raise RuntimeError(f"status {status}: {body[:200]!r}")
+                raise RuntimeError(f"a reply has status {status}, not 200: {body[:200]!r}")
         connection.close()
 
     began_s = time.perf_counter()

@@ -65,7 +65,6 @@ class Connection(asyncio.Protocol):
         return await self._done
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the last response."""
         pairs = (line.partition(b":") for line in self.head.split(b"\r\n")[1:])
         return {name.decode(): value.strip().decode("latin-1") for name, _, value in pairs}
 
@@ -106,7 +105,7 @@ async def closed_loop(
             status, body = await connection.send(requests[turn % len(requests)])
             latencies.append(time.perf_counter() - started_s)
             if status != 200:
-                raise RuntimeError(f"status {status}: {body[:200]!r}")
+                raise RuntimeError(f"a reply has status {status}, not 200: {body[:200]!r}")
         connection.close()
 
     started_s = time.perf_counter()

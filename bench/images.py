@@ -129,8 +129,6 @@ class Library:
 
 
 class Served:
-    """The cluster, with prebuilt requests of images."""
-
     def __init__(self, cluster: Cluster, files: Sequence[bytes]) -> None:
         self.cluster = cluster
         self._bodies = {

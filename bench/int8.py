@@ -232,8 +232,6 @@ def per_tensor(model: Any) -> Any:
 
 
 class ModelStates(nn.Module):
-    """A model as a function of ids and mask."""
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model

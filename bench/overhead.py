@@ -57,8 +57,6 @@ TARGETS = {"mix": (0.85, 0.95), "short": (0.50, 0.50)}
 
 
 class Alone:
-    """The engine in this process."""
-
     def __init__(self) -> None:
         prepare_process()
         profile = "cuda" if torch.cuda.is_available() else "cpu"

@@ -156,8 +156,6 @@ def check(data: Mapping[str, Any], tokens: int) -> None:
 
 
 class Served:
-    """The cluster, with prebuilt requests of pages and texts."""
-
     def __init__(self, cluster: Cluster, files: Sequence[bytes], tokens: int) -> None:
         self.cluster = cluster
         self._tokens = tokens
@@ -234,9 +232,6 @@ def verdict(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
 
 
-# pages at once
-
-
 def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Report) -> None:
     ways: dict[tuple[str, int], Callable[[], float]] = {}
     for clients in (1, ROWS):
@@ -254,9 +249,6 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
         )
 
 
-# texts and pages at the same time
-
-
 class Interval:
     """Measurement of answers and processor time. It starts with the construction of the object."""
 
@@ -266,9 +258,7 @@ class Interval:
         self._began_s = time.perf_counter()
 
     def end(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the requests per second by name of the clients, and the mean number of used cores by role of the
-        process.
-        """
+        """Return (clients' name -> requests per second, process role -> mean number of used cores)."""
         now_s = time.perf_counter()
         seconds = now_s - self._began_s
         rates = {

@@ -91,8 +91,6 @@ def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEve
 
 
 class InPool:
-    """Pool of the product."""
-
     def __init__(self, workers: int, together: int) -> None:
         self._pool = TokenizerPool(workers)
         self._together = together

@@ -106,9 +106,6 @@ def check(holds: bool, bound: str) -> str:
     return bound if holds else f"not here: {bound}"
 
 
-# models and engines
-
-
 def save(folder: Path, config: PreTrainedConfig) -> Path:
     """Save random weights, and a tokenizer of bytes without special tokens. A text has as many tokens as letters."""
     torch.manual_seed(0)
@@ -207,9 +204,6 @@ def compile_layers(backbone: Backbone) -> None:
     """Let torch compile the layers of a BERT at their next call, with one graph for all layers."""
     for layer in backbone._model.encoder.layer:
         layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=True)
-
-
-# measurements
 
 
 def synchronize() -> None:

@@ -81,7 +81,6 @@ def eviction(table: kit.Table, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write all rows."""
     table = kit.Table("memory", "Memory of the device", ("what", "before, MiB", "during", "after", "bound"))
     with tempfile.TemporaryDirectory() as root:
         folder = kit.save(Path(root), LARGE)

@@ -170,7 +170,6 @@ def _show(log: str, shown: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--results", type=Path, help="folder of the tables [bench/results/gpu-CARD]")

@@ -133,7 +133,6 @@ def running(name: str, config: BertConfig) -> Iterator[Cluster]:
 
 
 def main() -> None:
-    """Write a row for each load of each model."""
     broker = "nats-server" if shutil.which("nats-server") else "no nats-server is here, so --standalone"
     table = kit.Table("serve", f"`sie serve` on one device, {PRECISION}, {broker}", COLUMNS)
     ids = kit.random_ids(kit.mixed_lengths(2048))

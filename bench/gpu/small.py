@@ -126,7 +126,6 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
 
 
 def main() -> None:
-    """Write the rows of all models."""
     table = kit.Table("small", "Small batches on one device", COLUMNS)
     with kit.new_engine() as engine:
         for name, sizes in {"tiny": kit.TINY}.items() if REHEARSAL else SIZES.items():

@@ -123,9 +123,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """If this machine has the entry's weights, check them and print which values stay unchecked. Raises
-    ModelLoadFailed.
-    """
+    """Check the entry's weights if this machine has them. Print what stays unchecked. Raises ModelLoadFailed."""
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 
