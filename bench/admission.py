@@ -6,7 +6,8 @@ seconds for a batch, and clients that repeat a refused request after its Retry-A
 virtual, so the figures do not depend on the processor.
 
 * false: the share of all requests that were refused needlessly, at once or later. Their answers, after all work ahead
-  of them and all promised turns, would have come at least a tenth of the budget and one batch before the deadline;
+  of them and the requests that refused clients repeat earlier, would have come at least a tenth of the budget and one
+  batch before the deadline;
 * late: the share of accepted requests that were not answered within the budget. The onset lasts twice the budget or ten
   batches from the start, from a stall, or from a slow-down;
 * struck: the share of all requests whose outcome a gateway could not predict. A gateway accepted them at most one usual

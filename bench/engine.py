@@ -158,7 +158,7 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
 
 
 def floor(precision: str) -> Run:
-    """Return a run of only the linear layers and the attention of the engine's model, on as many threads as lanes."""
+    """Return a run that computes only the linear layers and the attention of the model, on CORES threads."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch

@@ -1,10 +1,10 @@
 """Processor time of the gateway for a request, in a cluster of many models and many workers.
 
-The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats simulate
-all other workers of its lane, one each 5 s; these workers share the other models of the catalogue. The requests, with
-one short text each from 16 clients, go to the one model of the real worker. The processor time of the gateway without
-requests (heartbeats, placement) does not grow with the requests, so the benchmark measures it separately, as a part of
-a core, and subtracts it.
+The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats, one
+every 5 s for each worker, simulate all other workers of its pool and bundle; they share the other models of the
+catalogue. 16 clients send requests with one short text to the only model of the real worker. The processor time of the
+gateway without requests (heartbeats, placement) does not grow with the requests, so the benchmark measures it
+separately, as a part of a core, and subtracts it.
 
 Cases take turns, so that other load of the machine affects all of them.
 

@@ -161,7 +161,7 @@ class Served:
         return reply
 
     def vectors(self) -> np.ndarray:
-        """Return the vectors of the first images."""
+        """Return the cluster's vectors of the first images, float32 [images, width]."""
         body = self._bodies[LOADS[1][1]][0]
         return np.array([item["dense"]["values"] for item in self.post(body)["items"]], np.float32)
 

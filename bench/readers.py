@@ -196,7 +196,7 @@ class Served:
         return await open_loop("127.0.0.1", self.cluster.port, self._query, each_s=EACH_S, seconds=seconds)
 
     async def warm(self) -> None:
-        """Run every load for a second before the measurements, so that they measure no first use."""
+        """Run every load for a second before the measurements, so that the measurements exclude start-up costs."""
         for name in LOADS:
             clients = self.saturating(name)
             await asyncio.sleep(1)

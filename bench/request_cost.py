@@ -63,7 +63,7 @@ def check(stack: Stack, models: Sequence[str]) -> None:
         for model in models:
             answer = client.post(f"/v1/encode/{model}", json={"items": [TEXT]})
             if answer.status_code != 200 or not np.allclose(answer.json()["items"][0]["dense"]["values"], expected):
-                raise RuntimeError(f"{model}: {answer.status_code} {answer.text[:300]}")
+                raise RuntimeError(f"{model}: wrong reply, status {answer.status_code}: {answer.text[:300]}")
 
 
 def sample(stack: Stack, models: Sequence[str], *, clients: int, seconds: float) -> Sample:

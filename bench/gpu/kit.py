@@ -40,11 +40,7 @@ RESULTS = Path(os.environ.get("GPU_RESULTS", "."))
 DEVICE = torch.device("cpu" if REHEARSAL else "cuda:0")
 PRECISION = "float32" if REHEARSAL else "bfloat16"
 LONGEST = 512
-TOKENS = [
-    "<0>",
-    "<1>",
-    *sorted(pre_tokenizers.ByteLevel.alphabet()),
-]  # one of the first two is the padding token
+TOKENS = ["<0>", "<1>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # "<0>" or "<1>" is the padding token
 LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
 MIB = 1 << 20
 TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}

@@ -180,7 +180,7 @@ def read(file: Path, limit: int) -> ComparisonSample:
 
 
 def _read_line(line: str, where: str, *, is_json: bool) -> str | tuple[str, tuple[str, ...]]:
-    """Return the text of a sample's line, or (query, documents). `is_json`: only JSON is valid. Raises CommandRefused."""
+    """Return a line's text, or (query, documents). `is_json`: only JSON is valid. Raises CommandRefused."""
     if not is_json and not line.startswith("{"):
         return line
     try:
