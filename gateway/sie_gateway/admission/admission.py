@@ -524,8 +524,8 @@ class Admission:
         `squares`: for each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
-        MAX_WAITING_BYTES, or if the inputs of this key have more than the key's share (`SharedLimit`). The limit is off
-        while no inputs wait, and for one chunk that gets a permit at once.
+        MAX_WAITING_BYTES, or if little of it is left and this key already uses its share (`SharedLimit`). The limit is
+        off while no inputs wait, and for one chunk that gets a permit at once.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)

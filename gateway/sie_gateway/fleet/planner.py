@@ -35,7 +35,7 @@ UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages th
 # largest number of models of a lane; above it, the planner drops models that no worker has loaded, longest unused first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
-# seconds of a pause; the event loop gets the interpreter lock earlier than after Python's switch interval
+# seconds of a pause, in which the event loop gets the interpreter lock without waiting for Python's switch interval
 SLICE_PAUSE_S = 0.0001
 
 

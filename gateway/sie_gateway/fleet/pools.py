@@ -143,7 +143,8 @@ class PoolRecord(Collection[str]):
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
         """Replace the reservations by the result of `make`, and return the new reservations. After a conflict with
-        another gateway, call `make` again with the newer ones. Raises NotReady, BrokerError, and the errors of `make`.
+        another gateway, call `make` again with the newer reservations. Raises NotReady, BrokerError, and the errors of
+        `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:

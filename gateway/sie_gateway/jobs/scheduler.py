@@ -123,8 +123,8 @@ class JobScheduler:
                 free -= 1
 
     def _jobs_to_lease(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return the jobs whose leases are requested now. Half of these jobs had another leader, which may have died.
-        The others are the oldest jobs that may have no leader yet. So neither group delays the other.
+        """Return at most LOOKS jobs whose leases are requested now: jobs that had another leader, which may have died,
+        and the oldest jobs that may have no leader yet. Each group gets half of the places if it has so many jobs.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]
