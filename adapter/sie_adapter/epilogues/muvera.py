@@ -176,7 +176,9 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches of token vectors, one per repetition, `cell` wide. `columns`, `signs`: [repetitions, dim]."""
+    """Count sketches (random projections) for token vectors: one per repetition, with `cell` output dimensions.
+    `columns`, `signs`: [repetitions, dim].
+    """
 
     columns: Tensor
     signs: Tensor

@@ -52,7 +52,7 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.http.routes import bearer
 from sie_runtime.process import Stop
 
-EVERY_S = 1.0  # seconds between announcements
+EVERY_S = 1.0  # seconds between announcements of this gateway to the other gateways, if BUSY_S does not apply
 BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
 SILENT_S = 5.0  # seconds without an announcement after which a gateway no longer counts
 HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost (tokens) of a lane's messages

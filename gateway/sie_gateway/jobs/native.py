@@ -213,7 +213,7 @@ class NativeJob:
         """Compute the answers of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
-        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
+        if record is not None:  # an earlier leader wrote the part, but died before the shard was marked as done
             self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
