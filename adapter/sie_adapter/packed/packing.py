@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add a number of computed positions without a token to `padding`."""
+        """Add `positions` to `padding`: the number of positions without a token that a pass computed."""
         self.padding += positions
 
 
