@@ -105,7 +105,7 @@ def check(holds: bool, bound: str) -> str:
 def save(folder: Path, config: PreTrainedConfig) -> Path:
     """Save random weights, and a tokenizer of bytes without special tokens. A text has as many tokens as letters."""
     torch.manual_seed(0)
-    with DEVICE:  # create the weights on the GPU: this takes seconds for large models
+    with DEVICE:  # a GPU creates the weights of large models within seconds
         model = AutoModel.from_config(config, dtype=getattr(torch, PRECISION))
     model.save_pretrained(folder)
     del model

@@ -107,7 +107,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer can be parsed, and that it fits a model that has the attribute `vocabulary`."""
+    """Check that the tokenizer can be parsed, and fits the model if the model has the attribute `vocabulary`."""
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
     except ValueError as error:
