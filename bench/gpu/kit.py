@@ -177,9 +177,7 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """Return the model's pass on inputs that are on the device, launched kernel by kernel. Call it in inference
-    mode.
-    """
+    """Return the model's pass on inputs on the device, launched kernel by kernel. Call it in inference mode."""
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}

@@ -1,5 +1,5 @@
-"""Checks that a loaded model computes correct numbers, before it serves requests. If a check fails, the load
-fails. The results of the checks are the model's certificate.
+"""Checks that a loaded model computes correct numbers, before it serves requests. If a check fails, the load fails. The
+results of the checks are the model's certificate.
 
     digests   SHA-256 of the model's files against the catalogue entry
     files     max_tokens, pooling and prompts of the entry against the model's files; only max_tokens if
