@@ -192,7 +192,7 @@ class Bench:
         self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
         for connection in connections:
             connection.close()
-        await asyncio.gather(*backlog, return_exceptions=True)  # raises ConnectionError for each open request
+        await asyncio.gather(*backlog, return_exceptions=True)  # the requests fail, as their connections are closed
 
     def judge_p99(self, label: str, answers: Sequence[Answer], bound_ms: float) -> None:
         """Judge a p99. An answer other than 200 counts as infinitely slow."""

@@ -135,8 +135,8 @@ class _Children:
             os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
-        """Call waitpid for all children that have ended. Ignore unknown process ids: if this process is process 1
-        of a container, it is also the parent of orphans of other processes.
+        """Call waitpid for all children that have ended. Ignore unknown process ids: if this process is process 1 of a
+        container, it is also the parent of orphans of other processes.
         """
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -259,8 +259,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether the running batch must stop, because the peer closed the connection or sent a Cancel. Never waits.
-    Do not read the frame: while a batch runs, the peer may send no frame except a Cancel.
+    """Return whether the running batch must stop, because the peer closed the connection or sent a Cancel. Never waits,
+    and leaves a frame unread: while a batch runs, the peer may send no frame except a Cancel.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))

@@ -105,7 +105,7 @@ def check(holds: bool, bound: str) -> str:
 def save(folder: Path, config: PreTrainedConfig) -> Path:
     """Save random weights, and a tokenizer of bytes without special tokens. A text has as many tokens as letters."""
     torch.manual_seed(0)
-    with DEVICE:  # a GPU creates the random weights of a large model in seconds
+    with DEVICE:  # a GPU creates the weights of large models within seconds
         model = AutoModel.from_config(config, dtype=getattr(torch, PRECISION))
     model.save_pretrained(folder)
     del model
@@ -177,9 +177,7 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """Return the model's pass on inputs that are on the device, launched kernel by kernel. Call it in inference
-    mode.
-    """
+    """Return the model's pass on inputs on the device, launched kernel by kernel. Call it in inference mode."""
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}

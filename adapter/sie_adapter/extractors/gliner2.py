@@ -361,8 +361,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt. `descriptions`: the number of descriptions in the prompt; a special token precedes
-        each. Raises InvalidInput for an unusable label or name of a task.
+        """Return the prompt. `descriptions`: the number of descriptions in the prompt; a special token precedes each.
+        Raises InvalidInput for an unusable label or name of a task.
         """
         processor = self._processor
         ends = [processor.SEP_STRUCT] * (len(tasks) - 1) + [processor.SEP_TEXT]

@@ -433,7 +433,7 @@ def absolute_positions(encoder: Any) -> int:
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """Set and return the length at which a transformers tokenizer truncates, in tokens, special tokens included: the
-    smaller of the tokenizer's own limit and the encoder's number of absolute positions (`otherwise` if this is 0).
+    smaller of the tokenizer's own limit and the encoder's number of absolute positions (`otherwise` if there are none).
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)

@@ -1,5 +1,5 @@
-"""Checks that a loaded model computes correct numbers, before it serves requests. If a check fails, the load
-fails. The results of the checks are the model's certificate.
+"""Checks that a loaded model computes correct numbers, before it serves requests. If a check fails, the load fails. The
+results of the checks are the model's certificate.
 
     digests   SHA-256 of the model's files against the catalogue entry
     files     max_tokens, pooling and prompts of the entry against the model's files; only max_tokens if
@@ -107,7 +107,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer can be parsed, and that it fits a model that has the attribute `vocabulary`."""
+    """Check that the tokenizer can be parsed, and fits the model if the model has the attribute `vocabulary`."""
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
     except ValueError as error:

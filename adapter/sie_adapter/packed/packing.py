@@ -27,8 +27,8 @@ from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 # Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of the step of the
 # first limit that is at least this number, else of the last step. Passes then have few different shapes.
 Steps = Sequence[tuple[int, int]]
-# Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took
-# 1 ms of the 4.5 ms of a pass with one short text.
+# Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took 1 ms of the
+# 4.5 ms of a pass with one short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 PADDED_WASTE = 1.25  # largest ratio of positions, padding included, to tokens in a padded group of sequences
 UInt8 = NDArray[np.uint8]
@@ -80,8 +80,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`, `sounds`:
-    None if no item has images or sounds.
+    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`, `sounds`: None if
+    no item has images or sounds.
     """
 
     lengths: Int64
@@ -224,9 +224,9 @@ class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
     `padding`: positions without a token that `filled` has counted. These do not include the padding sequence of
-    `filled_up`. `features`: features of images, for the positions of their tokens.
-    `axes`: positions in time, height and width, for models with three position axes; None if each axis has the values
-    of `positions`. `engine`: the engine that runs the pass; None for the engine of the model.
+    `filled_up`. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height
+    and width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the
+    engine that runs the pass; None for the engine of the model.
     """
 
     ids: Int64  # shape [tokens]
@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add a number of computed positions without a token to `padding`."""
+        """Add `positions` to `padding`: the number of positions without a token that a pass computed."""
         self.padding += positions
 
 

@@ -75,8 +75,8 @@ def bucket_of(packed: PackedBatch) -> Bucket | None:
 
 class StaticInputs:
     """Input tensors of a captured pass, at fixed addresses, filled by one copy. `tokens`: ids, positions and, if
-    `has_types`, token types, int64 [rows, tokens]; `bounds`: int32, the offset of the first token of each
-    sequence, and the end of the last one. Padding follows as further sequences of at most _BLOCK tokens.
+    `has_types`, token types, int64 [rows, tokens]; `bounds`: int32, the offset of the first token of each sequence, and
+    the end of the last one. Padding follows as further sequences of at most _BLOCK tokens.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:

@@ -37,8 +37,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 class _CachedOutput(NamedTuple):
     """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
-    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: number of the last use
-    (`number`).
+    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: number of the last use,
+    from `TowerOutputs.number`.
     """
 
     output: Output

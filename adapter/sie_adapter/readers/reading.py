@@ -4,8 +4,8 @@ all rows, and adds and removes rows between two steps.
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
 In each iteration, for each model that has rows, the thread removes rows for which no client waits any more, begins some
-of the waiting rows, then adds one token to each row. So a short text does not wait for a long text, and the loop
-runs at most one step for a disconnected client. The text of a row does not depend on the other rows. If a text ends and
+of the waiting rows, then adds one token to each row. So a short text does not wait for a long text, and the loop runs
+at most one step for a disconnected client. The text of a row does not depend on the other rows. If a text ends and
 another prompt follows, such as the next window of a sound, the row waits again, behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread

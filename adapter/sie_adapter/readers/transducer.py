@@ -111,8 +111,8 @@ def words_of(
 
 
 def sentences_of(words: Sequence[SpokenText]) -> list[SpokenText]:
-    """Return the sentences of these words. A sentence ends after a word with a mark of _ENDS, after the last word, or
-    before a word with which the sentence would be longer than _LONGEST_S.
+    """Return the sentences of these words. A sentence ends after a word that ends with a mark of _ENDS, after the
+    last word, or before a word with which the sentence would be longer than _LONGEST_S.
     """
     sentences: list[SpokenText] = []
     is_open = False

@@ -145,9 +145,8 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
 
 
 def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[EvalStep]:
-    """Yield the steps of a measurement: each source with its main vectors, then the cluster with each further
-    output, then the first source with each reranker. Raises CommandRefused if an option does not fit the task or the
-    models.
+    """Yield the steps of a measurement: each source with its main vectors, then the cluster with each further output,
+    then the first source with each reranker. Raises CommandRefused if an option does not fit the task or the models.
     """
     for source in context.sources:
         if isinstance(context.task, Mteb) and source.main != outputs.DENSE:

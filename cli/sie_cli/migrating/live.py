@@ -212,7 +212,7 @@ class LiveMigration:
                 await self._steps(steps, alias, state)
 
     def _check_done(self, models: Mapping[Side, LiveModel], state: LiveState) -> None:
-        """Report that nothing is left to do: the alias names the new model, and the index has vectors of one model.
+        """Report that nothing is left to do: the alias names the new model, and no migration of the index is stored.
         Raises CommandRefused for --step back and clean-up, and if the index and the new model differ in width.
         """
         plan, old, new = self._plan, models["old"], models["new"]

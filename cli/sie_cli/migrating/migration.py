@@ -705,7 +705,7 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if none changed the shadow."""
+    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if no stored one changed it."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 

@@ -42,7 +42,7 @@ class QualityMeasurement:
 
     @property
     def rank(self) -> float | None:
-        """Return the mean rank correlation over texts; None if the similarities of each text are all equal."""
+        """Return the mean of `Agreement.ranks`; None if no text has a rank correlation."""
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 

@@ -30,7 +30,7 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # maximum of --limit: the memory grows with the square of the texts
+MAX_TEXTS = 2000  # maximum of --limit: the memory grows with the square of the number of texts
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)

@@ -86,9 +86,7 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry of a model folder; None if it has none. Raises CommandRefused if another model has the folder's
-    id.
-    """
+    """Return a model folder's entry, or None. Raises CommandRefused if another model has the folder's name as id."""
     entry = catalogue.find(folder_name(folder))
     if entry is None or (
         entry.weights.path and Path(os.path.expanduser(entry.weights.path)).resolve() == folder.resolve()
