@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -93,6 +94,22 @@ def test_links_from_outside_the_site_lead_to_files(page: str) -> None:
     links = re.findall(r"\]\(((?!https?:)[^)#]+)", (ROOT / page).read_text("utf-8"))
     assert links
     assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_each_method_that_a_page_names_exists() -> None:
+    names: dict[str, set[str]] = {}  # by class: its methods, and all names in its body
+    for file in (*ROOT.glob("*/sie_*/**/*.py"), *ROOT.glob("core/*/sie_*/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
+    references = [
+        (page.name, *reference)
+        for page in (ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md"))
+        for reference in re.findall(r"`([A-Z]\w+)\.([a-z_]\w+)`", page.read_text("utf-8"))
+        if reference[0] in names
+    ]
+    assert references
+    assert [reference for reference in references if reference[2] not in names[reference[1]]] == []
 
 
 def test_the_page_of_settings_is_the_code() -> None:

@@ -343,7 +343,7 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # by default, oneDNN and each thread's torch cache data for 1,024 sizes of matrix products, 0.5 MB per size
+    # by default, oneDNN, and torch in each thread, store data for 1,024 sizes of matrix products, 0.5 MB per size
     # (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)

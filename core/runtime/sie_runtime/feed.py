@@ -214,7 +214,7 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Request the first snapshot until it arrives, then follow the catalogue until `stop`."""
+        """Subscribe to deltas, request the first full export, then follow the catalogue until `stop`."""
         await retry(
             lambda: self._bus.subscribe(self._subject, self._on_delta),
             errors=(BrokerError,),

@@ -18,7 +18,7 @@ A key has one window for all models of a lane and priority. While the window is 
 waiting work alternate, one chunk each. Without this rule, a model with much work of the key would take all freed space,
 and the key's work for other models would wait for ever.
 
-`SharedLimit` limits how much of the gateway's memory, and how many of its requests in progress, each key has.
+`SharedLimit` does the same for memory and for requests in progress: one key cannot use all of a resource.
 """
 
 from __future__ import annotations

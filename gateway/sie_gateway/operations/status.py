@@ -282,7 +282,7 @@ class ClusterStatus:
         ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
-        """Return all workers, totals over the healthy workers, and a summary of each model."""
+        """Return all workers, the totals of the cluster, and a summary of each model."""
         workers = self.workers()
         healthy = [worker for worker in workers if worker.info.healthy]
         cluster = ClusterInfo(

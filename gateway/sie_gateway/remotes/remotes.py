@@ -241,7 +241,9 @@ class Remotes:
             _logger.warning("the token budget of remote %s keeps an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
-        """Count a failed call. If the server has caused MAX_FAILURES failures in a row, drop its proof."""
+        """Count a failed call, and probe the server again soon. After MAX_FAILURES failed calls in a row, the server
+        gets no requests until a probe shows again that its vectors are equal.
+        """
         self._count(remote, "failed")
         if not failure.is_fault:
             return
