@@ -152,7 +152,7 @@ class Files(Calls[ThreadDriver]):
         return self._driver.run(files.get(file, self._session))
 
     def content(self, file: str) -> bytes:
-        """Return the content of a file as bytes. For large files use `save`, which writes a file in pieces."""
+        """Return the content of a file as bytes. For large files use `save`, which needs little memory."""
         return self._driver.run(files.content(file, self._session))
 
     def save(

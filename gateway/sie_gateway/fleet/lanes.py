@@ -105,7 +105,7 @@ _NO_WORKERS = _LaneWorkers()
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
-    ten times this limit, the fleet removes the worker. If no worker at all sends a heartbeat for this limit, for
+    ten times this limit, the fleet removes the worker. If no worker at all sends a heartbeat for this time, for
     example without the broker, the time to removal begins again at the next heartbeat. Because of indexes by lane and
     by model, the time of a look-up does not depend on the number of workers. The argument `residency` names a model
     with one set of load options: `model` or `model:profile`.

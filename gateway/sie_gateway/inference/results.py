@@ -331,7 +331,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks. A chunk's share of its batch's time is its share of the batch's tokens."""
+    """Return the device seconds of chunks. The time of a batch is divided between its chunks by their tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
