@@ -81,6 +81,14 @@ def modules(folder: str) -> Sequence[Module]:
     return parsed_modules
 
 
+def nodes() -> Iterator[tuple[Module, ast.AST]]:
+    """Yield each node of the syntax trees of all packages, with its module."""
+    for package in PACKAGES:
+        for module in modules(package):
+            for node in ast.walk(module.tree):
+                yield module, node
+
+
 def names_that_are_gone(module: Module) -> Iterator[str]:
     """Yield the names of files and exceptions that do not exist, but that the module's docstrings mention as `name.py`
     or `Raises Name`.

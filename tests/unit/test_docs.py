@@ -10,6 +10,7 @@ from pathlib import Path
 
 import api_page
 import click
+import measure
 import models_page
 import pages
 import pytest
@@ -98,10 +99,9 @@ def test_links_from_outside_the_site_lead_to_files(page: str) -> None:
 
 def test_each_method_that_a_page_names_exists() -> None:
     names: dict[str, set[str]] = {}  # by class: its methods, and all names in its body
-    for file in (*ROOT.glob("*/sie_*/**/*.py"), *ROOT.glob("core/*/sie_*/**/*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                names.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
+    for _, node in measure.nodes():
+        if isinstance(node, ast.ClassDef):
+            names.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
     references = [
         (page.name, *reference)
         for page in (ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md"))

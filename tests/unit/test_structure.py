@@ -53,9 +53,7 @@ def test_no_except_star_clause_raises() -> None:
     """Before Python 3.11.4, an error that such a clause raises becomes part of an ExceptionGroup."""
     raising = [
         f"{module.name}:{clause.lineno}"
-        for package in measure.PACKAGES
-        for module in measure.modules(package)
-        for node in ast.walk(module.tree)
+        for module, node in measure.nodes()
         if isinstance(node, ast.TryStar)
         for clause in node.handlers
         if any(isinstance(part, ast.Raise) for part in ast.walk(clause))

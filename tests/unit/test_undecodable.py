@@ -393,9 +393,7 @@ def test_no_handler_names_only_some_errors_of_a_decoder() -> None:
     """A handler that names DecodeError misses the other errors of UNDECODABLE."""
     places = [
         f"{module.name}:{handler.lineno}"
-        for package in measure.PACKAGES
-        for module in measure.modules(package)
-        for handler in ast.walk(module.tree)
+        for module, handler in measure.nodes()
         if isinstance(handler, ast.ExceptHandler | ast.withitem)
         for name in ast.walk(handler.type if isinstance(handler, ast.ExceptHandler) else handler.context_expr)  # type: ignore[arg-type]
         if isinstance(name, ast.Attribute) and name.attr in ("DecodeError", "MsgspecError")
