@@ -3,15 +3,17 @@
     python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
 Every variant runs in its own process for the whole benchmark. Rounds alternate between the variants, so that a change
-of the machine's load affects all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`,
-texts of 8 tokens; `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens;
-`single`, one short text at a time, in milliseconds.
+of the machine's load affects all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens, in order of
+arrival; `sorted`, the texts of `mix` in order of length, as only an offline job can send them; `short`, texts of 8
+tokens; `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short
+text at a time, in milliseconds.
 
     engine ...                our engine, one lane per core, as its rules choose; `torch`: always the packed path on
                               torch; `eager`: with attention in plain tensor operations
-    sentence-transformers     as its users call it: default (float32), and bfloat16; with tokenising
-    onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request on all cores;
-                              without tokenising
+    sentence-transformers     as its users call it: default (float32), and bfloat16; all texts of a load in one call,
+                              which sorts them by length; with tokenising
+    onnxruntime, openvino     the exported model on the batches of our engine, each in padded parts of 32 texts in order
+                              of length, one request on all cores; without tokenising
     floor                     only the matrix products of the linear layers and the attention, on the engine's lanes
 
 The rows of onnxruntime and openvino need that package and onnx; the report omits them otherwise. `cosine` is the lowest
@@ -225,9 +227,12 @@ def sentence(precision: str) -> Run:
 
 
 def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
-    """Return a run with mean pooling over `forward(ids, mask)` of padded batches in order of length."""
+    """Return a run with mean pooling over `forward(ids, mask)`, for each batch in padded parts in order of length."""
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
+        return np.concatenate([one(batch) for batch in batched(ids)])
+
+    def one(ids: Sequence[np.ndarray]) -> np.ndarray:
         order = np.argsort([len(text_ids) for text_ids in ids], kind="stable")
         vectors = np.zeros((len(ids), 384), np.float32)
         for start in range(0, len(order), PADDED_BATCH):
@@ -378,6 +383,7 @@ def work(name: str, corpus: str) -> None:
     sys.stdout, out = sys.stderr, sys.stdout  # libraries print to sys.stdout, which the parent process parses
     run = made(name)
     loads = {load: evenly(texts_of(load, corpus)) for load in ("mix", "short", *(("mail",) if corpus else ()))}
+    loads["sorted"] = sorted(loads["mix"], key=lambda text: len(ids_of([text])[0]))
     loads["single"] = texts_of("single", corpus)
     ids = {load: ids_of(texts) for load, texts in loads.items()}
     for load, texts in loads.items():
@@ -438,7 +444,7 @@ def main() -> None:
             raise SystemExit(f"{name} did not start; run `--work {name!r}` to see why")
     samples = {name: json.loads(ask(worker, "sample")) for name, worker in fleet.items()}
     right = samples.get("sentence-transformers default")
-    loads = ["mix", "short", "single", *(["mail"] if options.corpus else [])]
+    loads = ["mix", "sorted", "short", "single", *(["mail"] if options.corpus else [])]
     figures: dict[tuple[str, str], list[float]] = {}
     for load in loads:
         for _ in range(options.rounds):
