@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,22 @@ async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
         ("a.jsonl#50", "INVALID_INPUT"),
         ("x", "INVALID_INPUT"),
     ]
+
+
+async def test_the_progress_of_a_shard_counts_each_row_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faulty rows count at once, and a row that equals another row counts with it."""
+    counted: Counter[tuple[int, str]] = Counter()
+    before = run.JobRun.rows
+
+    def rows(self: run.JobRun, shard: int, done: int, failed: int) -> None:
+        counted[shard, "done"] += done
+        counted[shard, "failed"] += failed
+        before(self, shard, done, failed)
+
+    monkeypatch.setattr(run.JobRun, "rows", rows)
+    file = await place.upload([*texts(25), {"id": "x"}, {"id": "same", "t": "text 24"}])
+    await place.job((await place.submit({"file": file, "text": "{t}", "id": "id"}, shard_rows=20))["id"])
+    assert counted == {(0, "done"): 20, (0, "failed"): 0, (1, "done"): 7, (1, "failed"): 1}
 
 
 async def test_a_completed_output_without_rows_has_a_manifest(place: Place) -> None:
