@@ -17,10 +17,11 @@ DIGEST_BYTES = 16
 
 
 def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:
-    """Return the name of a space.
+    """Return the name of a space: the set of all cached answers that differ only in their inputs.
 
     `owner`: API key whose requests use the answers; empty if all API keys share the answers. `fingerprint`: fingerprint
-    of the answers (`answer_fingerprint`). All fields of `run` are in the hash, so a new option needs no change here.
+    of the answers (`answer_fingerprint`). The hash includes all fields of `run`, so a new option of requests needs no
+    change of this function.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, run], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]
