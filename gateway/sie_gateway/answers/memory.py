@@ -64,7 +64,7 @@ class AnswerMemory:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self.erasures = 0  # number of calls of `erase`; requests that began before the last call do not cache their answers
+        self.erasures = 0  # number of calls of `erase`; a request that began before the last call caches no answers
         self.evictions = 0  # number of answers that were removed because the cache was full
         self._ttl_s = ttl_s
         self._clock = clock

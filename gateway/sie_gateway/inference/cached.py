@@ -40,8 +40,8 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
-SHORTEST_WAIT_S = 0.25  # seconds; a request waits so long for answers of other requests if LONGEST_WAIT permits
-LONGEST_WAIT = 0.25  # share of the time until its deadline; a request waits at most so long for other requests
+SHORTEST_WAIT_S = 0.25  # a request waits at least so many seconds for answers of other requests, within LONGEST_WAIT
+LONGEST_WAIT = 0.25  # a request waits for answers of other requests for at most this share of its remaining time
 OnChunk = Callable[[int, WorkResult], None]
 """Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
 Compute = Callable[
