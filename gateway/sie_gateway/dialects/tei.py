@@ -181,8 +181,7 @@ async def similarity(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _name_sentence(error: SIEError) -> None:
-    """Replace the path of an input in an error: input 0 is the source sentence, input n is sentence n - 1 of the body.
-    """
+    """Replace the path of an input in an error: input 0 is the source sentence, input n is sentence n - 1."""
     path = _INPUT.match(error.param)
     if path is not None:
         index = int(path[1])
