@@ -55,7 +55,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0  # seconds between announcements of this gateway while it announces no queued work and no retry times
 BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
 SILENT_S = 5.0  # seconds without an announcement after which a gateway does not count as live
-HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost (tokens) of a lane's messages
+HALF_LIFE_S = 60.0  # seconds after which a published message counts half in the mean cost (`mean_cost`)
 RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)  # largest number of announcements over which responses are averaged
@@ -571,7 +571,7 @@ class Admission:
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
-        """Measure the speed of the queue by a result that arrived after its request had ended."""
+        """Measure the speed of the queue by a result that arrived after its request had ended (`_gone`)."""
         entry = self._gone.get(result.request)
         if entry is not None:
             place, entered = entry
@@ -660,7 +660,7 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the idle queues of a deleted pool, and the pool's counts of work per key that no other queue uses."""
+        """Drop the idle queues of a deleted pool, and the pool's `Shares` that no remaining queue uses."""
         self._places = {
             name: place for name, place in self._places.items() if name[0].pool != pool or not place.window.idle
         }

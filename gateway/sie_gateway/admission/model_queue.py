@@ -23,7 +23,8 @@ workers had no pause. After a pause, the sample is at most the time of the batch
 time, there is no sample. Without samples, no wait is predicted. A gateway measures only its own results: other
 gateways, models and priorities make these results later, so the samples include their effects.
 
-`AnswerPace` measures how fast the gateway ends requests, and sets the Retry-After of requests refused before reading.
+`AnswerPace` measures how fast the gateway ends requests, and sets the Retry-After of requests that are refused before
+their bodies are read.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ CHANGED_SAMPLES = 2
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may count as stalled, see STALL_BATCHES
 UNKNOWN_STALL_S = 5.0  # seconds without a result after which a queue without a measured batch counts as stalled
-STALL_BATCHES = 3.0  # the time without a result must also exceed this many times the longest measured batch time
+STALL_BATCHES = 3.0  # the queue counts as stalled only after this many times the longest measured batch time
 # seconds: lifetime of a computed `MeasuredBatch`, and shortest time between two checks for late requests
 LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
@@ -397,7 +398,8 @@ BUSY_BATCHES = 1.5
 # to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a
 # running batch, if this time is shorter.
 TURN_PACE = 0.4
-# The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
+# The limit on the work of refused clients that return at the same time is at least what the queue runs in this share of
+# a request's budget.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0

@@ -28,7 +28,7 @@ def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions
 
 
 def digests_of(items: Sequence[RequestItem], query: RequestItem | None = None) -> Iterator[bytes]:
-    """Yield the digest of each item, of all fields that a worker reads. For a score, the digest includes `query`."""
+    """Yield the digest of each item: a hash of all fields that a worker reads. For a score, it includes `query`."""
     start = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if query is not None:
         start.update(b"query" + hashlib.blake2b(messages.encode(input_of(query))).digest())

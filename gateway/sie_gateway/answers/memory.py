@@ -68,7 +68,7 @@ class AnswerMemory:
         self.evictions = 0  # number of answers that were removed because the cache was full
         self._ttl_s = ttl_s
         self._clock = clock
-        # answers that were used at most once since they were cached, the least recently used first
+        # answers that were not used since they were cached, or since they left `_protected`; the oldest first
         self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected_bytes = 0

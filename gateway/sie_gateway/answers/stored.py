@@ -1,6 +1,6 @@
 """Cached answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
 
-    cache/{space}/{segment}    one object for each shard that computed answers
+    cache/{space}/{segment}    one object for each shard (part of a job) that computed answers
 
 A segment is written in one step and never changed. Its bytes:
 

@@ -168,7 +168,7 @@ async def similarity(inference: Inference, call: Call, body: fields.Body) -> Enc
         raise bad("parameters", parameters, "a map or null")
     items = (RequestItem(source), *sentences)
     try:
-        # the cosine is the product of vectors of length 1
+        # the vectors have the length 1, so the cosine of two vectors is their dot product
         finished = await _encode(inference, call, resolved, "embed", items, parameters or {}, is_cosine=True)
         vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
     except FailedRequest as failed:

@@ -93,7 +93,9 @@ class Transcript:
 
 
 async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Body) -> EncodedReply:
-    """Answer with the words that are spoken in the recording, or with their translation into English (by `task`)."""
+    """Answer with the words that are spoken in the recording or, if `task` is translate, with their English
+    translation.
+    """
     form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
     file = await beside(call.body, lambda: form.whole(call.body))
     resolved = able(inference, call, "transcribe", form.fields.get("model"))

@@ -111,7 +111,8 @@ class CachedRuns:
         items: Sequence[RequestItem],
         compute: Compute,
     ) -> RequestResult:
-        """Return the results of a request. `items` and `positions` (their indices in the request) lack refused items.
+        """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
+        `items`: the other items. `positions`: the indices of `items` in the request.
 
         Raises SIEError, EntryChanged, and NotFound with reason not_cached if the client allows only cached answers.
         """
@@ -151,7 +152,7 @@ class CachedRuns:
         cached = self._fingerprints.get(key)
         if cached is None or cached[0] is not entry:
             loaded = fingerprint(entry, resolved.load, status.precision.served, status.engine.served)
-            # a worker with another fingerprint has loaded another entry
+            # if the fingerprints differ, the worker has loaded another entry, whose answers are not cached
             own = profile_fingerprint(loaded, entry, resolved.profile) if loaded == status.fingerprint else ""
             if len(self._fingerprints) >= MAX_FINGERPRINTS:
                 self._fingerprints.clear()

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
 
 WATCH_AFTER_S = 1.0  # seconds after which the gateway watches the client of a run for a disconnect
-MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a model's new entry, which a worker has and this gateway lacks
+MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
+RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a catalogue entry that a worker has and this gateway lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -229,8 +229,9 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute) -> EncodedReply:
-        """Run the handler of the route. If the model's entry changes during the run, run the handler again with the new
-        entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the budget has ended.
+        """Run the handler of the route. If the catalogue entry of the model changes during the run, run the handler
+        again with the new entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the
+        budget has ended.
         """
         body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
         restarts = 0

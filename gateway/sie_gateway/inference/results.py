@@ -474,7 +474,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the collector is complete. Raises TimeoutError, or the argument of `fail`."""
+        """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError

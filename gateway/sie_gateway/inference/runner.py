@@ -201,7 +201,7 @@ class Runner:
         """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds
         whether the request may continue to wait. `was_hosted`: a worker had the model loaded when the request was
         admitted. Raises ModelLoading if a worker is loading the model, NotProvisioned if the lane has no worker,
-        GatewayTimeout, and the error that failed the collector.
+        GatewayTimeout, and the argument of `OutcomeCollector.fail`.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
@@ -243,7 +243,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks that have permits. A task publishes the other chunks; its errors fail the collector."""
+        """Publish the chunks that have permits. A task publishes the others later; its errors fail the request."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
