@@ -43,11 +43,13 @@ MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stor
 SHORTEST_WAIT_S = 0.25  # a request waits at least so many seconds for answers of other requests, within LONGEST_WAIT
 LONGEST_WAIT = 0.25  # a request waits for answers of other requests for at most this share of its remaining time
 OnChunk = Callable[[int, WorkResult], None]
-"""Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
+"""Function to call with each result of a chunk. Arguments: the index of the chunk's first input, and the result."""
 Compute = Callable[
     [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
 ]
-"""Function that computes inputs (given their positions), adds the results to the RequestResult, and returns them."""
+"""Function that computes inputs at these positions of the request. It adds the results of their chunks to the
+RequestResult, calls the OnChunk function with each, and returns them.
+"""
 
 
 class CachePolicy(NamedTuple):
