@@ -26,7 +26,7 @@ class Metrics:
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
-        # metric objects by their label values, stored because a call of `labels` takes longer than counting
+        # metric objects by (endpoint, status, machine profile), stored because `labels` takes longer than the counting
         self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")

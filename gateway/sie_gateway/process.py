@@ -66,7 +66,7 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-# seconds of a drain beyond the longest time limit of a request, so that the gateway can send the last responses
+# seconds by which a drain may exceed the longest time limit of a request: time to send the last responses
 _LATE_S = 1.0
 # field of a stream's configuration -> setting that the error names if an existing stream has another value
 _SETTINGS = {
@@ -94,7 +94,7 @@ async def serve(
     data_dir: Path | None = None,
 ) -> int:
     """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
-    `drain_s` seconds; None: `longest_drain_s`. Return the exit status. Raises SettingError.
+    `drain_s` seconds, by default `longest_drain_s`. Return the exit status. Raises SettingError.
 
     `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder if `sie serve` runs this
     gateway, else None.
@@ -258,8 +258,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # The operating system accepts connections on the port, but the gateway does not read requests yet. So the first
-        # requests wait at most FIRST_ANSWER_S, and are not refused because the gateway is not ready.
+        # The operating system accepts connections on the port already. The gateway does not read requests yet, because
+        # it would refuse them while it is not ready. So the first requests wait, at most FIRST_ANSWER_S seconds.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()

@@ -7,24 +7,42 @@
 Retry-After comes from `RetrySlots.book` for a refusal by the queue, from `AnswerPace.retry_s` (`model_queue`) for too
 many requests in progress, and from `Quotas.spend` for a quota.
 
-The table lists the errors with which an overloaded gateway refuses requests: the class or function that raises the
-error, its code, and the resource that is used up. `docs/errors.md` has the codes. `docs/security.md` has the limits,
-under "What a client may hold". `sie_runtime.http` refuses connections and websockets, `fleet/pool_rules` reservations,
-and `streams/offload` large inputs while the payload store is full (QUEUE_UNAVAILABLE, reason `store_full`). Requests
-without a worker (PROVISIONING, MODEL_LOADING) are refused in `fleet/demand` and `fleet/lanes`. A worker without enough
-memory refuses requests in the sidecar's `prepare/media_pool` and `prepare/fetching`, and in the adapter's `memory/oom`,
-`memory/residency`, `documents/parsers` and `documents/docling`. A remote server may answer a request that is refused
-because of its expected wait (`remotes`).
+The two tables list every place that refuses a request for lack of room: the class or function that raises the error,
+the code of the error, and the resource that is used up. `docs/errors.md` has the codes. `docs/security.md` has the
+limits, under "What a client may hold". A remote server may answer a request that `inference/runner` refuses with
+QUEUE_FULL, QUEUE_UNAVAILABLE, PROVISIONING or MODEL_LOADING (`remotes`). Places in the gateway:
 
-    admission/admission.Admission   QUEUE_FULL          the wait (`check`, `refuse_late`), or bytes (`enter`)
+    admission/admission.Admission   QUEUE_FULL          time (`check`, `refuse_late`), or bytes of inputs (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
-    admission/slots.KeySlots        RATE_LIMITED        uploads of a key at once, reads of its results of jobs
-    admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once, reads of results of jobs
+    admission/slots.KeySlots        RATE_LIMITED        uploads, or reads of results of jobs, that a key has at once
+    admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads, or reads of results of jobs, of all keys at once
+    fleet/demand.ColdStarts         MODEL_LOADING       workers that have loaded the model
+    fleet/demand.ColdStarts         PROVISIONING        workers of the lane
+    fleet/lanes.Fleet               PROVISIONING        workers with the bundle of the model
+    fleet/pool_rules.created        POOL_OPERATION_FORBIDDEN  reservations of a key, or of all keys
     inference/handler.Inference     QUEUE_FULL          requests in progress
     inference/image_urls.ImageUrls  QUEUE_FULL          memory of fetched images
     inference/results.ResultInbox   RESOURCE_EXHAUSTED  memory of results from workers
     inference/call.BodyReader       QUEUE_FULL          memory of bodies
     jobs/files._unavailable         RESOURCE_EXHAUSTED  space of the payload store for files
-    jobs/records.OwnerUsage         RATE_LIMITED        stored jobs and files of a key
+    jobs/records.OwnerUsage         RATE_LIMITED        stored jobs and files of a key, or of all keys
+    streams/offload.Offload         QUEUE_UNAVAILABLE   space of the payload store for large inputs (`store_full`)
     streams/publish.WorkQueue       QUEUE_FULL          bytes of a work stream, or its messages of one subject
+
+Places in other packages:
+
+    core/runtime    http/protocol.Protocol            QUEUE_FULL          connections of a process
+    core/runtime    http/websocket.Seats              RESOURCE_EXHAUSTED  websockets of a process, address or key
+    core/store      weights/disk._no_room             MODEL_LOAD_FAILED   disk space for the files of a model
+    config_service  writes.CatalogueWriter            CONTENT_CONFLICT    ids of models and aliases in the catalogue
+    sidecar         prepare/media_pool.MediaPool      QUEUE_FULL          images and sounds that wait to be decoded
+    sidecar         prepare/media_pool.MediaPool      RESOURCE_EXHAUSTED  memory or processes to decode a file
+    sidecar         prepare/fetching.PayloadFetching  RESOURCE_EXHAUSTED  memory for large inputs
+    adapter         memory/oom.exhausted              RESOURCE_EXHAUSTED  device memory for one input alone
+    adapter         memory/residency.ResidentModels   MODEL_LOAD_FAILED   device memory for a model (`no_room`)
+    adapter         documents/parsers.Parsers         RESOURCE_EXHAUSTED  memory or processes to parse a document
+    adapter         documents/docling._result         RESOURCE_EXHAUSTED  memory for the tree of a document
+    cli             mcp/server.AgentServer._refusing  ToolRefused         calls in progress, of a caller or of all
+    cli             mcp/tools.AgentTools              ToolRefused         documents that are parsed at once
+    cli             mcp/http._Sessions                (no code)           sessions, of a key or of all keys
 """

@@ -13,11 +13,11 @@ chunk arrives, or when the request ends.
 window. To predict a wait, a gateway also counts the work that the other gateways have in the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
-                                       └── five times a second while there are other gateways and the sender has work in
-                                           the queue, or retry times of refused clients, to announce
+                                       └── five times a second while there are other gateways and the sender has
+                                           something to announce: work in the queue, or retry times of refused clients
 
-A gateway reads its own traffic and its own rate of responses from its last announcement, too. So all gateways compute
-with equal figures.
+For its own traffic and its own rate of responses, a gateway uses its last announcement, like the other gateways do. So
+all gateways compute with equal figures.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.http.routes import bearer
 from sie_runtime.process import Stop
 
-EVERY_S = 1.0  # seconds between announcements of this gateway to the other gateways, if BUSY_S does not apply
+EVERY_S = 1.0  # seconds between announcements of this gateway while it announces no queued work and no retry times
 BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
-SILENT_S = 5.0  # seconds without an announcement after which a gateway no longer counts
-HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost (tokens) of a lane's messages
+SILENT_S = 5.0  # seconds without an announcement after which a gateway does not count as live
+HALF_LIFE_S = 60.0  # seconds after which a published message counts half in the mean cost (`mean_cost`)
 RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)  # largest number of announcements over which responses are averaged
-# the figures of a lane (pool, machine profile and bundle) are dropped when its decayed count of messages is below this
-# number; for ten messages, this is after ten half-lives
+# A `_LaneFlow` is dropped when its count of messages, which halves every HALF_LIFE_S seconds, is below this number.
+# After ten messages, this takes ten half-lives.
 _MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
@@ -78,8 +78,9 @@ def _flow_name(lane: Lane, priority: Priority) -> str:
 
 @dataclass(slots=True, eq=False)
 class _LaneFlow:
-    """Messages and tokens that this gateway put into one lane and priority. Their weight halves every HALF_LIFE_S
-    seconds. `fresh`: tokens since the last announcement. `rate`: moving average of the tokens per second.
+    """Messages and tokens that this gateway published to one lane (pool, machine profile and bundle) and priority. Both
+    numbers halve every HALF_LIFE_S seconds. `fresh`: tokens since the last announcement. `rate`: moving average of the
+    tokens per second.
     """
 
     messages: float = 0.0
@@ -97,8 +98,8 @@ class _LaneFlow:
 
 class Peers:
     """Gateways of this installation, this one included. Three functions return figures that this gateway announces:
-    `waiting`, the tokens that wait in this gateway, by lane and priority; `epoch`, the version of its catalogue;
-    `queued`, its work in the queue and the retry times of its refused clients.
+    `waiting`, the tokens that wait in this gateway, by lane and priority; `epoch`, the epoch (version) of its
+    catalogue; `queued`, its work in the queue and the retry times of its refused clients.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # for each announcement: (number of responses since the previous announcement, seconds between the two)
+        # for each announcement: (number of responses since the previous announcement, seconds since that announcement)
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of other gateways
         self._erasures = 0  # number of erasures of cached answers that this gateway has announced
@@ -139,8 +140,9 @@ class Peers:
         return BUSY_S if self._is_busy else EVERY_S
 
     async def announce(self, erasure: AnswerErasure) -> None:
-        """Announce which cached answers the other gateways must erase. Each later announcement contains the number of
-        erasures so far, which shows a gateway that it has missed an erasure. Raises BrokerError.
+        """Announce which cached answers the other gateways must erase. Each announcement contains the number of
+        erasures that this gateway has announced, so that another gateway can see that it has missed an erasure. Raises
+        BrokerError.
         """
         self._erasures += 1
         beat = msgspec.structs.replace(self.beat(), erasure=erasure)
@@ -227,30 +229,33 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the catalogue epoch (version) of each live gateway: the last announced one, for this gateway the
-        present one.
+        """Return the epoch (version) of the catalogue of each live gateway, by id: of other gateways the last announced
+        epoch, of this gateway the present epoch.
         """
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Return what live gateways announced about a lane and priority: one entry for each gateway with traffic."""
+        """Return what live gateways announced about their traffic in a lane (pool, machine profile and bundle) and
+        priority: one entry for each gateway with such traffic.
+        """
         name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-# largest number of bytes of inputs that wait in this gateway; if no inputs wait, a request of any size is admitted
+# largest number of bytes of inputs that wait in this gateway for a permit; while no inputs wait, a request of any size
+# is admitted
 MAX_WAITING_BYTES = 256 << 20
-# limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
-# makes a worker load the model, the second is ready for the worker's first batch
+# Limit on the work in the queue for a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens. The first
+# chunk makes a worker load the model. The second chunk is in the queue when the worker forms its first batch.
 COLD_CHUNKS = 2
-MAX_GONE = 4096  # largest number of ended requests whose late results are still used to measure a queue
-SWEEP_S = 1.0  # seconds between two calls of `sweep`
+MAX_GONE = 4096  # largest number of ended requests whose late results are used to measure the speed of a queue
+SWEEP_S = 1.0  # seconds between two calls of `Admission.sweep`
 # largest number of queues (model and priority) in an announcement; the queues with the most work are announced
 MAX_TOLD = 256
-# largest number of booked and claimed retry times in an announcement: with 34 bytes each, they fit into 64 KiB, the
-# smallest message limit of a broker
+# largest number of retry times of refused clients, booked or claimed, in an announcement: with 34 bytes each, they fit
+# into 64 KiB, the smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
-UNUSED_S = 60.0  # seconds after which the queue of an unused model is dropped
+UNUSED_S = 60.0  # seconds without a request after which the `ModelQueue` of a model is dropped
 _logger = logging.getLogger("sie.gateway.admission")
 
 
@@ -262,8 +267,8 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request. A permit lets one of its chunks into the queue. `is_cold`: no worker of the lane had the
-    model loaded when the request arrived.
+    """Permits of one request. A permit lets one of its chunks into the queue. `place`: the queue of the request's
+    model. `is_cold`: true if no worker had the model loaded when the request arrived.
     """
 
     def __init__(
@@ -280,7 +285,7 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        # called if this admitted request is refused while it waits, because its response would be late
+        # called if the gateway refuses this request after its admission, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
@@ -289,7 +294,7 @@ class Permits:
 
     @property
     def complete(self) -> bool:
-        """Return True if every chunk has got its permit and was returned by `pop`."""
+        """Return True if every chunk has got its permit and was returned by `pop` or `more`."""
         return not self._ticket.waiting and not self._granted
 
     def pop(self) -> list[int]:
@@ -298,7 +303,7 @@ class Permits:
         return granted
 
     async def more(self) -> list[int]:
-        """Wait until a chunk has a permit, then return the chunks like `pop`."""
+        """Wait until a further chunk has a permit, then return the chunks like `pop`."""
         while not self._granted:
             self._wake = asyncio.Event()
             await self._wake.wait()
@@ -327,8 +332,8 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. `residency`: name of the model, or name of the profile if the profile has weights of
-    its own.
+    `run` returns without waiting. In its methods, `place` is a queue (`ModelQueue`), and `residency` is the name of the
+    model, or the name of the profile if the profile has weights of its own.
     """
 
     def __init__(
@@ -350,11 +355,12 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # needs no size limit: lanes come from pools, the catalogue and machine profiles, never from requests
+        # tokens in the queue by key; needs no size limit, because no request can name a new lane or priority
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
-        self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
+        self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}  # queues by lane, priority and residency
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
-        # requests that ended before all their results arrived, by id: late results still measure the queue's speed
+        # requests that ended before all their results arrived, by id: their late results are used to measure the
+        # queue's speed
         self._gone: dict[str, tuple[ModelQueue, Entered]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
@@ -367,7 +373,9 @@ class Admission:
             self.sweep()
 
     def sweep(self) -> None:
-        """Do the work that depends on time: drop unused queues, grant permits, refuse requests that would be late."""
+        """Do the work that depends on time: drop unused queues, grant permits, refuse admitted requests that would be
+        late.
+        """
         now_s = self._clock()
         self._places = {
             name: place
@@ -425,8 +433,9 @@ class Admission:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """Return the longest expected wait, in seconds, of this gateway's queues in the lane and priority. Return None
-        if the wait of a queue with work is unknown, or if the lane has no healthy worker.
+        """Return the longest expected wait, in seconds, of this gateway's queues in the lane (pool, machine profile and
+        bundle) and priority. Return None if the wait of a queue with work is unknown, or if the lane has no healthy
+        worker. Return 0.0 if no queue has work.
         """
         if not self._fleet.of_lane(lane):
             return None
@@ -441,8 +450,8 @@ class Admission:
 
     def refuse_late(self, place: ModelQueue) -> None:
         """Refuse admitted requests whose responses would miss their deadlines, so that the work of these requests
-        leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while results of a
-        long batch still arrive, because the missing results would count as work ahead.
+        leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while some results of
+        a long batch have not arrived, because this method would count their chunks as work that has not run.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -455,8 +464,8 @@ class Admission:
                 permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
-        """Return the number of queued messages of a lane. For each priority, take the larger number: the broker's last
-        report, or the messages of this gateway alone.
+        """Return the number of queued messages of a lane (pool, machine profile and bundle). For each priority, count
+        the messages in the broker's last report, or the messages of this gateway if they are more.
         """
         own = dict.fromkeys(PRIORITIES, 0)
         for place in self._places.values():
@@ -465,7 +474,7 @@ class Admission:
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
-        """Return the tokens that wait in this gateway for a permit, by lane and priority."""
+        """Return the tokens of chunks that wait in this gateway for a permit, by lane and priority."""
         tokens: dict[tuple[Lane, Priority], int] = {}
         for place in self._places.values():
             if place.window.is_waiting:
@@ -474,7 +483,9 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Return this gateway's work in the queue and retry times of its refused clients, for the other gateways."""
+        """Return this gateway's work in the queue and the retry times of its refused clients, to be announced to the
+        other gateways.
+        """
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
         for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
@@ -495,8 +506,8 @@ class Admission:
                 place.peer_announced(beat.gateway, queued, now_s)
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
-        """Return the limit of a chunk's estimated tokens: SIE_CHUNK_COST, or less if results of this model have shown
-        more tokens than were estimated.
+        """Return the limit of a chunk's estimated tokens. The limit is SIE_CHUNK_COST, or less if the results of this
+        model had more tokens than estimated.
         """
         place = self._places.get((lane, priority, residency))
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
@@ -519,13 +530,14 @@ class Admission:
         request: str = "",
         squares: Sequence[int] = (),
     ) -> Permits:
-        """Admit a request and return its permits. `costs`: estimated tokens of each chunk. Chunks that may enter the
-        queue now get a permit at once, the other chunks later. `request`: id of the request, which its results contain.
-        `squares`: for each chunk, the sum of the squared token counts of its rows.
+        """Admit a request and return its permits. Chunks that may enter the queue now get a permit at once, the other
+        chunks get it later. `costs`: estimated tokens of each chunk. `request`: id of the request, which its results
+        contain. `squares`: for each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
-        MAX_WAITING_BYTES, or if little of it is left and this key already uses its share (`SharedLimit`). The limit is
-        off while no inputs wait, and for one chunk that gets a permit at once.
+        MAX_WAITING_BYTES. Also raises QueueFull if little of MAX_WAITING_BYTES would be left and this key already uses
+        its share (`SharedLimit`). There is no limit while no inputs wait, and for a request of one chunk that gets a
+        permit at once.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -559,7 +571,7 @@ class Admission:
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
-        """Measure the speed of the queue by a result that arrived after its request had ended."""
+        """Measure the speed of the queue by a result that arrived after its request had ended (`_gone`)."""
         entry = self._gone.get(result.request)
         if entry is not None:
             place, entered = entry
@@ -578,8 +590,8 @@ class Admission:
         return self._settings.key_window_tokens / place.gateways
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a queue (workers that have the model loaded) and its bound (largest amount of work), if a
-        heartbeat has arrived or SWEEP_S seconds have passed since the last update.
+        """Update the hosts of a queue (workers that have the model loaded) and its bound (`QueueBound`, the largest
+        amount of work in the queue), if a heartbeat has arrived or SWEEP_S seconds have passed since the last update.
         """
         if place.version == self._fleet.version and now_s < place.until_s:
             return
@@ -622,8 +634,8 @@ class Admission:
         return bool(granted)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue. A key has one window for all queues of a lane and priority, so the
-        key's requests in these other queues may get permits, too.
+        """Grant permits after work left the queue `place`. A key has one window (limit of tokens) for all queues of a
+        lane and priority. So requests in the other queues of the lane and priority may get permits as well.
         """
         place.freed(self._clock(), is_result=is_result)
         if self._crowded:
@@ -633,8 +645,8 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            # `client` refers to the request's body and is not called again. `bytes` replaces it, so that Python can
-            # free the body
+            # `client` refers to the request's body, and this class does not call it after the end. `bytes` replaces it,
+            # so that Python can free the body
             entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
@@ -648,7 +660,7 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the idle queues of a deleted pool, and the pool's counts of work per key that no other queue uses."""
+        """Drop the idle queues of a deleted pool, and the pool's `Shares` that no remaining queue uses."""
         self._places = {
             name: place for name, place in self._places.items() if name[0].pool != pool or not place.window.idle
         }
@@ -656,8 +668,8 @@ class Admission:
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Return the tokens and messages with a permit for the queue, and the bytes of inputs that wait in this gateway
-        for a permit. All three are zero if no request is open.
+        """Return (tokens with a permit for the queue, messages with a permit, bytes of inputs that wait in this gateway
+        for a permit). All three numbers are zero if no request is open.
         """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting.used

@@ -1,12 +1,13 @@
 """Grants of credentials: name, scopes, and quota of tokens.
 
-The tokens per minute of a key are a token bucket, which refills continuously. Before a request runs, the gateway
-subtracts an estimate from the bucket. After the request, it corrects the bucket by the actual usage.
+The quota of a key, in tokens per minute, is a token bucket that refills continuously. Before a request runs, the
+gateway subtracts an estimate from the bucket. After the request, it corrects the bucket by the actual usage.
 
-    estimate ──spend──► bucket ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
+    estimate ──spend──► bucket ──► the request runs ──► settle(actual tokens): the difference is added or subtracted
                           └ too few tokens: RateLimited with the time until there are enough
 
-Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
+Gateways share a quota: each of n gateways has 1/n of it. So the tokens that a key can use at all gateways together are
+only approximately its quota.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# number of buckets at which full buckets are dropped; a new bucket is full too, so this changes no quota
+# number of buckets at which full buckets are dropped; the quota of their keys does not change, because the next request
+# of a key without a bucket creates a full bucket
 _MAX_IDLE = 4096
 
 
@@ -73,9 +75,9 @@ class Quotas:
     def spend(self, key: str, per_minute: int, cost: int, name: str) -> None:
         """Subtract `cost` tokens from the bucket of `key`. `name`: field with the inputs, for errors.
 
-        A full bucket accepts a cost above this gateway's 1/n of the quota, and its number of tokens falls below 0. So a
-        request within the quota of the installation can run. Raises RateLimited with the time until the next try, and
-        PayloadTooLarge if the cost is above the quota of one minute.
+        A full bucket accepts a cost above its size, which is this gateway's 1/n of the quota. Its number of tokens then
+        falls below 0. So each gateway can run a request that costs as much as the whole quota. Raises RateLimited with
+        the time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
         """
         if cost > per_minute:
             message = (
@@ -92,7 +94,7 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Put `difference` tokens back. The difference is negative if the estimate was too low."""
+        """Add `difference` tokens to the bucket of `key`. The difference is negative if the estimate was too low."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
@@ -109,7 +111,9 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop the buckets that are full again after a minute without use. Keep buckets below 0."""
+        """Drop the buckets that were not used for a minute, because they are full again. Keep a bucket whose number of
+        tokens was below 0 at its last use, because it takes more than a minute to be full again.
+        """
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }

@@ -6,12 +6,13 @@ Rules of `judge`, in this order:
 1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
 2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
 n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
-3. If the queue has stalled, the wait grows by the time since the last result: the stall may last as long again.
+3. If the queue has stalled, the wait grows by the time since the last result, because the stall may last for as long
+as it has lasted already.
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
 turn is admitted if its response would be in time even after the work of all turns that are due before its deadline.
 Such a client is also admitted if the workers would have too little work. If workers form each batch only when the
-device is free, little work is no reason to admit, and only turns that are due before the request's batch is formed
-count.
+device is free, little work is no reason to admit a request. In this case, only those turns count that are due before
+the batch of the request is formed.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -22,7 +23,8 @@ workers had no pause. After a pause, the sample is at most the time of the batch
 time, there is no sample. Without samples, no wait is predicted. A gateway measures only its own results: other
 gateways, models and priorities make these results later, so the samples include their effects.
 
-`AnswerPace` measures how fast the gateway ends requests, and sets the Retry-After of requests refused before reading.
+`AnswerPace` measures how fast the gateway ends requests, and sets the Retry-After of requests that are refused before
+their bodies are read.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the newest samples. The samples cover at least MIN_SPAN_S seconds, and number at
-# least MIN_SAMPLES for each batch that runs at the same time.
+# The expected time of a batch is the mean of the newest samples. These samples cover at least MIN_SPAN_S seconds. There
+# are at least MIN_SAMPLES of them for each batch that runs at the same time.
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
@@ -57,9 +59,9 @@ CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample, and longer than half of MIN_SPAN_S, is a stall, and
 # is not used for predictions
 OUTLIER = 4.0
-STALL_S = 0.25  # seconds without a result after which the queue may be stalled
-UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
-STALL_BATCHES = 3.0  # a queue counts as stalled after this many times the longest batch time without a result
+STALL_S = 0.25  # seconds without a result after which the queue may count as stalled, see STALL_BATCHES
+UNKNOWN_STALL_S = 5.0  # seconds without a result after which a queue without a measured batch counts as stalled
+STALL_BATCHES = 3.0  # the queue counts as stalled only after this many times the longest measured batch time
 # seconds: lifetime of a computed `MeasuredBatch`, and shortest time between two checks for late requests
 LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
@@ -69,7 +71,7 @@ MAX_GROWTH = 4.0
 # they may belong to requests of other gateways
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
-GROWING = 1.25  # factor: batches still grow while the last batch is this many times larger than every batch before it
+GROWING = 1.25  # factor: batches count as growing while the last is more than this many times as large as each other
 
 
 class ExpectedWait(NamedTuple):
@@ -312,8 +314,8 @@ class Throughput:
 
         A batch larger than the measured batches takes the measured time times (fixed + tokens) / (fixed + measured
         tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long; infinite while
-        unknown. In this case, a larger batch counts with the measured time. `share`: this gateway's share of the
-        throughput. `ahead` is the work of all gateways.
+        unknown. While it is unknown, a larger batch counts with the measured time. `share`: this gateway's share of the
+        throughput of all gateways. `ahead` is the work of all gateways.
 
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
         workers form no further batch while that batch runs. Then the request waits for the running batches, which have
@@ -392,11 +394,12 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 # fewer batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The
 # work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Retry-After is in whole seconds, so refused clients with the same value return at once. Their work is limited to what
-# the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a running
-# batch, if this time is shorter.
+# Retry-After is in whole seconds, so refused clients with the same value return at the same time. Their work is limited
+# to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a
+# running batch, if this time is shorter.
 TURN_PACE = 0.4
-# The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
+# The limit on the work of refused clients that return at the same time is at least what the queue runs in this share of
+# a request's budget.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0
@@ -419,10 +422,11 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait in seconds, including the time of a stall. If
-    booked retry times of other clients are the reason for the refusal, `wait_s` includes the work of these clients
-    instead. For a new request, the prediction is multiplied by margin and weight. `turn_s`: seconds until the queue has
-    space for this request. `room`: limit on the summed cost of the clients whose retry times are within one second.
+    """Refusal of a request because of its wait. `wait_s`: expected wait in seconds, which exceeds the time that the
+    request has left. It is `ExpectedWait.likely_s` plus `stalled_s`. For a new request, `likely_s` is multiplied by a
+    safety margin and by `belief`. If a new request would be late only because refused clients may try again before it
+    runs, `wait_s` includes the work of these clients, but not `stalled_s`. `turn_s`: seconds until the queue has space
+    for this request. `room`: limit on the summed cost of the clients whose retry times are within one second.
     """
 
     wait_s: float
@@ -482,7 +486,8 @@ class ModelQueue:
         self.shed_s = 0.0
         # time since which the queue has had work; not reset if all work of a stalled queue is withdrawn
         self._busy_s = math.inf
-        # largest cost that can be running: the queue's cost at its last result, or when work entered the empty queue
+        # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
+        # the empty queue
         self._running = 0.0
         self._gone = 0.0  # cost of chunks that may still run although their requests ended after the last result
         # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
@@ -503,8 +508,9 @@ class ModelQueue:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """Return the cost of each chunk: the number of tokens that take as long in short texts. `tokens`: each chunk's
-        estimated tokens. `squares`: for each chunk, the estimated sum of the squared token counts of its rows.
+        """Return the cost of each chunk: the number of tokens of short texts that take as long as the chunk. `tokens`:
+        each chunk's estimated tokens. `squares`: for each chunk, the estimated sum of the squared token counts of its
+        rows.
         """
         scale = self.scale or 1.0
         return [
@@ -559,9 +565,9 @@ class ModelQueue:
         )
 
     def freed(self, now_s: float, *, is_result: bool) -> None:
-        """Record that work has left the queue: with a result, or because its request has ended. If all work was
-        withdrawn from a stalled queue, the queue counts as stalled for new work, until a result arrives or EXPIRY_S
-        seconds have passed.
+        """Record that work has left the queue: with a result (`is_result`), or because its request has ended. If all
+        work was withdrawn from a stalled queue, the queue counts as stalled for new work, until a result arrives or
+        EXPIRY_S seconds have passed.
         """
         if is_result:
             self._running, self._gone, self._taken_s = self.window.cost, 0.0, None
@@ -587,8 +593,8 @@ class ModelQueue:
         return self.entered.pop(ticket)
 
     def _last_taken_s(self) -> float:
-        """Return the time when the newest chunk of the running batches was queued, if the batches are full; -inf if no
-        chunk can run.
+        """Return the time when the newest chunk of the running batches was queued, on the assumption that these batches
+        are full. Return -inf if no chunk can be in a batch.
         """
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
@@ -656,8 +662,9 @@ class ModelQueue:
 
         The queue is first in, first out, and mixes the work of all gateways. Work that waits in this gateway enters the
         queue only as fast as this gateway's share of the throughput allows. The announcement of another gateway may be
-        OTHER_S seconds old. This function assumes that the other gateway's work has changed since by as much as this
-        gateway's work, times the ratio of the two rates (at most 1). So a burst at all gateways counts at once.
+        OTHER_S seconds old. This function assumes that the work of the other gateway has changed since the announcement
+        by as much as the work of this gateway, times the ratio of the two rates (at most 1). So a burst of work that
+        arrives at all gateways counts before the next announcement.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -684,8 +691,9 @@ class ModelQueue:
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """Return the cost of a full batch, as the mean over the hosts. A host limits the tokens and the messages of a
-        batch. The limit on messages is converted by the mean tokens of a queued message.
+        """Return the cost of a full batch, as the mean over the hosts. A host (worker with the model) limits the tokens
+        and the messages of a batch. The limit on messages is converted to tokens by the mean number of tokens in a
+        queued message.
         """
         window = self.window
         message = window.tokens / window.items if window.items else cost
@@ -749,8 +757,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that are in a running batch only if this batch is larger than earlier batches, each with the tokens
-        # in the queue up to the end of the request
+        # requests that are in a running batch only if this batch is larger than earlier batches, each with the cost of
+        # the queue up to and including this request
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -788,8 +796,8 @@ class ModelQueue:
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each `late` request, its refusal and its current cost. The refused client may retry after the time that
-        the remaining work of the queue takes.
+        """Yield each request that `late` returns, its refusal, and its cost at the present `scale`. The refused client
+        may try again after the time that the queue needs for the other work and for this request.
         """
         late = self.late(now_s)
         for entered, _ in late:
@@ -802,8 +810,8 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, and the cost ahead of each. This cost assumes that all keys get
-        equal cost from the queue in the same time.
+        """Yield each request that waits in this gateway, and the cost of the work that runs before it. This cost is
+        computed as if the queue took work of the same cost from every key in the same time.
         """
         costs = self.window.waiting_costs()
         sizes = sorted(costs.values())
@@ -827,7 +835,8 @@ def _bunch_s(budget_s: float, batch_s: float) -> float:
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at the same time, computed from its credit. The credit of a
-    worker is two full batches for each batch that runs at the same time, plus `pipeline` full batches.
+    """Return the number of batches that a worker runs at the same time, computed from its credit (`credit_cost`, the
+    largest cost of the work on the worker). The credit is two full batches for each batch that runs at the same time,
+    plus `pipeline` full batches.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

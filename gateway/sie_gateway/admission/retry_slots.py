@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from sie_contracts.wire.heartbeats import Turn
 
 MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
-MAX_TURNS = 16_384  # largest number of open turns of one model: neither claimed nor lapsed
-# largest number of turns, and of claims, that wait for the next announcement; the oldest entries are dropped
+MAX_TURNS = 16_384  # largest number of turns of one model that are open (neither claimed nor lapsed)
+# largest number of turns, and of claims, that wait for the next announcement to the other gateways; above it, the
+# oldest are dropped
 MAX_NEWS = 4_096
 GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time
 # A client may be early by this share of its Retry-After, and late by the longer of this share and GRACE_S.
@@ -71,16 +72,19 @@ class _SlotCosts:
 
 
 class RetrySlots:
-    """Turns (retry times) of the refused clients of one model. Times are seconds of one clock; costs are tokens."""
+    """Turns (retry times) of the refused clients of one queue, that is, of one model and priority of a lane. Times are
+    seconds of one clock; costs are tokens.
+    """
 
     def __init__(self) -> None:
         # for each digest of a client, a heap of its turns, ordered by due time
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
+        # heap of (time at which a turn lapses, number of the turn, client, turn)
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
         self._open = _SlotCosts()  # costs of all gateways' turns, except claimed and lapsed turns
         self._own = _SlotCosts()  # costs of the turns in `_open` that this gateway booked
         self._count = 0
-        self._shown = 1.0  # share of booked turns whose client tried again
+        self._shown = 1.0  # share of ended turns whose client tried again, a moving average
         # turns of this gateway that are not announced yet: client, due time, cost
         self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
@@ -97,7 +101,9 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts only in part."""
+        """Return the part of `promised` that is due within `within_s` seconds. The slot in which this time ends counts
+        in proportion to its part before the end.
+        """
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
@@ -123,7 +129,7 @@ class RetrySlots:
         """Return the first second from `retry_s` on that accepts this cost; more than MAX_RETRY_S if no second does. A
         second accepts the cost if no turn is due less than one second before or after it, or if these turns and this
         cost have at most the cost `room` together. If the turns before `retry_s` cost more than `room`, the excess
-        counts in the following seconds.
+        counts as cost of the following seconds.
         """
         if room == math.inf:
             return retry_s
@@ -180,7 +186,7 @@ class RetrySlots:
 
     def claim(self, now_s: float, client: bytes) -> bool:
         """Return True if a turn (retry time) of this client is due, and end the turn. If the client has only one turn,
-        the client may be early. If the client has several turns, the first turn must be due.
+        the client may come early (GRACE_SHARE). If the client has several turns, the first of them must be due.
         """
         self.promised(now_s)
         turns = self._next(client)

@@ -10,8 +10,8 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` slots, of which one key may use `per_key`. Error texts name the `work`, for example uploads. `reason`:
-    reason of the errors.
+    """`total` slots, of which one API key may use `per_key` at the same time. Error texts name the `work`, for example
+    uploads. `reason`: reason in the errors.
     """
 
     def __init__(self, total: int, per_key: int, work: str, reason: str) -> None:

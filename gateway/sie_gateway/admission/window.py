@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from sie_contracts.wire.heartbeats import Heartbeat
 
-REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
+REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two API keys had requests within this time
 # Smallest limit on the work in the queue, in seconds of work: ALONE_S with one key, CONTESTED_S with several. With less
 # work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
@@ -58,14 +58,15 @@ def bound(
     """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue. `hosts`: the last
     reports of the workers with the model.
 
-    With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
-    be less, so that a request of another key does not wait for long. Let p be the number of batches at an adapter, and
-    let a batch take f seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
-    runs in the next one. These p + 1 batches may together take at most the time of p full batches of S tokens plus
-    twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the queue, p s, is at most p / (p + 1)
-    times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is small, smaller batches lose little. If
-    f is large, batches stay full. The limit of messages is not reduced: the time of a batch with the largest number of
-    messages depends on this number, not on the tokens.
+    With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys
+    (`contested`), the bound may be less, so that a request of another key does not wait for long. Let p be the number
+    of batches at an adapter, and let a batch take f seconds, plus b seconds for each of its tokens. The request waits
+    for p batches of s tokens, and runs in the next one. These p + 1 batches may together take at most the time of p
+    full batches of S tokens plus twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the
+    queue, p s, is at most p / (p + 1) times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is
+    small, batches become smaller, which costs little throughput. If f is large, batches stay full. The limit of
+    messages is not reduced: the time of a batch with the largest number of messages depends on this number, not on the
+    tokens.
 
     A fast device may run two batches while a result travels to this gateway and the next message to the worker. So the
     bound is at least ALONE_S or CONTESTED_S seconds of work. Without a host, the bound is `cold_tokens`, so that work
@@ -95,9 +96,9 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
-        # key -> windows in which the key has waiting work
+        # key -> windows (one for each model) in which the key has waiting work
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits so far; shows which model of a key had the latest permit
+        self.grants = 0  # number of permits so far, by which `_KeyFlow.granted` records the time of a permit
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:
@@ -168,7 +169,7 @@ class _KeyFlow:
     """
 
     key: str
-    deficit: int
+    deficit: int  # cost that the key may put into the queue before the turn of the next key
     granted: int  # value of `Shares.grants` at the last permit of this flow, or when the flow was created
     fresh: deque[Ticket] = field(default_factory=deque)
     begun: deque[Ticket] = field(default_factory=deque)
@@ -193,7 +194,8 @@ class KeyWindow:
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of other keys' chunks that got permits while the next chunk waited for space
+        # summed cost of the other keys' chunks that got permits while the next chunk in the order waited for space in
+        # the queue
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
@@ -219,8 +221,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So at most this much of another key's waiting work runs first: the cost of this key's waiting work plus
-        the cost of the new request.
+        cost. So of the waiting work of each other key, at most this cost runs first: the cost of this key's waiting
+        work plus the cost of the new request.
         """
         if not self._flows:
             return self.cost
@@ -331,7 +333,9 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Return True if a request of one chunk may enter the queue at once: no request waits, and there is space."""
+        """Return True if a request of one chunk may enter the queue at once: no request waits for a permit, and the
+        queue and the key's window have space.
+        """
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
             return False

@@ -17,17 +17,18 @@ DIGEST_BYTES = 16
 
 
 def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:
-    """Return the name of a space.
+    """Return the name of a space: the set of all cached answers that differ only in their inputs.
 
     `owner`: API key whose requests use the answers; empty if all API keys share the answers. `fingerprint`: fingerprint
-    of the answers (`answer_fingerprint`). All fields of `run` are in the hash, so a new option needs no change here.
+    of the answers (`answer_fingerprint`). The hash includes all fields of `run`, so a new option of requests needs no
+    change of this function.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, run], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]
 
 
 def digests_of(items: Sequence[RequestItem], query: RequestItem | None = None) -> Iterator[bytes]:
-    """Yield the digest of each item, of all fields that a worker reads. For a score, the digest includes `query`."""
+    """Yield the digest of each item: a hash of all fields that a worker reads. For a score, it includes `query`."""
     start = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if query is not None:
         start.update(b"query" + hashlib.blake2b(messages.encode(input_of(query))).digest())

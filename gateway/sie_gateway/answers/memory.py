@@ -4,7 +4,8 @@
                    │  ◄── least recently used ──┘
                    └ least recently used: removed
 
-The cache is a segmented LRU: many inputs that occur only once do not evict answers that are used often.
+The cache is a segmented LRU, so that many inputs that occur only once do not remove answers from the cache that are
+used often.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
 from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
-SPACE_BYTES = 400  # bytes of memory that a space takes in addition to its answers
+SPACE_BYTES = 400  # bytes of memory that an AnswerSpace takes in addition to its answers
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
-PROTECTED_SHARE = 0.8
+PROTECTED_SHARE = 0.8  # largest share of the memory of answers that protected answers may take
 # largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure.
 # If the replaced gateway later announces more than one erasure, this gateway erases all answers.
 MAX_PEERS = 1024
@@ -57,17 +58,17 @@ class _CachedAnswer:
 
 class AnswerMemory:
     """Packed answers by key. `max_bytes` bounds the memory of the answers, including ENTRY_BYTES for each answer and
-    SPACE_BYTES for each space. `find` returns no answer later than `ttl_s` seconds after the answer was cached.
+    SPACE_BYTES for each AnswerSpace. `find` returns no answer later than `ttl_s` seconds after the answer was cached.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self.erasures = 0  # number of erasures; an answer whose computation began before the last erasure is not cached
+        self.erasures = 0  # number of calls of `erase`; a request that began before the last call caches no answers
         self.evictions = 0  # number of answers that were removed because the cache was full
         self._ttl_s = ttl_s
         self._clock = clock
-        # answers that were used at most once since they were cached, the least recently used first
+        # answers that were not used since they were cached, or since they left `_protected`; the oldest first
         self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected_bytes = 0
@@ -103,7 +104,7 @@ class AnswerMemory:
             self._first[oldest] = answer
 
     def keep(self, space: AnswerSpace, key: bytes, value: bytes) -> None:
-        """Cache a packed answer. Evict other answers until all cached answers fit into `max_bytes`."""
+        """Cache a packed answer. Remove other answers from the cache until all cached answers fit into `max_bytes`."""
         answer = _CachedAnswer(space, value, self._clock() + self._ttl_s)
         if answer.size * LARGEST_SHARE > self.max_bytes:
             return
@@ -122,8 +123,8 @@ class AnswerMemory:
             self.evictions += 1
 
     async def erase(self, erasure: AnswerErasure) -> int:
-        """Remove the answers that `erasure` selects, and return their number. Requests that run at this time do not
-        cache their answers.
+        """Remove the answers that `erasure` selects, and return their number. Requests that began before this call do
+        not cache their answers.
         """
         self.erasures += 1
         count = 0
@@ -159,15 +160,17 @@ class AnswerMemory:
 
 
 class PeerErasures:
-    """Number of erasures that each other gateway has announced. If this gateway has missed an announcement, for example
-    while it had no connection to the broker, it erases all its answers.
+    """Number of erasures that each other gateway has announced. If this gateway has missed an erasure, for example
+    while it had no connection to the broker, it erases all its cached answers.
     """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return the erasure to carry out after another gateway's announcement; None if it announces no new erasure."""
+        """Return the erasure that this gateway must carry out after another gateway's announcement. Return None if the
+        announcement has no new erasure.
+        """
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None

@@ -1,6 +1,6 @@
 """Cached answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
 
-    cache/{space}/{segment}    one object for each shard that computed answers
+    cache/{space}/{segment}    one object for each shard (part of a job) that computed answers
 
 A segment is written in one step and never changed. Its bytes:
 
@@ -35,8 +35,8 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, obje
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 24 bytes each
-SEGMENTS_KEPT = 4  # segments that a job keeps in memory
+MAX_ITEMS = 4_000_000  # largest number of digests that a job has in memory, 24 bytes each; older segments are ignored
+SEGMENTS_KEPT = 4  # largest number of segments that a job has in memory
 SHORT_S, LONG_S = 10.0, 120.0  # time limits in seconds of small and of large requests to the store
 COUNT_BYTES = 8
 CHECK_BYTES = 4
@@ -99,7 +99,9 @@ class _KnownDigests(NamedTuple):
         return cls(high[order], low[order], segments[order], rows[order])
 
     def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
-        """Find digests. Return pairs (index in `digests`, row of the value) by the number of their segment."""
+        """Find digests. Return a map from the number of a segment to pairs (index in `digests`, row of the value in the
+        segment).
+        """
         rows_by_segment: dict[int, list[tuple[int, int]]] = {}
         highs, lows = _halves(b"".join(digests))
         at = np.searchsorted(self.high, highs)
@@ -133,7 +135,9 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class StoredAnswers:
-    """Reads the cached answers of one space for one job, and stores the job's new answers. Call `open` first."""
+    """Reads the cached answers of one space (`keys.space_of`) for one job, and stores the job's new answers. Call
+    `open` first.
+    """
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -202,8 +206,8 @@ class StoredAnswers:
         return self._read[number]
 
     async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
-        """Store values as a segment. `name`: unique for the shard. Return the number of stored bytes, 0 if there are no
-        values or the segment exists already. Raises StoreError.
+        """Store values as a segment. `name`: name of the segment, unique for the shard of the job. Return the number of
+        stored bytes, 0 if there are no values or the segment exists already. Raises StoreError.
         """
         import obstore
 

@@ -44,7 +44,9 @@ def unpack_row(packed: bytes) -> RowAnswer:
 
 
 def pack(result: WorkResult, outcome: Ok) -> bytes:
-    """Encode the answer to one input of a request. Copy the bytes of its arrays out of the worker's result."""
+    """Encode the answer to one input of a request. The bytes of its arrays are copied, so that the cache does not keep
+    the worker's whole result in memory.
+    """
     arrays = {
         name: (piece.dtype, piece.shape, array_of(result, outcome, name).tobytes())
         for name, piece in outcome.outputs.items()
@@ -63,7 +65,9 @@ def pack(result: WorkResult, outcome: Ok) -> bytes:
 
 
 def unpack(packed: bytes, fingerprint: str) -> WorkResult:
-    """Decode an answer to the result of a chunk with one input. The chunk has the number -1: no worker ran it."""
+    """Decode a cached answer and return it as the result of a chunk with one input. The chunk has the number -1,
+    because no worker ran it.
+    """
     decoded = _decode(packed)
     outputs: dict[str, ArraySlice] = {}
     size = 0

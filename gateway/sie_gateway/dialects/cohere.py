@@ -1,4 +1,4 @@
-"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model gives all requested types.
+"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model gives all types of vectors.
 
 In version 1, `input_type` is optional, and a request without `embedding_types` gets plain lists of numbers.
 """
@@ -80,7 +80,7 @@ def _types(body: fields.Body) -> list[str]:
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
-    """Return (field with the inputs: `texts`, `images` or `inputs`; the inputs). Raises InvalidInput."""
+    """Return (name of the field with the inputs: `texts`, `images` or `inputs`; the inputs). Raises InvalidInput."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
         message = f"expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
@@ -102,7 +102,7 @@ def _parts(value: Any, path: str) -> RequestItem:
 def _answer(
     call: Call, finished: RequestResult, name: str, types: Sequence[str], version: int, *, bare: bool
 ) -> EncodedReply:
-    """Build the reply. If `bare`, the vectors are a plain list, else a map from each type to a list."""
+    """Build the reply. If `bare`, `embeddings` is a list of vectors, else a map from each type to such a list."""
     began_s = time.perf_counter()
     vectors = finished.arrays(name, "dense")
     parts: list[Body] = []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # limits of a request: documents, chunks, and tokens of all documents; Voyage has the same limits
 MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000
-CHUNK_TOKENS = 512  # default of `chunk_size`
+CHUNK_TOKENS = 512  # default of the field `chunk_size`, in tokens
 
 
 async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
@@ -47,7 +47,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:
-    """Return the rule by which workers split documents; None if the request has the chunks. Raises InvalidInput."""
+    """Return the rule by which workers split documents; None if the client has split them. Raises InvalidInput."""
     if not fields.flag(body, "enable_auto_chunking"):
         for name in ("chunk_size", "chunk_overlap"):
             if body.get(name) is not None:

@@ -1,6 +1,6 @@
-"""Types of vectors of Cohere, Jina and Voyage. This module converts the float32 vectors of the model to the type that
-the request names. The adapter does the conversion for the native `output_dtype` (`epilogues/dtypes`). The bytes of
-`binary` are int8 in this module and uint8 in the adapter.
+"""Types of vectors in the APIs of Cohere, Jina and Voyage. This module converts the float32 vectors of the model to the
+type that the request names. The adapter does the conversion for the native `output_dtype` (`epilogues/dtypes`). The
+bytes of `binary` are int8 in this module and uint8 in the adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
-    """Return (type of the vectors, true for base64). The type is in the first of the fields `names` that is set."""
+    """Return (type of the vectors, true for base64). The type is the value of the first of the fields `names` that is
+    set.
+    """
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
     name = next((name for name in names if body.get(name) is not None), "")
     if not name:
@@ -56,7 +58,9 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dict[str, Any]]:
-    """Return an entry with index for each vector. The JSON writer turns memoryviews into base64, arrays into lists."""
+    """Return an entry of the reply for each vector. With `is_base64`, the entry has a memoryview, which the JSON writer
+    writes as base64. Otherwise the entry has an array, which it writes as a list.
+    """
     rows, extras = converted(vectors, kind)
     data = [
         {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}
@@ -69,8 +73,8 @@ def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dic
 
 
 def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Quantise float32 [rows, width] to int8 codes in -127..127, rounded half to even. A value is about code * scale.
-    All steps are computed in float32.
+    """Quantise float32 [rows, width] to int8 codes in -127..127, rounded half to even. Each value is about its code
+    times the scale of its row. All steps are computed in float32.
     """
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     codes = np.rint(vectors / np.where(largest > 0, largest, np.float32(1)) * np.float32(127)).astype(np.int8)
@@ -78,8 +82,8 @@ def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Quantise float32 [rows, width] to uint8 codes in 0..255, rounded half to even. A value is about code * scale +
-    offset. All steps are computed in float32.
+    """Quantise float32 [rows, width] to uint8 codes in 0..255, rounded half to even. Each value is about its code times
+    the scale of its row, plus the offset of its row. All steps are computed in float32.
     """
     low = vectors.min(axis=1, keepdims=True)
     extent = vectors.max(axis=1, keepdims=True) - low
@@ -88,7 +92,9 @@ def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Pack each vector into bits, set for values above 0. A byte has eight values, the first in its highest bit."""
+    """Pack each vector into bits, which are set for values above 0. A byte has eight values, the first in its highest
+    bit.
+    """
     return np.packbits(vectors > 0, axis=1), {}
 
 

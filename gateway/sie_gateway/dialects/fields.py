@@ -76,15 +76,15 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
 
 
 def priority(body: Body) -> Priority | None:
-    """Return the priority from the field `priority`, a number from 0 to 999; None if the field is missing."""
+    """Return the priority from Cohere's field `priority`, a number from 0 to 999; None if the field is missing."""
     value = whole(body, "priority", 0, 999)
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters for a use of the inputs, for example `search_query`. `is_query` is true for queries and
-    false for documents; for other uses it is missing. If the model has a prompt with exactly the name of the use, the
-    template of this prompt is a further parameter.
+    """Return SIE's parameters for `use`, the use of the inputs that the client names, for example `search_query`. The
+    parameter `is_query` is true for queries and false for documents. For other uses, it is missing. If the model has a
+    prompt with exactly the name of the use, the template of this prompt is a further parameter.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
@@ -103,11 +103,11 @@ def named(**names: str) -> Iterator[None]:
         if (name := names.get(error.param)) is None:
             raise
         message = error.message
-        if message.startswith(error.param):  # false for an error about an unsuitable model
+        if message.startswith(error.param):  # the message of an error about an unsuitable model has no such start
             message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 
 
 def parameters(body: Body, *names: str) -> dict[str, Any]:
-    """Return the fields `names` of the body, except nulls, as SIE's parameters, which have the same names."""
+    """Return the fields `names` of the body that are set and not null, as SIE's parameters of the same names."""
     return {name: body[name] for name in names if body.get(name) is not None}

@@ -21,14 +21,14 @@ from sie_gateway.redaction.spans import SensitiveSpan
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has these parameters
+_READ = frozenset({"threshold", "flat_ner"})  # fields that become parameters if the model's family has these parameters
 
 
 async def extract(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/extract` with the entities, and the text in which each entity is marked as `[entity](label)`."""
     resolved = able(inference, call, "redact", body.get("model"))
     text = fields.text(body, "text")
-    for name in ("chunk_length", "overlap"):  # checked but not used: the model chooses its windows of a long text
+    for name in ("chunk_length", "overlap"):  # checked but not used: the model itself cuts a long text into windows
         fields.whole(body, name, 0)
     names = _READ & families.row(resolved.entry.family).parameters
     parameters = {**fields.parameters(body, "labels", *names), "truncate": "NONE"}

@@ -19,8 +19,8 @@ from sie_gateway.inference.results import RequestResult
 
 
 def joined(texts: Sequence[str], path: str) -> RequestItem:
-    """Return a document with a chunk for each text. No text may be empty. If no white space separates two texts, a
-    space is inserted. Raises InvalidInput if the document has too many chunks or is too long.
+    """Return a document that has a chunk for each text. No text may be empty. If two texts have no white space between
+    them, a space is inserted. Raises InvalidInput if the document has too many chunks or is too long.
     """
     if len(texts) > MAX_CHUNKS:
         message = f"got {len(texts)} chunks of one document, at most {MAX_CHUNKS} are allowed"

@@ -46,7 +46,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, body: Ma
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Raise InvalidInput if an item has `chunks`: a format with one row per item has no place for chunks."""
+    """Raise InvalidInput if an item has `chunks`, because the formats `raw` and `arrow` have one row for each item."""
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
         media = RAW if format_ == "raw" else ARROW

@@ -1,7 +1,7 @@
 """`POST /api/embed` and `POST /api/embeddings` in the format of Ollama. Inputs are texts.
 
-A model has its usual name, with or without Ollama's tag `latest`. Workers manage their memory themselves, so
-`keep_alive` has no effect. Of `options`, only `num_ctx` is used.
+The client sends a model's name in SIE, with or without Ollama's tag `latest`. Workers manage their memory themselves,
+so `keep_alive` has no effect. Of `options`, only `num_ctx` is used.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def untagged(catalogue: Catalogue, name: str) -> str:
 
 
 def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
-    """Return the name with the tag that Ollama shows. The tag is the profile, but `latest` for the default profile and
-    for an alias (`profile` None). If the model has a profile `latest`, the default profile gets no tag.
+    """Return the name with the tag that Ollama shows. The tag is the name of the profile. For the default profile, and
+    for an alias (`profile` is None), the tag is `latest`. If the model has a profile `latest`, the default profile gets
+    no tag.
     """
     if profile not in (None, "default"):
         return f"{name}:{profile}"

@@ -2,7 +2,7 @@
 or as base64, or as raw bytes or Arrow if `Accept` prefers these.
 
 Jina and Voyage have the same route with more fields: inputs as objects, types of the vectors, whether the inputs are
-queries or documents, truncation. Infinity has the field `modality` for images and sounds.
+queries or documents, truncation. Infinity has the same route with the field `modality` for images and sounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models
 _ENCODINGS = ("model", *vocabulary.NAMES)
-_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # start of an error text about a chunk of the document
+_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # start of an error text about a chunk of the joined document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
@@ -83,7 +83,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _has_ids(body: fields.Body) -> bool:
-    """Return whether the inputs of a body are token ids. `_items` has checked the inputs."""
+    """Return whether the inputs of a body are token ids. `_items` must have checked the inputs before."""
     value = body["input"]
     return isinstance(value, list) and isinstance(value[0], int | list)
 
@@ -199,9 +199,9 @@ def _too_many(tokens: int, name: str, limit: int) -> InvalidInput:
 
 
 async def check_tokens(inference: Inference, call: Call, request: PlannedRequest, name: str, limit: int) -> None:
-    """Refuse a request with more than `limit` tokens before its work is queued. `name`: name of the field with the
-    inputs. A request that allows only cached answers is not checked, because it queues no work. Raises InvalidInput,
-    and the errors of `Inference.run`.
+    """Refuse a request whose inputs have more than `limit` tokens in total, before its work is queued. `name`: name of
+    the field with the inputs. A request that allows only cached answers is not checked, because it queues no work.
+    Raises InvalidInput, and the errors of `Inference.run`.
 
     Only a worker can count the tokens of texts. The gateway asks a worker for the count only if an upper bound of the
     number of tokens is above the limit.
@@ -212,8 +212,8 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     texts = tuple(item for item in request.items if item.text is not None)
     if max_tokens([item.text or "" for item in texts], run, limit) <= limit:
         return
-    # with a separate id, a late reply to the count cannot be mistaken for a reply to the request; the key of the client
-    # is not charged for the count
+    # The count has an id of its own, so that a late reply to the count cannot be mistaken for a reply to the request.
+    # It has no charge, because the client does not pay for the count.
     counting = replace(call, id=f"{call.id}-count", charge=None)
     whole = tuple(msgspec.structs.replace(item, chunks=None) for item in texts)
     run = options.counting(run)
@@ -255,7 +255,9 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
 
 
 def _name_input(failed: FailedRequest) -> None:
-    """Replace the chunk that an error names by the input: with `late_chunking`, each input is a chunk of a document."""
+    """Rewrite an error about chunk n of the joined document so that it names input n of the client. With
+    `late_chunking`, the gateway has joined the inputs to one document, so the error names `input[0]: chunks[n]`.
+    """
     error = failed.error
     path = _CHUNK.match(error.message)
     if path is not None:

@@ -44,7 +44,7 @@ KEY_CHARACTERS = (16, 1024)  # length of the shortest and the longest key; an at
 _ASIDE = 1 << 13  # if the texts of a request have at least this many code points in total, a thread redacts them
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
-_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model only; `models` may name profiles
+_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters that only the first model gets; `models` may name profiles
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
@@ -67,8 +67,9 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return the patterns to search for, each with the kind that the reply shows. If several of the client's kinds
-        mean one pattern, the reply shows the first kind. If the client names no kinds, return all patterns.
+        """Return the names of the patterns to search for, each with the kind that the reply shows. If several of the
+        client's kinds mean the same pattern, the reply shows the first of these kinds. If the client names no kinds,
+        return all patterns.
         """
         if not self.kinds:
             return {name: name for name in KINDS}
@@ -80,7 +81,7 @@ async def redact(inference: Inference, call: Call, body: fields.Body) -> Encoded
     rules, parameters = _rules(body)
     items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
-    # check the requests for all models before the first model runs, so that an invalid request costs no forward pass
+    # check the requests to all models before the first model runs, so that no model runs for an invalid request
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
     for number, further in enumerate(_further(inference, call, resolved, rules)):
         own = replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))
@@ -90,7 +91,7 @@ async def redact(inference: Inference, call: Call, body: fields.Body) -> Encoded
         results.append(await inference.execute(own, planned))
         results[-1].check(labels="kinds")
     call.finished = finished = results[0]
-    # a text that failed with any model is a failed input of the request
+    # a text that failed with any of the models is a failed input of the request
     finished.outcomes = [
         next((placed for placed in every if isinstance(placed[1], Failed)), every[0])
         for every in zip(*(result.outcomes for result in results), strict=True)

@@ -40,7 +40,7 @@ async def _rerank(
     inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False
 ) -> EncodedReply:
     """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first.
-    `root`: the path has no version, so the reply has documents as strings, like Infinity's.
+    `root`: true for the path `/rerank`, whose reply has documents as strings, like Infinity's reply.
     """
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
@@ -99,9 +99,9 @@ def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Re
 
 
 def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> RequestItem:
-    """Read a document: a text or a map. The text of a map is its fields `names`, joined as lines. Without `names`, the
-    document is the fields `text` and `image` of the map. If the model does not read images, `image` beside a `text` is
-    ignored, because a map may have any fields. Raises InvalidInput.
+    """Read a document: a text or a map. With `names`, the document is the text of these fields of the map, one field
+    per line. Without `names`, the document is the fields `text` and `image` of the map. If the model does not read
+    images, `image` beside a `text` is ignored, because a map may have any fields. Raises InvalidInput.
     """
     if isinstance(value, str):
         return RequestItem(bodies.utf8(value, path))

@@ -29,7 +29,7 @@ _MISSING: dict[Capability, str] = {
     "transcribe": "does not transcribe speech",
     "redact": "gives no entities with their places in a text",
 }
-# capabilities that a model with the task of the route may still lack
+# capabilities that a model may lack although it has the task of the route
 _CHECKED: tuple[Capability, ...] = ("predict", "transcribe", "redact")
 
 
@@ -47,7 +47,7 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
 
 
 def checked(resolved: Resolved, capability: Capability) -> Resolved:
-    """Return the model if it has the task of a route. Raises InvalidInput like `able`."""
+    """Return the model if it can serve a route with this capability. Raises the InvalidInput errors of `able`."""
     entry = resolved.entry
     if _VERBS[capability] not in entry.tasks or (capability in _CHECKED and not CAN[capability](entry)):
         raise unable(resolved, capability)

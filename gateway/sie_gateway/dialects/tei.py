@@ -1,5 +1,5 @@
-"""Routes of Text Embeddings Inference (TEI). The path (/tei/{model}) or the body names the model. If neither names a
-model, `selection` chooses one.
+"""Routes of Text Embeddings Inference (TEI). The path (/tei/{model}) or the body names the model. If neither of them
+names a model, `selection` chooses a model.
 
 Bodies of replies with results are plain lists, so the timing is in headers. Errors have the types and the statuses of
 TEI, and their field `error` is a string.
@@ -80,7 +80,7 @@ def _texts(value: Any, most: int, name: str) -> tuple[RequestItem, ...]:
 
 
 def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return SIE's parameter `truncate` from the fields of TEI for truncation. Raises InvalidInput."""
+    """Return SIE's `truncate` for TEI's fields `truncate` and `truncation_direction`. Raises InvalidInput."""
     direction = body.get("truncation_direction")
     if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
         raise bad("truncation_direction", direction, "left or right")
@@ -168,7 +168,7 @@ async def similarity(inference: Inference, call: Call, body: fields.Body) -> Enc
         raise bad("parameters", parameters, "a map or null")
     items = (RequestItem(source), *sentences)
     try:
-        # the cosine is the product of vectors of length 1
+        # the vectors have the length 1, so the cosine of two vectors is their dot product
         finished = await _encode(inference, call, resolved, "embed", items, parameters or {}, is_cosine=True)
         vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
     except FailedRequest as failed:
@@ -181,7 +181,7 @@ async def similarity(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _name_sentence(error: SIEError) -> None:
-    """Replace the path of an input in an error by the path of the sentence: input 0 is the source sentence."""
+    """Replace the path of an input in an error: input 0 is the source sentence, input n is sentence n - 1."""
     path = _INPUT.match(error.param)
     if path is not None:
         index = int(path[1])

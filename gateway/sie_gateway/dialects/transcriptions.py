@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 VTT = "text/vtt"
-# seconds at the end of a part that the model reads again with the next part, because the last segment may be
-# incomplete; no segment is longer than 30 s, the time that Whisper reads at once
+# Seconds at the end of a part of the recording that the model reads again with the next part, because the last segment
+# may be incomplete. No segment is longer than 30 s, the time that Whisper reads at once.
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # SIE's parameters, each with the field of the form that sets it
@@ -93,7 +93,9 @@ class Transcript:
 
 
 async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Body) -> EncodedReply:
-    """Answer with the words that are spoken in the recording, or with their translation into English."""
+    """Answer with the words that are spoken in the recording or, if `task` is translate, with their English
+    translation.
+    """
     form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
     file = await beside(call.body, lambda: form.whole(call.body))
     resolved = able(inference, call, "transcribe", form.fields.get("model"))

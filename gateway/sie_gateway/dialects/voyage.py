@@ -11,8 +11,9 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """Return SIE's parameter `truncate` for Voyage's field `truncation`; a `truncate` of the body takes precedence. A
-    body with `truncation` gets errors in Voyage's format, because Voyage's client always sends this field.
+    """Return SIE's parameter `truncate` for Voyage's field `truncation`. Return no parameter if the body also has
+    `truncate`, which takes precedence. A body with `truncation` gets errors in Voyage's format, because Voyage's client
+    always sends this field.
     """
     if body.get("truncation") is None:
         return {}

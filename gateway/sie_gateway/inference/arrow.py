@@ -24,7 +24,7 @@ from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.reply import Placed, array_of
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 20  # approximate bytes of vectors in one record batch of the stream
 _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8, "<i4": na.int32}
 
 

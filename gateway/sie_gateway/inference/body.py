@@ -27,7 +27,8 @@ from sie_gateway.inference.images import Images, Link, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
-# limits for warnings and errors: number of unknown keys that are examined, number of shown characters of a key
+# for warnings and errors about unknown keys: largest number of keys that are examined, and of characters that are shown
+# of a key
 MAX_KEYS, MAX_KEY = 20, 64
 ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of a token's text
 
@@ -36,12 +37,12 @@ class RequestItem(msgspec.Struct, frozen=True):
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair`: second text of a pair. `instead`: hint in the error about an item without content; it names an unknown field
-    that the client may have meant. `unfit`: reason why no model can run the item. `unknown`: names of fields that the
-    API does not define. `mentions`: entities that the item's metadata lists, for a model that reads entities. `links`:
-    images at URLs that are not fetched yet. `chunks`: parts of the text that get vectors of their own. `size`:
-    approximate bytes of the item in a queue message. The constructor computes `size`, because it runs in a thread for a
-    large body, not in the event loop.
+    `pair`: second text of a pair. `instead`: hint for the error about an item without content; the hint names an
+    unknown field that the client may have sent in place of `text`. `unfit`: reason why no model can run the item.
+    `unknown`: names of fields that the API does not define. `mentions`: entities that the item's metadata lists, for a
+    model that reads entities. `links`: images at URLs that are not fetched yet. `chunks`: parts of the text that get
+    vectors of their own. `size`: approximate bytes of the item in a queue message. The constructor computes `size`,
+    because the items of a large body are constructed in a thread, not in the event loop.
     """
 
     text: str | None
@@ -169,8 +170,8 @@ def query(body: Mapping[str, Any]) -> RequestItem:
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
     """Return a hint for the error about the missing field `name`, for example "; unknown field `content`; did you mean
-    `text`?". The hint shows an unknown field of the body only if its name is similar to `name` or is the name in
-    another API. Any other unknown name may be the client's data.
+    `text`?". The hint shows an unknown field of the body only if its name is similar to `name`, or if another API uses
+    it for the same content. Any other unknown name may be the client's data.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
@@ -220,7 +221,7 @@ def _item(value: Any, path: str) -> RequestItem:
         where = f"{path}.metadata"
         message = "the reply cannot repeat integers above 64 bits, NaN, infinity, or keys that are no strings"
         raise InvalidInput.at(where, message)
-    # not `entry != []`: a multivector may be an array, which `!=` would compare element by element
+    # `_is_unset` and not `entry != []`: a multivector may be an array, which `!=` would compare element by element
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()
@@ -268,11 +269,12 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return a warning for each unknown field name that is similar to a known one. Other unknown fields belong to the
-    client and cause no warning.
+    """Return one warning for each name of an unknown field that is similar to the name of a known field, even if
+    several items have the field. At most MAX_KEYS names are examined. Other unknown fields cause no warning, because
+    they may be the client's own data.
     """
     places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
-    hints: dict[str, str] = {}
+    hints: dict[str, str] = {}  # unknown field -> warning; empty if no known field has a similar name
     for path, item in itertools.chain((("query", query),) if query else (), places):
         for name in item.unknown:
             if name not in hints and len(hints) < MAX_KEYS:
@@ -282,7 +284,9 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
 
 
 def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
-    """Return a warning for inputs with a text and a file: the model reads only the file. Empty without such inputs."""
+    """Return a warning if inputs have a text and a file, because the model reads only the file. Return an empty tuple
+    if no input has both.
+    """
     texts = [item for item in items if item.text]
     counts = {
         "images": sum(bool(item.images) for item in texts),

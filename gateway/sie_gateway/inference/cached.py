@@ -40,14 +40,16 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
-SHORTEST_WAIT_S = 0.25  # least seconds for which a request waits for answers of other requests, if LONGEST_WAIT allows
-LONGEST_WAIT = 0.25  # largest share of its remaining time for which a request waits for answers of other requests
+SHORTEST_WAIT_S = 0.25  # a request waits at least so many seconds for answers of other requests, within LONGEST_WAIT
+LONGEST_WAIT = 0.25  # a request waits for answers of other requests for at most this share of its remaining time
 OnChunk = Callable[[int, WorkResult], None]
-"""Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
+"""Function to call with each result of a chunk. Arguments: the index of the chunk's first input, and the result."""
 Compute = Callable[
     [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
 ]
-"""Function that computes inputs (given their positions), adds the results to the RequestResult, and returns them."""
+"""Function that computes inputs at these positions of the request. It adds the results of their chunks to the
+RequestResult, calls the OnChunk function with each, and returns them.
+"""
 
 
 class CachePolicy(NamedTuple):
@@ -111,7 +113,8 @@ class CachedRuns:
         items: Sequence[RequestItem],
         compute: Compute,
     ) -> RequestResult:
-        """Return the results of a request. `items` and `positions` (their indices in the request) lack refused items.
+        """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
+        `items`: the other items. `positions`: the indices of `items` in the request.
 
         Raises SIEError, EntryChanged, and NotFound with reason not_cached if the client allows only cached answers.
         """
@@ -151,7 +154,7 @@ class CachedRuns:
         cached = self._fingerprints.get(key)
         if cached is None or cached[0] is not entry:
             loaded = fingerprint(entry, resolved.load, status.precision.served, status.engine.served)
-            # a worker with another fingerprint has loaded another entry
+            # if the fingerprints differ, the worker has loaded another entry, whose answers are not cached
             own = profile_fingerprint(loaded, entry, resolved.profile) if loaded == status.fingerprint else ""
             if len(self._fingerprints) >= MAX_FINGERPRINTS:
                 self._fingerprints.clear()
@@ -159,23 +162,27 @@ class CachedRuns:
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
-        """Return the seconds that a request waits for answers that other requests compute: the expected wait in the
-        queue, but at least SHORTEST_WAIT_S, and at most the share LONGEST_WAIT of the time `left_s`.
+        """Return the longest time, in seconds, for which a request waits for answers that other requests compute. It is
+        the expected wait of a request in the queue, but at least SHORTEST_WAIT_S seconds, and at most LONGEST_WAIT
+        times `left_s`, the seconds until the request's deadline. If the expected wait is unknown, it is LONGEST_WAIT
+        times `left_s`.
         """
         expected_s = self._expected_s(request.lane, request.priority)
         longest_s = LONGEST_WAIT * max(0.0, left_s)
         return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
     def end(self, key: FlightKey) -> None:
-        """Remove a flight (computation of one answer). Requests that still wait for its outcome get None."""
+        """Remove a flight (computation of one answer). If the flight has no outcome, the requests that wait for it get
+        None.
+        """
         flight = self.flights.pop(key)
         if not flight.done():
             flight.set_result(None)
 
 
 class _CachedRun:
-    """Run of one request with the cache. Adds the results to `finished`. `signed`: fingerprint of the cached answers.
-    Other parameters: as in `CachedRuns.run`.
+    """Run of one request with the cache. Adds the results to `finished`. `signed`: fingerprint of the cached answers
+    that the request may use. The other parameters are those of `CachedRuns.run`.
     """
 
     def __init__(
@@ -202,7 +209,7 @@ class _CachedRun:
         self._compute = compute
         self._keys: list[bytes] = []  # key of the answer to each input
         self._erasures = runs.memory.erasures
-        self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
+        self._flights: dict[FlightKey, Flight] = {}  # flights of inputs that this request computes now
         self._failures: dict[bytes, Failed] = {}  # failures of inputs that this request has computed
         # time when the wait for answers of other requests ends; None before the first wait
         self._until_s: float | None = None
@@ -249,7 +256,9 @@ class _CachedRun:
         return await asyncio.to_thread(lambda: list(digests_of(items, query)))
 
     async def _find(self, places: Sequence[int]) -> list[int]:
-        """Add the cached answers of the inputs at indices `places`. Return the indices without a cached answer."""
+        """Look up the inputs at indices `places` in the cache, and add the answers to the result. Return the indices
+        without a cached answer.
+        """
         missing = []
         for number, place in enumerate(places):
             value = self._runs.memory.find(self._keys[place])
@@ -263,7 +272,7 @@ class _CachedRun:
 
     def _divide(self, missing: Sequence[int]) -> tuple[list[int], list[tuple[int, Flight]]]:
         """Return the inputs that this request computes, and the inputs that it waits for, each with its flight. If an
-        input occurs twice in the request, the second occurrence waits for the first.
+        input occurs twice in the request, the request computes the first occurrence and waits for it at the second.
         """
         own, joined = [], []
         for place in missing:

@@ -82,7 +82,7 @@ class Call:
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # seconds from `received_s` to the deadline
-    model: str | None = None  # name of the model in the path; None if the path names no model
+    model: str | None = None  # name of the model in the path of the request; None if the path names no model
     resolved: Resolved | None = None  # entry and profile of the model; None until the name is resolved
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
@@ -98,8 +98,8 @@ class Call:
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Take over the run of `previous`, whose client disconnected and repeats the request with this call. Logs,
-        metrics and errors of this call then describe that run.
+        """Take over the run of the call `previous`, whose client disconnected and repeats the request with this call.
+        The logs, metrics and errors of this call then describe the run of `previous`.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -142,7 +142,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key under which the call's work counts, in the queue and in limits. Each credential has its own
+        """Return the key under which the queue and all limits count the work of the call. Each credential has its own
         key. All calls without a credential have the same key.
         """
         return self.grant.key
@@ -220,7 +220,8 @@ class EntryChanged(Exception):
 
 
 MAX_HELD_BYTES = 1 << 30
-# copies of each byte of a body while its request runs: the received body, the decoded values, the queue messages
+# number of copies of each byte of a body while its request runs: in the received body, the decoded values and the queue
+# messages
 COPIES = 3
 # bytes of each body that are not counted as memory; SIE_MAX_CONCURRENT_REQUESTS limits the number of bodies, and so the
 # sum of these bytes
@@ -305,8 +306,8 @@ class BodyReader:
         intake.count_small(1)
 
     async def read(self) -> bytes:
-        """Read the whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
-        body = io.BytesIO()  # getvalue() makes no copy; joining a list of pieces would
+        """Read the whole body and count its memory. Raises PayloadTooLarge, QueueFull, ClientGone."""
+        body = io.BytesIO()  # `getvalue` copies no bytes, unlike the join of a list of pieces
         size = 0
         while True:
             message = await self._receive()
@@ -401,7 +402,7 @@ LARGE_BYTES = 256 << 10
 
 
 async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """Return the result of `work`, which reads a body. If the body is large, `work` runs in a thread."""
+    """Return the result of `work`, which reads a body. If the body exceeds LARGE_BYTES, `work` runs in a thread."""
     return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
 
 

@@ -70,8 +70,8 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Tokens and vectors of the text of an input. `longest`: upper bound of the text's tokens. `vectors`: number of the
-    text's chunks; 1 for a text without chunks.
+    """Numbers of tokens and vectors of the text of an input. `longest`: upper bound of the number of tokens. `vectors`:
+    number of the text's chunks; 1 for a text without chunks.
     """
 
     longest: int
@@ -110,14 +110,15 @@ def plan(
     PayloadTooLarge.
     """
     query_bytes = query.size if query else 0
-    # bytes that every message of the request has in addition to its inputs
+    # `shared_bytes`: bytes that every message of the request has in addition to its inputs
     options_bytes = len(messages.encode(run))
     shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
     inline_bytes = limits.payload_bytes
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        # options are always in the message, never in the payload store
+        # The options of a request are always in the message, never in the payload store. So the payload store helps
+        # only if the query, not the options, takes more than half of the message.
         if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
             shared = "query" if is_query else "labels" if run.labels else "instruction"
@@ -169,8 +170,8 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input, by the model's family: once, once per question, once
-    per label, or once per part of an extraction schema plus once for all labels.
+    """Return how many times the model reads the text of an input. It depends on the model's family: once, once for each
+    question, once for each label, or once for each part of an extraction schema and once for all labels.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
@@ -281,10 +282,10 @@ def split(
     """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
     the limits.
 
-    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. Each byte of the
-    input counts as a token for this upper bound. `each_tokens` are added to every input, for example the tokens of a
-    query. Each input becomes `rows` rows of a batch. `files`: the files of each input, if there are any. `image`: cost
-    of an image or a sound. `parts`: the texts that are cut for chunked embeddings, by index.
+    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. For this upper
+    bound, each byte of the input counts as a token. `each_tokens`: number of tokens that are added to every input, for
+    example the tokens of a query. Each input becomes `rows` rows of a batch. `files`: the files of each input, if there
+    are any. `image`: cost of an image or a sound. `parts`: the texts that are cut for chunked embeddings, by index.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

@@ -25,7 +25,7 @@ _RULE = frozenset(ChunkRule.__struct_fields__)
 
 
 def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | None:
-    """Return the chunks of an item; None if it has none. Raises InvalidInput that names the field and the index."""
+    """Return the chunks of an item, or None. Raises InvalidInput that names the field and the index of a span."""
     value, context = item.get("chunks"), item.get("context")
     if value is None:
         return None

@@ -17,8 +17,8 @@ from sie_gateway.admission.window import SharedLimit
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20  # largest number of bytes of the incomplete results of one request
 MAX_PARTS = 1 << 16  # largest number of parts of one result
-# an incomplete result may be dropped after this number of seconds without a new part: several times as long as a worker
-# waits for a confirmation
+# An incomplete result may be dropped after this number of seconds without a new part. The time is several times as long
+# as a worker waits for the confirmation of a part.
 MAX_SILENCE_S = 30.0
 _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data: a list slot and an object
 
@@ -29,8 +29,9 @@ class InboxFull(Exception):
 
 @dataclass
 class Assembly:
-    """Encoded result of which some parts have arrived. Each attempt at a chunk has a result with its own digest, and so
-    its own assembly. `owner`: API key of the request.
+    """Encoded result of a chunk of which some parts have arrived. If a worker runs a chunk twice, the two results have
+    different digests, and each has its own assembly. `owner`: API key of the request. `touched_s`: time of the last
+    part.
     """
 
     owner: str
@@ -53,9 +54,10 @@ class Fragments:
     """All incomplete results of a gateway. `held`: bytes of these results. `now_s` of the methods is the time of any
     monotonic clock.
 
-    The bytes of each request, of each API key, and of all requests together, are limited. Before a new assembly, and
-    at a limit, this class drops assemblies that have received no part for `silence_s` seconds. If a worker then sends
-    the last part of a dropped assembly, the reply says that parts are missing, and the worker sends all parts again.
+    The bytes of each request, of each API key, and of all requests together, are limited. When a new assembly begins,
+    and when a limit is reached, this class drops the assemblies that have received no part for `silence_s` seconds. If
+    a worker then sends the last part of a dropped assembly, the reply says that parts are missing, and the worker sends
+    all parts again.
     """
 
     max_bytes: int = MAX_HELD_BYTES
@@ -77,7 +79,8 @@ class Fragments:
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes is not valid")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
-        # the worker split the result again, for a broker with another message limit: drop the parts of the first split
+        # A worker splits a result again if the message limit of the broker has changed. The parts of the first split
+        # cannot be joined with the new parts, so drop them.
         if assembly is not None and len(assembly.parts) != part.count:
             self._all[key] = assembly
             self.drop(assembly)

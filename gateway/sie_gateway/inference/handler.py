@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
 
 WATCH_AFTER_S = 1.0  # seconds after which the gateway watches the client of a run for a disconnect
-MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry of a model that a worker has and this catalogue lacks
+MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
+RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a catalogue entry that a worker has and this gateway lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -105,15 +105,15 @@ class Inference:
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
-        # runs whose clients are not watched yet, with their calls and start times, the oldest first
+        # runs whose clients are not watched for a disconnect yet, with their calls and start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
         self._is_timed = False  # true if a call of `_watch` is scheduled
-        self.slots = SharedLimit(settings.max_concurrent_requests)  # of the requests in progress
+        self.slots = SharedLimit(settings.max_concurrent_requests)  # limits the requests in progress
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
         # Lock for work that computes in a thread for seconds. With n such threads, the event loop gets 1/(n + 1) of the
-        # interpreter's time, so only one may run.
+        # interpreter's time, so only one such thread may run.
         self.one_thread = asyncio.Lock()
         feed.on_change(self._on_catalogue)
 
@@ -135,8 +135,8 @@ class Inference:
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """Return the model that a request names. The route key of the call selects the target of an alias. The error
         for an unknown name suggests models for which `able` returns True. If the name looks like a model of a company
-        in `_FOREIGN`, the error suggests loaded models; if not, models with similar names. Raises NotReady before the
-        catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
+        in `_FOREIGN`, the error suggests loaded models. Otherwise it suggests models with similar names. Raises
+        NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -164,8 +164,8 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Handle a request of an inference route. Resolves a model in the path before reading the body, so that an
-        unknown model costs no upload.
+        """Handle a request of an inference route. Resolve a model that the path names before the body is read, so that
+        a client with a wrong name need not upload its body.
 
         The request counts as in progress until its reply is sent, because its results occupy memory until that time. To
         limit slow uploads, the budget of the request includes the time to read its body.
@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # The watch of a client needs a task. So the watch begins only after one to two times `watch_after_s`: most runs
-        # end earlier.
+        # The watch of a client needs a further task. Most runs end soon, so the watch of a run begins only after one to
+        # two times `watch_after_s` seconds.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:
@@ -229,8 +229,9 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute) -> EncodedReply:
-        """Run the handler of the route. If the model's entry changes during the run, run the handler again with the new
-        entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the budget has ended.
+        """Run the handler of the route. If the catalogue entry of the model changes during the run, run the handler
+        again with the new entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the
+        budget has ended.
         """
         body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
         restarts = 0
@@ -349,8 +350,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. Cache the result for bodies without parameters, because their result is always the same
-        and the computation takes a tenth of the gateway's time for a request.
+        """Return the result of `run_options`. Cache it for bodies without parameters: all these bodies have the same
+        result, and its computation takes a tenth of the gateway's time for a request.
         """
         body = request.parameters
         if any(
@@ -395,7 +396,9 @@ class Inference:
         raise InvalidInput.at("X-SIE-Priority", "expected interactive or bulk")
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
-        """Return the lane of a request. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound, NotProvisioned."""
+        """Return the lane (pool, machine profile and bundle) of a request. Raises InvalidInput, PoolNotFound,
+        BundleConflict, NotFound, NotProvisioned.
+        """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
         pool = _pool_name(pool_header)
@@ -418,7 +421,7 @@ def _remedy(name: str, like: list[str]) -> str:
     return f"; {adds or 'GET /v1/models lists the available ones'}"
 
 
-# companies whose models cannot be downloaded, by the first part of a model's name
+# first part of a model's name -> company that has models of such names, which nobody can download
 _FOREIGN = {
     "text-embedding-": "OpenAI",
     "voyage-": "Voyage",
@@ -453,7 +456,7 @@ def _error_mode(call: Call) -> str:
     return mode
 
 
-# permitted values of headers; `_check_headers` refuses other values, which would otherwise have no effect
+# permitted values of headers; `_check_headers` refuses other values, so that a client notices a mistake in a header
 _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
 
 

@@ -47,8 +47,8 @@ MAX_URLS = 256  # largest number of URLs of a request
 MAX_URL = 8192  # largest number of characters of a URL
 # largest number of bytes before the body of a response: interim responses (status 1xx) and headers
 MAX_HEAD_BYTES = 64 << 10
-# a response body may arrive in at most MAX_PIECES parts plus one part for each PIECE_BYTES bytes, because each part
-# takes time of the event loop
+# A response body may arrive in at most MAX_PIECES reads plus one read for each PIECE_BYTES bytes. A server that sends
+# smaller pieces would take too much time of the event loop.
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # time limit in seconds for the fetch of an image, redirects included
 MAX_REDIRECTS = 3
@@ -170,7 +170,7 @@ class ImageUrls:
         # the TLS context is built at the first URL, because the build reads more than a hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # API key with a running request -> slots of the key, so that slow servers of one key cannot occupy all slots
+        # API key with a running request -> slots of the key, so that one key with slow servers cannot occupy all
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held = SharedLimit(MAX_HELD_BYTES)  # bytes of the fetched images of running requests
 
@@ -218,7 +218,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file of two inputs is fetched once, but counts twice, because the messages contain it twice
+            # a file of two inputs is fetched once, but counts twice, because the queue messages contain it twice
             pairs = zip(items, items_read, strict=True)
             _check_total(sum(item_read.file_bytes for item, item_read in pairs if item.links), name)
             yield items_read
@@ -246,7 +246,7 @@ class ImageUrls:
             outcome = error
         except httpcore.ConnectError:
             outcome = _Unfetched("the server of the URL cannot be reached", "failed")
-        # httpcore translates only TLS errors of the handshake; a server may also refuse the client later
+        # ssl.SSLError: httpcore converts only the TLS errors of the handshake; a server may refuse a client later
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError):
             outcome = _Unfetched("the server of the URL sent no complete answer", "failed")
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
@@ -365,8 +365,8 @@ def _too_large() -> _Unfetched:
 
 class _Public(httpcore.AsyncNetworkBackend):
     """Network backend that connects only to public addresses, for one response. TLS still verifies the host name.
-    `slots`: slots that the fetch occupies. Nothing can stop the thread that resolves a host name, so after a
-    cancellation, the slots are released when this thread ends.
+    `slots`: slots of `ImageUrls` that the fetch occupies. Nothing can stop the thread that resolves a host name. So if
+    the fetch is cancelled during the resolution, its slots are released when the thread ends.
     """
 
     def __init__(self, network: Network, slots: contextlib.ExitStack) -> None:

@@ -33,11 +33,11 @@ _logger = logging.getLogger("sie.gateway.attach")
 
 
 class Attachments:
-    """Runs whose clients have disconnected. Above MAX_AWAY or MAX_AWAY_BYTES, a run is cancelled at the disconnect."""
+    """Runs without a client. Above MAX_AWAY runs or MAX_AWAY_BYTES, a run is cancelled when its client disconnects."""
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
-        self.joined = 0  # number of clients that joined their run again, since the start
+        self.joined = 0  # number of clients that joined their run again, since the start of the gateway
         self.abandoned = 0  # number of runs that were cancelled because their clients had disconnected
         self.count = 0  # number of runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
@@ -68,7 +68,7 @@ class Attachments:
         return next((run for run in self._away.get(_identity(call), ()) if run.call.body == call.body), None)
 
     def keep(self, run: Run) -> bool:
-        """Store a run, so that `find` can return it. Return False if a limit is reached."""
+        """Store a run without a client, so that `find` can return it. Return False if a limit is reached."""
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.call.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.call), []).append(run)

@@ -128,7 +128,7 @@ def body_of(
         whole = body if row is None else {**body, name: list(map(row, body[name]))}
         data, content_type = encode(whole, msgpack=msgpack)
         own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
-        # the first byte of a msgpack map with fewer than 16 entries contains the number of entries
+        # the first byte of a msgpack map with fewer than 16 entries has their number: add one for the entry of `late`
         parts = (bytes([data[0] + 1]), memoryview(data)[1:]) if msgpack else (memoryview(data)[:-1], b",")
         return b"".join((*parts, own[1:])), content_type
     began_s = time.perf_counter()
@@ -136,7 +136,7 @@ def body_of(
     rest, content_type = encode({key: value for key, value in body.items() if key != name}, msgpack=msgpack)
     rest_s = time.perf_counter() - began_s
     if msgpack:
-        # an array of up to 2^32 elements begins with the byte 0xdd and four bytes for its length
+        # `+ 2` counts the array and the entry of `late`; in msgpack, 0xdd and four bytes of length begin an array
         head = bytes([rest[0] + 2]) + rest[1:] + _msgpack.encode(name) + b"\xdd" + len(items).to_bytes(4, "big")
 
         def pieces() -> Iterator[bytes]:
@@ -206,7 +206,7 @@ def listed(
 ) -> Body:
     """Return JSON: the text `before`, the list `values`, and the text `after`. If the list has many numbers (`numbers`:
     their total), the JSON is in pieces. Values may contain numpy arrays. `row` renders each value just before it is
-    written. `after` may depend on the seconds in which the values were written.
+    written. If `after` is a function, its argument is the seconds in which the values were written.
     """
 
     def end(spent_s: float) -> bytes:
@@ -217,8 +217,8 @@ def listed(
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Join bodies, in pieces if any of them has pieces. `last` may depend on the seconds in which the bodies were
-    written.
+    """Join the bodies `parts` and the end `last`. The result is in pieces if any of the bodies is in pieces. The
+    argument of `last`: seconds in which the bodies were written.
     """
 
     def pieces() -> Iterator[Piece]:
@@ -255,8 +255,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, as a view of the bytes of the result. A numpy array would take longer to
-    build than the rest of the reply.
+    """Return one output of an input in its msgpack form, as a view of the bytes of the result. It is not built from a
+    numpy array, because the array would take longer to build than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -340,8 +340,8 @@ def encode_slots(
 def _outputs(
     entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
 ) -> dict[str, Any]:
-    """Return the requested outputs of one input or chunk. `read`: returns an output in the form for the reply's format.
-    `array`: returns an output as a numpy array.
+    """Return the requested outputs of one input or chunk. `read` returns an output by its name, in the form for the
+    reply's format. `array` returns the same output as a numpy array.
     """
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
@@ -397,8 +397,8 @@ def chunks_missing() -> InternalFailure:
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, by descending score; inputs with equal scores by position; failed inputs last. The
-    first entry has the rank 0.
+    """Return one entry per input. The entries are in descending order of the score. Inputs with equal scores are in the
+    order of the request, and failed inputs are last. The first entry has the rank 0.
     """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):

@@ -235,8 +235,8 @@ class RequestResult:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float) -> dict[str, float]:
-        """Return the milliseconds of each stage until now. Store these values, so that the log and the trace report the
-        same values as the reply.
+        """Return the milliseconds of each stage until now. Also store these values in `reported_times`, so that the log
+        and the trace report the same values as the reply.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
@@ -259,8 +259,9 @@ class RequestResult:
         return entry
 
     def item_timings(self) -> list[dict[str, float]]:
-        """Return the stage times of each input, from the admission to the arrival of its result. The inputs of a chunk
-        have the same times. The times are zero for an input that the gateway refused, and for a cached answer.
+        """Return the milliseconds of the stages of each input, from the admission to the arrival of its result. The
+        inputs of a chunk have the same times. The times are zero for an input that the gateway refused, and for a
+        cached answer.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         timings = {}
@@ -270,7 +271,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields of a reply besides the results and `timing`: usage, fingerprint, warnings, explain."""
+        """Return the fields of a reply other than the results and `timing`: usage, fingerprint, warnings, explain."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -331,7 +332,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks. The time of a batch is divided between its chunks by their tokens."""
+    """Return the device seconds of chunks. The chunks of a batch share its time in proportion to their tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -385,8 +386,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. Up to `load_ms`, the queue time of `last` counts as load time, because
-    its chunk waited for the same load.
+    of the request waited for the model to load. As much of the queue time of `last` counts as load time as `load_ms`
+    permits, because its chunk waited for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -473,7 +474,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the collector is complete. Raises TimeoutError, or the argument of `fail`."""
+        """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError
@@ -556,8 +557,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request whose result the NATS client library dropped because its buffer was full. A result that the
-        worker sends again would meet the same overload, so the request does not wait.
+        """Fail the request whose result the NATS client library dropped because its buffer was full. The request does
+        not wait until the worker sends the result again, because it would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         self._fail(
@@ -584,7 +585,7 @@ class ResultInbox:
             await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
 
     def _unreadable(self, request: str, error: Exception) -> Verdict:
-        """Fail the request of an undecodable result: the sender could only send the same bytes again."""
+        """Fail the request of a result that cannot be decoded: if sent again, the result would have the same bytes."""
         self._metrics.outcomes.labels("undecodable").inc()
         _logger.error("request %s failed, because a worker's result could not be decoded: %s", request, error)
         return self._fail(request, InternalFailure("the gateway could not read a result"))
@@ -657,6 +658,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            # an unconfirmed sender repeats the last part, which the inbox then confirms
+            # a worker without a confirmation sends the last part again, and the inbox then confirms it
             except BrokerError as error:
                 _logger.warning("request %s: a result was not confirmed to the worker: %s", assembly.request, error)

@@ -201,7 +201,7 @@ class Runner:
         """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds
         whether the request may continue to wait. `was_hosted`: a worker had the model loaded when the request was
         admitted. Raises ModelLoading if a worker is loading the model, NotProvisioned if the lane has no worker,
-        GatewayTimeout, and the error that failed the collector.
+        GatewayTimeout, and the argument of `OutcomeCollector.fail`.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
@@ -209,7 +209,7 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # raises an error if a worker is still loading the model, or if the lane has no worker left
+                # raises ModelLoading while a worker loads the model, and NotProvisioned if the lane has no worker
                 was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -243,7 +243,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks that have permits. A task publishes the other chunks; its errors fail the collector."""
+        """Publish the chunks that have permits. A task publishes the others later; its errors fail the request."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
@@ -295,8 +295,8 @@ def _builder(
     asker: str,
 ) -> Callable[[int], WorkItem]:
     """Return a function that builds the work item of a chunk from the chunk's number. The item's budget is the time
-    left until the request's deadline when the function is called. `asker`: name of the API key; empty if no worker
-    needs it.
+    left until the request's deadline when the function is called. `asker`: name of the API key; empty if the request
+    has no images, because workers use the name only for images.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
@@ -355,8 +355,8 @@ def _result_listener(
 
 
 class _Takers:
-    """Names of models that accept a kind of input, for error texts. Searches the catalogue at most once for each kind,
-    and only if an error names models.
+    """Names of models that accept a kind of input, for error texts. Searches the catalogue at most once for each kind
+    of input, and only for an error that names models.
     """
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:

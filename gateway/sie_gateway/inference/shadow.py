@@ -1,7 +1,7 @@
 """Shadow traffic: the gateway copies a share of the requests of an alias to a second model, after the results of the
 requests have arrived. The gateway measures the results of a copy, and discards them.
 
-    request answered ──► in the share? ──► allowed: few copies in flight, a lane without a queue, a known model
+    request answered ──► in the configured share? ──► allowed: few copies run, the lane is not busy, the model exists
     ──► copy runs at priority bulk ──► results are compared, then discarded
     not allowed ──► no copy: counted with the reason
 
@@ -52,7 +52,7 @@ BUDGET_S = 30.0  # seconds until the deadline of a copy
 LOADED_S = 0.25  # seconds of wait above which a lane is too busy for copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
 KEY = "_shadow"  # API key of all copies: in the queue, all copies together get the share of one key
-_ROUNDING = 1e-6  # tolerance for the rounding error of share * number of requests
+_ROUNDING = 1e-6  # added to share * number of requests, because a rounding error may make this product too small
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
 
@@ -60,7 +60,7 @@ Result = Literal["done", "failed", "busy", "loaded", "cold", "paused", "large", 
 
 
 class Mean:
-    """Mean of the added values; None before the first."""
+    """Mean of the added values. `value` is None before the first value was added."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
@@ -76,8 +76,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: above a certain
-    number of aliases, all further aliases share one label.
+    """Measurements of the shadow of one alias since the start of this gateway. Prometheus metrics are less exact: above
+    a certain number of aliases, all further aliases have the same label.
     """
 
     model: str
@@ -172,7 +172,7 @@ class Shadows:
             pool = finished.request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
         except SIEError:
-            # the model was removed, or no lane of this pool serves the model: for now, every copy would fail
+            # the model was removed, or no lane of this pool serves the model, so every copy would fail
             self._count(alias, figures, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
@@ -184,7 +184,8 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # the copy uses only the error mode from the client's headers, not the identity, budget or machine profile
+        # From the client's headers, the copy uses only the mode for errors of single inputs. It does not use the
+        # client's API key, time budget and machine profile.
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
@@ -206,8 +207,8 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if the lane is too busy for copies: its work waits for more than LOADED_S, or its wait is
-        unknown, for example because the lane has no worker.
+        """Return True if the lane (pool, machine profile and bundle) is too busy for copies: its work waits for more
+        than LOADED_S, or its wait is unknown, for example because the lane has no worker.
         """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)

@@ -1,5 +1,5 @@
-"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain no data from a body
-or a credential.
+"""Trace spans of one request. The gateway uses this module only if the gateway or the client traces. Spans contain no
+data from a body or a credential.
 
 A trace has a span for the request, for its publishing, for the time of each chunk in the queue, and for the building of
 the reply. The worker reports its own stages as child spans of the request's span.
@@ -25,7 +25,9 @@ _TIMED = (*STAGES, "total_time")
 
 
 def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
-    """Read the client's trace context from its headers, and begin a span if this gateway traces."""
+    """Read the client's trace context from the headers of the call, and begin a span if this gateway traces (`tracer`)
+    and the path is not in `_POLLED`.
+    """
     own = None if call.path.startswith(_POLLED) else tracer
     call.context, call.span = tracing.begin_request(own, call.headers, method, call.id, call.received_s)
 
