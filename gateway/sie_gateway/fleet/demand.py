@@ -7,8 +7,8 @@ held until the time ends ──► a worker has loaded the model: continue to wa
                          ──► a worker is ready and has not begun to load: continue to wait
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
-for DEMAND_LIFE_S seconds. When a request ends, the gateway withdraws its work from the queue. The record makes the
-autoscaler start a worker for the client's next attempt nevertheless.
+for DEMAND_LIFE_S seconds. When a request ends with one of these errors, the gateway withdraws the request's work from
+the queue. The record remains, so that the autoscaler starts a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return True if a record of the time `at_s` is still valid. `at_s` may be in the future, because clocks differ."""
+    """Return True if the demand recorded at `at_s` is valid at `now_s`. `at_s` may be later, because clocks differ."""
     return now_s - at_s < DEMAND_LIFE_S
 
 
@@ -66,7 +66,7 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the demand for the lanes of a pool that no longer exists. The records in the broker expire."""
+        """Remove the demand for the lanes of a removed pool from this gateway's memory. The broker's records expire."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]

@@ -41,8 +41,8 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Return heartbeats for the hosts in the stored table that have sent no heartbeat to this new gateway yet, so that
-    the gateway does not move their models.
+    """Build a heartbeat for each host in the stored table that has not sent a heartbeat to this new gateway yet. With
+    these heartbeats, the planner does not move the models of the hosts.
     """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
@@ -120,7 +120,7 @@ class Placer:
         self._between_steps(self._tables.clear)
 
     def _between_steps(self, take: Callable[[], object]) -> None:
-        """Call `take` now, or at the end of the step if one is running."""
+        """Call `take` now; while a step runs, call it at the end of this step."""
         if self._held is not None:
             self._held.append(take)
         else:
@@ -173,7 +173,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # holds changes back, because a thread reads the stored tables during the step
+        self._held = []  # delays changes of the stored tables until the end of the step: a thread reads the tables
         try:
             await self._refresh()
         finally:
@@ -190,7 +190,7 @@ class Placer:
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
-            # skip lanes of an ended reservation, whose workers may still report its pool
+            # skip lanes of an ended reservation, because its workers may report its pool for some time
             if self._serves(lane.pool)
         )
 
@@ -241,8 +241,9 @@ class Placer:
 class Ages:
     """Number of waiting messages of each model, from `Backlog`, and the age of the oldest message, from the stream.
 
-    A step reads an age only if the model's NATS subject had messages at the previous step too: until then, the age is
-    small. A step reads at most MAX_ASKED ages of a lane. Ages that were read longest ago come first.
+    A step reads an age only if the model's NATS subject also had messages at the previous step, because a message that
+    came after that step is not old. A step reads at most MAX_ASKED ages of a lane, first the ages that were read
+    longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
