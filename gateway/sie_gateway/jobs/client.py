@@ -41,7 +41,7 @@ from sie_runtime.http.asgi import uuid7
 ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight when a job begins; largest limit
-ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this time
+ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this number of seconds
 _T = TypeVar("_T")
 
 
@@ -64,7 +64,8 @@ class Halted(Exception):
 @dataclass(frozen=True)
 class JobIdentity:
     """Owner of a job. The requests of the job use the owner's rights and quota. `grant` returns the current grant of
-    the key; None if the key is no longer valid. `charge` begins to count the tokens of one call.
+    `key`; None if the key is not valid any more. `charge` returns a counter of the tokens of one call; None without a
+    quota.
     """
 
     key: str
@@ -186,7 +187,8 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        # no-store: jobs cache answers in the payload store, because in the gateway's memory they would displace others
+        # no-store: a job caches its answers in the payload store, because in the gateway's memory they would displace
+        # the answers to other requests
         self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
@@ -207,8 +209,8 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After a retryable error, call `attempt` again; if workers lack the memory for
-        the request, at most ATTEMPTS times. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After a retryable error, call `attempt` again. The number of calls has no
+        limit, but the ATTEMPTS-th error for lack of a worker's memory is raised. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
@@ -241,7 +243,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Return the call and the planned request of some items, as for a request of a client. Raises SIEError."""
+        """Return the call and the planned request of `items`, checked like the request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -264,7 +266,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # each item alone, because one item may make others fail
+            for place in again:  # send each item in a separate request, because one item may make others fail
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 

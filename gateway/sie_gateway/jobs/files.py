@@ -55,7 +55,7 @@ class FileDescription(NamedTuple):
 
 
 def new_id() -> str:
-    """Return a new id of a file. Ids sort by the time of their creation."""
+    """Return a new id of a file. Sorted ids are in the order of their creation."""
     return f"file-{uuid7().replace('-', '')}"
 
 
@@ -100,7 +100,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name that the client gave to a file, and the file's SHA-256; None if the file was removed."""
+        """Return the name of a file, from its client, and the file's SHA-256; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
@@ -153,8 +153,8 @@ class FileStore:
             return await self._receive(owner, data, lambda: about, file, bounded=False)
 
     async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
-        """Store a file that a client sends. Call `about` after the end of `data`: the form's fields may follow the
-        file.
+        """Store a file that a client sends. Call `about` only after the end of `data`, because in a form the fields may
+        follow the file.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
         ResourceExhausted for a full store or too many uploads of all keys at once, and the errors of `data` and
@@ -166,7 +166,9 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. If not `bounded`, check no limit, but count the file in the owner's usage."""
+        """Write a file and its record. `bounded`: check the limits of a file, of the key and of all keys. The file
+        counts in the owner's usage in both cases.
+        """
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))
@@ -289,7 +291,9 @@ class FileStore:
 
 
 class _Read:
-    """Reader that counts and hashes at most `limit` bytes of a file, and calls `grow(count)` after each buffer."""
+    """Reader that counts and hashes the bytes of a file, and calls `grow(bytes so far)` after each piece. Raises
+    PayloadTooLarge after `limit` bytes.
+    """
 
     def __init__(self, data: AsyncIterator[bytes], limit: float, grow: Callable[[int], None]) -> None:
         self.size = 0

@@ -16,10 +16,10 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import JobRecord
 
 STEP_S = 5.0
-STEPS = 60  # number of steps in which the rate is measured: five minutes
+STEPS = 60  # the rate is measured over this number of steps, each STEP_S seconds: over five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-# least number of seconds that are planned for the remaining rows, even if the deadline is earlier: new workers take
+# shortest time in seconds that is planned for the remaining rows, even if the deadline is earlier: new workers take
 # about this long to start
 MIN_LEFT_S = 300.0
 
@@ -32,7 +32,9 @@ class JobPace:
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
 
     def note(self, now_s: float, done: int) -> None:
-        """Record the number of rows done by now. Call `rest` before a pause of the job: the pause must not count."""
+        """Record the number of rows done by now. Before a pause of the job, call `rest`, so that the time of the pause
+        does not count for the rate.
+        """
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, done))
 
