@@ -1,14 +1,14 @@
-"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (SIE_LOAD_HOLD_S),
-then decides as in the drawing. It also records the demand for autoscalers.
+"""Requests for models that no worker has loaded, and records of the demand for workers of a lane (pool, machine profile
+and bundle). The gateway holds such a request for a limited time (SIE_LOAD_HOLD_S), then decides as in the drawing.
 
 held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
                          ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
                          ──► a worker is ready and has not begun to load: continue to wait
 
-The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
-for DEMAND_LIFE_S seconds. When a request ends with one of these errors, the gateway withdraws the request's work from
-the queue. The record remains, so that the autoscaler starts a worker for the client's next attempt.
+Each lane has one record of demand in the broker, which all gateways read. A record is valid for DEMAND_LIFE_S seconds.
+When a request ends with one of these errors, the gateway withdraws the request's work from the queue. The record
+remains, so that the autoscaler starts a worker for the client's next attempt.
 """
 
 from __future__ import annotations

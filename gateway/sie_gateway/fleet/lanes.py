@@ -1,5 +1,5 @@
-"""Live workers by their heartbeats, and the choice of a lane for a request. A lane is a pool, a machine profile and a
-bundle. Each worker serves one lane.
+"""Live workers by their heartbeats, and the choice of a lane (pool, machine profile and bundle) for a request. Each
+worker serves one lane.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Batches in OpenAI's form: each line of a file is one request, and each line of the output is one answer.
+"""Batches in OpenAI's form: each line of a file is a request, each line of the output an answer, and a group of lines
+(shard) runs and is stored together.
 
     line ──► route of its url ──► Inference.answered at the priority bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures

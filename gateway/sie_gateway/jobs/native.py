@@ -1,5 +1,6 @@
-"""Native jobs: one model runs the rows of files. The output is files (parts) in Parquet, JSON Lines or NumPy. A job
-with a sink (a vector database) also writes the vectors into this database.
+"""Native jobs: one model answers the rows of files in shards (groups of rows), and each shard becomes one output file
+(part) in Parquet, JSON Lines or NumPy. A job with a sink (a vector database) also writes the vectors into this
+database.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
                   └ documents ──► their texts ┘

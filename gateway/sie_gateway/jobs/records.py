@@ -29,7 +29,7 @@ class RecordUse(NamedTuple):
 
 
 class UseBound(NamedTuple):
-    """Largest number and largest sum of bytes of records (`most`), and the names of the settings of these two limits."""
+    """Largest number and largest sum of bytes of records (`most`), and the names of the settings of both limits."""
 
     most: RecordUse
     settings: tuple[str, str]

@@ -1,4 +1,4 @@
-"""Results of a job for its owner: the list of its parts, the bytes of one part, a sample of its rows."""
+"""Results of a job for its owner: the list of its parts (output files), the bytes of one part, a sample of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Assignment of jobs to gateways: each job has one leader, by a lease. The oldest jobs get a leader first.
+"""Assignment of jobs to gateways: the gateway that holds the lease of a job leads it (runs it). The oldest jobs get a
+leader first.
 
 A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job. The output stays correct,
 because objects and records of shards are created only once (see `__init__.py`).

@@ -158,7 +158,7 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
     """Return the model of the path, or the models of an alias. Raises ModelNotFound, BundleConflict, InvalidInput."""
     name = request.path_params["model"]
-    gateway.inference.resolve(name)  # called only for its error, which suggests similar names
+    gateway.inference.resolve(name)  # raises ModelNotFound with suggestions of similar names; the result is not used
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
 
 
