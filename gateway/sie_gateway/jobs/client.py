@@ -291,7 +291,7 @@ class JobClient:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # refunds only items that did not run
+                    call.charge.refund()  # for a failed attempt; does nothing if the attempt has settled its charge
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()

@@ -49,14 +49,17 @@ MAX_GOLDEN_BYTES = 64 << 20
 
 
 class ParityBound(NamedTuple):
-    """Smallest cosine, and largest norm of the difference divided by the norm of the reference vector."""
+    """Smallest accepted cosine of a vector and its reference vector, and largest accepted difference: the norm of
+    (vector - reference vector), divided by the norm of the reference vector.
+    """
 
     cosine: float
     difference: float
 
 
-# For 16 and 8 bits, the bound of the difference is the distance of two unit vectors with the bound's cosine. The bound
-# for float32 is smaller, because servers agree better.
+# precision of the reference vectors -> bound. For 16 and 8 bits, the bound of the difference is the distance of two
+# unit vectors whose cosine is the bound of the cosine. For float32 the bound is smaller, because servers agree better
+# there.
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -81,7 +84,9 @@ class Prompt(NamedTuple):
 
 
 class ProbeAgreement(NamedTuple):
-    """Agreement of a vector with its reference vector. `probe`: index of the probe text."""
+    """Agreement of a vector with its reference vector: cosine and relative difference, as in ParityBound. `probe`:
+    index of the probe text.
+    """
 
     cosine: float
     difference: float
@@ -145,7 +150,7 @@ class Proof:
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
-        """Return True if the vectors have a length of about 1, or if the model's vectors have other lengths too."""
+        """Return False if all reference vectors have the length 1, but a vector in `vectors` does not (within 0.01)."""
         return not self.unit_length or bool(np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 0.01)
 
 
@@ -155,8 +160,8 @@ def without_prompt(run: RunOptions) -> RunOptions:
 
 
 def fits(text: str, max_tokens: int) -> bool:
-    """Return True if a text surely has at most `max_tokens` tokens. A token has at least one byte of the normalised
-    text.
+    """Return True if a text surely has at most `max_tokens` tokens, special tokens included: each token of the text
+    stands for at least one byte of the normalised text.
     """
     most = max_tokens - SPECIAL_TOKENS
     # normalisation never reduces the number of characters, so check the length first
@@ -169,7 +174,7 @@ def has_plain_spaces(text: str) -> bool:
 
 
 def source_of(entry: ModelEntry) -> str:
-    """Return the digest of the entry and the probe texts, which determine the reference vectors."""
+    """Return a digest of the entry and the probe texts. Stored reference vectors with another digest are outdated."""
     return hashlib.sha256(msgspec.json.encode([entry, PROBES], order="sorted")).hexdigest()[:32]
 
 
@@ -198,8 +203,9 @@ def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
 
 
 def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
-    """Return the golden vectors of texts without a prompt, from the file that the entry names. None if the file has no
-    such vectors or more than MAX_GOLDEN_BYTES bytes, or if the entry accepts unproven answers.
+    """Return the golden vectors (reference vectors that SIE ships) of texts without a prompt, from the file that the
+    entry names. Return None if the file is missing, has no such vectors or more than MAX_GOLDEN_BYTES bytes, or if the
+    entry accepts unproven answers.
     """
     path = packaged_folder() / entry.golden
     if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
@@ -213,8 +219,8 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
 
 
 def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
-    """Return the stored reference vectors of a worker. None if they are of another entry or of other probe texts, of a
-    precision without a bound, or if their number is wrong.
+    """Return the reference vectors that a worker computed and a gateway stored. Return None if they belong to another
+    entry, to other probe texts or to a precision without a bound, or if their number is wrong.
     """
     if stored.source != source_of(entry) or stored.precision not in BOUNDS:
         return None
@@ -229,7 +235,7 @@ def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | 
 
 
 def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
-    """Yield the agreement of each pair of vectors."""
+    """Yield the agreement of each row of `actual` with the same row of `expected`."""
     left, right = expected.astype(np.float64), actual.astype(np.float64)
     lengths = np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1)
     cosines = (left * right).sum(1) / np.maximum(lengths[0] * lengths[1], 1e-12)
@@ -240,7 +246,7 @@ def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
 
 def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
     """Compare the vectors of a remote server with the reference vectors, and return the proof. If only the vector of
-    the long text deviates, the proof has no `any_length`. Raises Deviates if another vector deviates.
+    the long text deviates, `any_length` of the proof is False. Raises Deviates if another vector deviates.
     """
     bound = BOUNDS[reference.precision]
     agreements = list(measure(reference.vectors, actual))
