@@ -24,7 +24,7 @@ DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a res
 @dataclass(frozen=True)
 class AssignableWorker:
     """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of unfinished work.
-    `is_heard`: False if this gateway has not received a heartbeat of the worker, so that its GPUs are unknown.
+    `is_heard`: False if this gateway has received no heartbeat of the worker: the number of its GPUs is then unknown.
     """
 
     machine_profile: str
@@ -105,7 +105,7 @@ def is_held_back(
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
-    """Return the workers in `names` that the reservation needs; all `names` if the GPUs of one worker are unknown."""
+    """Return the workers in `names` that the reservation needs; all `names` if the GPUs of a worker are not known."""
     if not all(workers[name].is_heard for name in names):
         return names
     gpus, count = Counter[str](), len(names)

@@ -36,7 +36,8 @@ AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-ASKED_S = 60.0  # seconds without a request after which the measurement of a worker's start ends
+# seconds without a request for a lane after which the gateway stops measuring the start of the lane's worker
+ASKED_S = 60.0
 _logger = logging.getLogger("sie.gateway.demand")
 
 
@@ -59,7 +60,7 @@ class DemandRecords:
         self._wake = asyncio.Event()
 
     def note(self, lane: Lane) -> None:
-        """Record that a request waits for this lane now."""
+        """Record that a request waits for a worker of this lane now."""
         now_s = self._now_s()
         if not -AGAIN_S < now_s - self._written.get(lane, -1e12) < AGAIN_S:
             self._noted[lane] = now_s

@@ -32,7 +32,7 @@ Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of the lanes. A lane that had work is reported while its pool exists, so that metrics show a count of 0."""
+    """Lag of the lanes. After the end of its work, a lane is reported with a count of 0 while its pool exists."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools`: names of the pools, which `refresh` reads at each call."""
@@ -91,7 +91,7 @@ class Lag:
         """Return the work of a pool in two maps, in the form of `lanes` and of `models`. Raises BrokerError."""
         lanes: dict[Labels, ModelBacklog] = {}
         models: dict[Labels, ModelBacklog] = {}
-        # subjects without a model are ignored: any program may publish below `sie.work.`, and no consumer reads them
+        # ignore subjects without a model: any program may publish below `sie.work.`, but no consumer gets such messages
         counts = {subject: count for subject, count in counts.items() if subject.count(".") >= 6}
         busy: Counter[Lane] = Counter()
         for subject, count in counts.items():

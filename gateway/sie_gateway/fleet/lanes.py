@@ -128,7 +128,8 @@ class Fleet:
         # worker -> (time of its last heartbeat, this heartbeat), oldest heartbeat first; `_healthy` has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        self._hearing_s = -math.inf  # time of the first heartbeat after the last silence of all workers
+        # time of the first heartbeat after the last period in which all workers were silent (see the class)
+        self._hearing_s = -math.inf
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of this lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
@@ -324,9 +325,9 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends; None if no worker loads the model.
-        The estimate is the longest last load time of the model over all workers, minus the seconds since the earliest
-        load in progress began, but at least 1. A worker that unloads any model counts as one that loads this model:
-        workers unload a model to free memory for the next.
+        Each worker reports how long its last load of the model took. The estimate is the longest of these times, minus
+        the seconds since the earliest load in progress began, but at least 1. A worker that unloads any model counts as
+        one that loads this model: workers unload a model to free memory for the next.
         """
         workers = self._workers_of(lane)
         statuses = self._statuses.get(residency, {})

@@ -101,7 +101,9 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Create the bucket if it is missing, read all tables, watch the bucket. Repeatable. Raises BrokerError."""
+        """Create the bucket if it is missing, read all tables, and watch the bucket. Repeated calls are allowed. Raises
+        BrokerError.
+        """
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:

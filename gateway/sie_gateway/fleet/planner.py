@@ -27,8 +27,8 @@ from sie_gateway.fleet.lanes import mean_rate
 # seconds after which the planner renews the time `at_s` of an unchanged table of a lane with work: a sidecar with an
 # old table assumes that no gateway is alive
 REFRESH_S = 5.0
-# smallest age in seconds of the oldest message for the rate (waiting tokens / age): a burst must not count as a high
-# rate
+# The rate of arrival is the waiting tokens divided by the age of the oldest message. The age counts as at least this
+# number of seconds, so that a burst does not count as a high rate.
 MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which the planner drops a model that no worker has loaded
 UNKNOWN_LOAD_S = 10.0
@@ -355,8 +355,8 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. Return an array [size]: the number of workers that the
-        demand for each model keeps busy.
+        """Set the number of hosts of each model by its demand. Return an array [layout.size]: for each model, the
+        number of workers that its demand keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()

@@ -87,7 +87,8 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        # wishes by lane and residency (a model with one set of load options); limited by the size of the catalogue
+        # (lane, residency) -> wish. A residency is a model with one set of load options, so the catalogue limits their
+        # number.
         self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 

@@ -4,8 +4,8 @@ input, the client sends this input again in a separate request.
     items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, any number of times
 
-A job never ends because the cluster is busy, scaled to zero, or unreachable. It ends with an error only if a request
-can never succeed, for example because the model was removed.
+A job never ends because the cluster is busy, scaled to zero, or unreachable. A job ends with an error only if one of
+its requests can never succeed, for example because the model was removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sie_runtime.http.asgi import uuid7
 
 ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
 MAX_PAUSE_S = 30.0
-FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight when a job begins; largest limit
+FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight at the start of a job, and largest value of this limit
 ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this number of seconds
 _T = TypeVar("_T")
 
@@ -102,7 +102,7 @@ class Room:
         try:
             await entered
         except asyncio.CancelledError:
-            if not entered.cancelled():  # `_admit` has counted the items already
+            if not entered.cancelled():  # `_admit` has already counted the items, so subtract them
                 self._used -= count
             self._admit()
             raise
@@ -168,9 +168,9 @@ class Throttle:
 
 
 class JobClient:
-    """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes the job wait, and
-    `on_trouble(None)` after the last attempt. Each request first calls `until_open`, which waits for the time of day at
-    which the job may run.
+    """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes a request wait, and
+    `on_trouble(None)` after the last attempt of this request. Each request first calls `until_open`, which waits for
+    the time of day at which the job may run.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class JobClient:
                 await self._until_open()
                 try:
                     return await attempt()
-                # gateway and worker read the catalogue at different moments: try again with the new entry
+                # the model's entry changed while the request waited: try again with the new entry
                 except EntryChanged:
                     pause_s = 1.0
                 except (FailedRequest, SIEError) as failure:

@@ -114,7 +114,7 @@ class JobEngine:
         if reads_images and "image" not in resolved.entry.inputs:
             message = f"expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput.at("input.text", message)
-        # without x-sie-strict, an unknown option would be ignored in every row
+        # x-sie-strict makes an unknown option an error here; the job itself would ignore the option in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         understood = self.inference.understand(probe, infer_request)

@@ -39,7 +39,8 @@ UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
 # outputs
 OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
-# age in seconds of a record `writing` whose upload has surely ended: its time limit and 600 s for different clocks
+# age in seconds of a record `writing` whose upload has surely ended: the time limit WRITE_S, and 600 s because clocks
+# differ
 ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
 _ID = re.compile("file-[0-9a-f]{32}")
@@ -92,7 +93,8 @@ class FileStore:
         """Return the record of a file. Raises NotFound, also if `owns(owner)` is False for the owner of the file."""
         self._required()
         record = self._records.get(file)
-        if record is None or record.state == "writing":  # another gateway may have completed the file
+        # read the record again, because another gateway may have completed the file
+        if record is None or record.state == "writing":
             with _unavailable():
                 record = await self._records.refresh(file) if _ID.fullmatch(file) else None
         if record is None or not self._is_served(record) or not owns(record.owner):

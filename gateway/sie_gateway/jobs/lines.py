@@ -79,7 +79,7 @@ class BatchJob:
         rows = self._rows.setdefault(number, {})
         async with task_group(SIEError, Halted) as tasks:
             for place, line in requests:
-                # an earlier attempt ran the lines in `rows`, but the store failed
+                # skip the lines in `rows`: an earlier attempt ran them, before an error of the store
                 if place not in rows:
                     tasks.create_task(self._line(number, place, line))
         record = await self._stored(number, span, [rows[place] for place, _ in requests])

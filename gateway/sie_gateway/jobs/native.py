@@ -516,8 +516,8 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the type (str, bool, int or float) of each column whose values have a single type. Omit the columns in
-    `unfiltered`: searches do not filter by these columns.
+    """Return column -> type, for columns whose values all have one type (str, bool, int or float). Omit the columns in
+    `unfiltered`, because searches do not filter by them.
     """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]

@@ -79,8 +79,8 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
     """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if the deadline is earlier. Return
-    None if the job has no deadline or no known rate. Return None too if more workers cannot help, because the job does
-    not run or limits its tokens per second.
+    None if the job has no deadline or no known rate, and if more workers cannot help, because the job does not run or
+    limits its tokens per second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:

@@ -1,8 +1,8 @@
 """Assignment of jobs to gateways: the gateway that holds the lease of a job leads it (runs it). The oldest jobs get a
 leader first.
 
-A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job. The output stays correct,
-because objects and records of shards are created only once (see `__init__.py`).
+If the leader dies, another gateway leads the job after LEASE_S seconds. For a moment two gateways may run one job. The
+output stays correct, because objects and records of shards are created only once (see `__init__.py`).
 """
 
 from __future__ import annotations

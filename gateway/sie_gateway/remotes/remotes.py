@@ -199,7 +199,7 @@ class Remotes:
             self._count(remote, "budget")
             remote.shortage.met(used)
             return None
-        except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
+        except (BrokerError, TimeoutError) as error:  # without the broker, nobody knows how much of the budget is left
             self._count(remote, "budget")
             remote.shortage.met(f"the broker did not report the tokens left: {error or type(error).__name__}")
             return None
@@ -234,17 +234,17 @@ class Remotes:
         return finished
 
     async def _correct(self, remote: Remote, difference: int, month: str, left_s: float) -> None:
-        if not difference:  # do not wait for the broker without need
+        if not difference:  # the charge is right, so do not wait for the broker
             return
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
-        except (BrokerError, TimeoutError) as error:  # only logged, because the vectors are already computed
+        except (BrokerError, TimeoutError) as error:  # only logged, because the remote server has computed the vectors
             _logger.warning("the token budget of remote %s keeps an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call, and probe the server again soon. After MAX_FAILURES failed calls in a row, the server
-        gets no requests until a probe shows again that its vectors are equal.
+        gets no requests until it passes a probe.
         """
         self._count(remote, "failed")
         if not failure.is_fault:
