@@ -56,7 +56,7 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return True if the workers `held` have the requested number of GPUs of each machine profile, and if they are at
+    """Return True if the workers `held` are what the reservation requests: enough GPUs of each machine profile, and at
     least `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
@@ -66,7 +66,7 @@ def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
 def assign(
     reservations: Iterable[Reservation], workers: Mapping[str, AssignableWorker], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
+    """Return worker id -> name of the reservation to which the worker is assigned. `before`: the previous result.
 
     A reservation keeps the workers that match its spec and that it needs. After a client has replaced the spec, the
     reservation may need fewer workers. A reservation that lacks workers gets new workers only when as many workers are
@@ -123,8 +123,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation. Workers that have loaded most of the pinned models come first;
-    among workers with equally many, the least busy worker comes first.
+    """Return the sort key of a worker for a reservation. Workers that have loaded more of the pinned models come first;
+    among workers with the same number of these models, the least busy worker comes first.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 
@@ -137,8 +137,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return the free workers that a reservation still lacks; empty if too few workers are free, or while the GPUs of a
-    worker of the reservation are unknown.
+    """Return free workers that complete a reservation with the workers `held`; empty if too few workers are free, or if
+    the number of GPUs of a worker in `held` is unknown.
     """
     if not all(worker.is_heard for worker in held):
         return []

@@ -54,7 +54,8 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # lane -> unwritten time of its last request; the map stays small, because a request cannot create a lane
+        # lane -> time of its last request, not written to the broker yet; the map stays small, because a request cannot
+        # create a lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()

@@ -88,7 +88,9 @@ class Lag:
     async def _read_pool(
         self, pool: str, counts: Mapping[str, int]
     ) -> tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]:
-        """Return the work of a pool in two maps, in the form of `lanes` and of `models`. Raises BrokerError."""
+        """Return the waiting work of a pool by lane and by model: two maps with the keys and values of `self.lanes` and
+        `self.models`. Raises BrokerError.
+        """
         lanes: dict[Labels, ModelBacklog] = {}
         models: dict[Labels, ModelBacklog] = {}
         # ignore subjects without a model: any program may publish below `sie.work.`, but no consumer gets such messages

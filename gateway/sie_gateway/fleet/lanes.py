@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that are shown even if the worker that reports them is not ready
 ON_DISK_S = 5.0  # seconds before the list of models on workers' disks is computed again
-NO_DISK_S = 0.5  # the same for an empty list, because disks are empty only for a short time at the start of a cluster
+NO_DISK_S = 0.5  # seconds before an empty list is computed again; at the start of a cluster, models appear quickly
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -40,11 +40,11 @@ _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Return the tokens per second that one busy worker of a lane computes; 0 if no worker has measured its rate.
+    """Return the weighted mean of the workers' rates (tokens per second that a busy worker computes); 0 if no worker
+    has measured its rate.
 
-    The weight of a worker's rate in the mean is the share of time for which this worker is busy. An idle worker has the
-    weight 0, because its last rate may be from batches of other sizes. If no worker is busy, the result is the mean of
-    all rates.
+    The weight of a worker is the share of time for which it is busy. An idle worker has the weight 0, because its last
+    rate may be from batches of other sizes. If no worker is busy, all measured rates have the same weight.
     """
     rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
@@ -128,7 +128,8 @@ class Fleet:
         # worker -> (time of its last heartbeat, this heartbeat), oldest heartbeat first; `_healthy` has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        # time of the first heartbeat after the last period in which all workers were silent (see the class)
+        # time of the first heartbeat after the last period in which all workers were silent (see the docstring of
+        # Fleet)
         self._hearing_s = -math.inf
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of this lane

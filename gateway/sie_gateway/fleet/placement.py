@@ -1,5 +1,5 @@
-"""Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
-compute all tables. The first gateway that writes a change wins, and the others read the written table.
+"""Placement tables: for each lane (pool, machine profile and bundle), the hosts of each model (workers that should load
+it). All gateways compute all tables. The first gateway that writes a change wins, and the others read its table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
@@ -220,12 +220,12 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner, called in a thread. Return the change of the table, None if nothing changes."""
+        """Run a step of the planner. Called in a thread. Return the change of the table; None if nothing changes."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table. If another gateway has written first, read the new table for the next step."""
+        """Write a changed table. If another gateway has written the table first, read its table for the next step."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:

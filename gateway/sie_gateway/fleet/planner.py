@@ -1,5 +1,5 @@
-"""Planner of the placement table of one lane (pool, machine profile and bundle): which workers host each model. Each
-step computes a new table from the heartbeats, the backlog and the last table.
+"""Planner of the placement table of one lane (pool, machine profile and bundle): which workers (hosts) should load each
+model. Each step computes a new table from the heartbeats, the backlog and the last table.
 
 The demand for a model is computed from the tokens per second that workers accept and from the messages in the stream;
 all gateways can see both. A waiting message counts as the mean tokens of a message that this gateway has measured for
@@ -221,7 +221,7 @@ class Planner:
                 self._touch(model, now_s)
 
     def _read(self, beat: Heartbeat, now_s: float) -> None:
-        ordered = in_order(beat.models)  # the order of the models in `taking`
+        ordered = in_order(beat.models)  # `taking` has the models in this order
         statuses_read = [(status.model, status.state, status.error) for status in ordered]
         rates = [status.cost_rate for status in ordered]
         worker = self._workers.get(beat.worker)
@@ -236,7 +236,7 @@ class Planner:
         else:
             statuses = {model_of(status): status for status in ordered}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
-            accepted = dict.fromkeys(statuses, 0.0)  # tokens per second that the worker accepts of a model
+            accepted = dict.fromkeys(statuses, 0.0)  # model -> tokens per second that the worker accepts for it
             for status in ordered:
                 accepted[model_of(status)] += status.cost_rate
             served = [

@@ -30,7 +30,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-GAP_S = 0.1  # shortest time in seconds between two steps, so that heartbeats that arrive together cause one step
+GAP_S = 0.1  # shortest time in seconds between two calls of `step`: heartbeats that arrive together cause one call
 RENEW_S, LEASE_S = 2.0, 6.0
 # seconds for which an unready worker with heartbeats keeps its reservation: its adapter process may restart
 UNREADY_S = 30.0
@@ -117,7 +117,7 @@ class PoolReconciler:
         """End reservations, assign workers and remove streams, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
-            # before `_remove`, because workers must leave a stream before it is deleted
+            # assign before `_remove`, because workers must leave the stream of an ended reservation before its deletion
             await self._assign()
             await self._remove()
 

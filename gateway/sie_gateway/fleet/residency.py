@@ -32,7 +32,8 @@ from sie_gateway.fleet.placement import Placer
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-AGAIN_S = 2.0  # seconds before a message is sent again: it may be lost, or a worker with an old catalogue may ignore it
+# seconds before a message is sent again: the first may be lost, or a worker with an old catalogue may have ignored it
+AGAIN_S = 2.0
 LIFE_S = 600.0  # lifetime of a wish in seconds: the start of a machine and a worker takes minutes
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
 _HERE = ("loading", "loaded", "unloading")
@@ -98,7 +99,7 @@ class Residencies:
         """
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            # workers that have the model loaded get the message too, because they may be about to unload the model
+            # send the message also to workers that have the model loaded, because they may be about to unload the model
             for beat in having:
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)

@@ -138,7 +138,7 @@ class WorkerSocket:
                             self._frame, self._heard_s = frame, self._clock()
                             self._first.set()
                             self._trouble.passed()
-            except (OSError, WebSocketException) as error:  # TimeoutError is an OSError, so it is handled here too
+            except (OSError, WebSocketException) as error:  # OSError includes TimeoutError
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()
@@ -163,7 +163,7 @@ class WorkerSockets:
         self._found: tuple[str, ...] = ()
         self._endpoints = Endpoints(settings) if settings.gateway_kubernetes else None
         self._sockets: dict[str, WorkerSocket] = {}
-        # URL -> websocket that stays open without a client that views the worker
+        # URL -> context that holds the worker's websocket open in health mode `ws`, also if no client views the worker
         self._kept: dict[str, contextlib.AsyncExitStack] = {}
         self._changed = asyncio.Event()
 

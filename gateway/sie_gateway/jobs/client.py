@@ -1,5 +1,5 @@
-"""Requests of a job to its model. A request waits while the cluster has no capacity. After a retryable error of an
-input, the client sends this input again in a separate request.
+"""Requests of a job to its model, each with one or more items (inputs). A request waits while the cluster has no
+capacity. After a retryable error of an item, the client sends this item again in a separate request.
 
     items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, any number of times

@@ -168,8 +168,8 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. `bounded`: check the limits of a file, of the key and of all keys. The file
-        counts in the owner's usage in both cases.
+        """Write a file and its record. `bounded`: check the limits of a file, of the owner and of all owners. The file
+        counts in the owner's usage, whether `bounded` or not.
         """
         objects = self._required()
         if bounded:

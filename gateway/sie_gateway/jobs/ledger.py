@@ -58,7 +58,9 @@ class JobLedger:
             self._listeners[job_id] = listener
 
     async def create(self, job: JobRecord) -> JobRecord:
-        """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
+        """Store a new job. If a job with this id exists, return that job. Raises RateLimited above a limit,
+        BrokerError.
+        """
         # a job in `_usage` exists or is being stored, so it already counts towards the limits
         if job.id not in self._usage:
             size = len(records.encode(job))

@@ -1,4 +1,6 @@
-"""Rate of a job, forecast of its end, workers that its deadline needs, and the times of day at which it may run."""
+"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows (times of day at which it may
+run).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Records of jobs and files in the broker, and the limits of their number and bytes, for one key and for all keys."""
+"""Records of jobs and files in the broker, and the limits of their number and bytes, for one owner (API key) and for
+all owners.
+"""
 
 from __future__ import annotations
 

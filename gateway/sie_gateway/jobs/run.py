@@ -1,4 +1,4 @@
-"""Run of one job by its leader: plan the input, compute the answers of its shards (groups of rows), write the output.
+"""Run of one job by its leader (a gateway): plan the input, answer its shards (groups of rows), write the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired, failed
                  │           └── paused (by its owner, or by an error that only a person can fix) ─► queued
@@ -147,7 +147,8 @@ class JobRun:
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
-        self._is_ending = False  # true from the moment when this run writes the end of the job, without a leader
+        # true when this run writes the end of the job, because this write removes the leader from the record
+        self._is_ending = False
         self._pace = JobPace()
         self._changed = asyncio.Event()
 
@@ -482,11 +483,11 @@ class JobRun:
             raise Replaced(f"another gateway leads the job: {job.leader}" if job.leader else "the job has no leader")
 
     async def _note(self, **fields: Any) -> None:
-        """Write these fields, and the progress, into the record of the job. Raises Replaced, BrokerError, NotFound."""
+        """Write `fields` and the progress into the record of the job. Raises Replaced, BrokerError, NotFound."""
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Write the progress, and `fields(record)`, into the record of the job. Raises the errors of `_note`."""
+        """Write `fields(record)` and the progress into the record of the job. Raises the errors of `_note`."""
         progress = self._progress_fields()
 
         def noted(job: JobRecord) -> JobRecord:

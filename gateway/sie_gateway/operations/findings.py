@@ -25,7 +25,7 @@ MAX_FINDINGS = 50
 # largest accepted difference in seconds between the clocks of a worker and the broker; above it, times in the worker's
 # log mislead
 CLOCK_S = 2.0
-WINDOW_S = 300.0  # seconds of the history in which refusals are counted
+WINDOW_S = 300.0  # refusals are counted over this number of seconds of the request history
 REFUSED_SHARE = 0.01
 STUCK_S = 60.0  # a queue whose oldest message is older than this number of seconds is reported, as by SIEQueueStuck
 GROWTH_S = 60.0

@@ -176,7 +176,9 @@ class RequestHistory:
         }
 
     def counted(self, seconds: float) -> tuple[int, Counter[str]]:
-        """Return (number of all requests, error code -> number of requests with it) in the last `seconds` seconds."""
+        """Return (number of requests, error code -> number of requests with this code) of the last `seconds`
+        seconds.
+        """
         first = self._clock() - seconds
         recent = [step for step in reversed(self._steps) if step.at + STEP_S > first]
         return sum(step.requests for step in recent), sum((step.errors for step in recent), Counter())
@@ -199,8 +201,8 @@ class RequestHistory:
 
 
 def quantile(counts: array[int], share: float) -> float:
-    """Return a quantile of the latencies in `counts` (`share` 0.5: the median): the upper bound in ms of its bucket. If
-    it is above the last bound, return the last bound.
+    """Return the upper bound in ms of the bucket with the quantile `share` (0.5: median) of the latencies in `counts`;
+    the last bound if the quantile is above all bounds.
     """
     rank = share * sum(counts)
     for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):

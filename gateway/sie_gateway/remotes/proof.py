@@ -43,7 +43,7 @@ PROBES = (
     "  two  spaces   or more ",
 )
 MAX_PROMPTS = 4  # largest number of prompts that a proof covers; requests with other prompts stay in this cluster
-MAX_LONG_TOKENS = 8192  # a model with a higher limit has no long probe text, because each probe would cost too much
+MAX_LONG_TOKENS = 8192  # a model with a larger `max_tokens` has no long probe text, because a probe would cost too much
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 MAX_GOLDEN_BYTES = 64 << 20
 
@@ -119,7 +119,7 @@ class Reference:
 @dataclass(frozen=True)
 class Proof:
     """Proof that a remote server's vectors of the probe texts agree with the vectors of this cluster. The proof holds
-    for this catalogue entry and for requests with these prompts.
+    for the catalogue entry `entry` and for requests with one of `prompts`.
 
     `any_length`: the proof covers texts that the model truncates, because the vectors of the long probe text agree.
     `any_spaces`: the proof covers texts with white space other than single spaces between words. `unit_length`: all
@@ -140,13 +140,14 @@ class Proof:
     models: frozenset[str] = frozenset()
 
     def covers(self, entry: ModelEntry, run: RunOptions, texts: Sequence[str]) -> bool:
-        """Return True if the proof holds for these options and texts. The texts contain the prompt."""
+        """Return True if the proof holds for these options and texts. `texts`: texts with the prompt around them."""
         prompt = Prompt.from_options(run)
         if entry != self.entry or prompt not in self.prompts or without_prompt(run) != self.run:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # this cluster truncates a long text before it adds the suffix; a remote server also truncates the suffix
+        # a text that is truncated must have no suffix: this cluster adds the suffix after the truncation, but a remote
+        # server truncates the suffix as well
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:

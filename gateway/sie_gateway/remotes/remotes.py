@@ -58,7 +58,7 @@ PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next pr
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
-# shortest time, in seconds, between two probes of a server that has lost its proof through its replies
+# shortest time in seconds between two probes of a server that has lost its proof because of failed or wrong replies
 AGAIN_S = 60.0
 # largest number of stored model names of a server; replicas behind its address may report different names
 MAX_MODELS = 16
@@ -220,7 +220,7 @@ class Remotes:
         remote.answered(failed=False)
         if self._feed.catalogue.entries.get(entry.id) != entry:  # the entry has changed since the proof
             return None
-        # a text has at most one token for each byte, so a false report of the server cannot cost an API key more
+        # a text has at most one token for each byte: limit the cost to this number, if the server reports more tokens
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs), month, call.received_s + call.budget_s - time.perf_counter())

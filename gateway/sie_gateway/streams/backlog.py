@@ -79,7 +79,7 @@ class Backlog:
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # wait for all queries even if a query fails, so that no query still runs after this call
+        # wait for all queries even if one fails, so that no query runs after the end of this call
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:

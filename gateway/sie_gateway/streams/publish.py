@@ -1,4 +1,5 @@
-"""Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
+"""Publishing of work: the streams, their durable consumers (for one model, or for all models of a slot), acknowledged
+messages, and the withdrawal of messages.
 
 Each model has its own consumer for its work of a lane and priority. A stream has a limit of consumers of single models.
 When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
@@ -428,8 +429,8 @@ class WorkQueue:
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
         """`on_lost` is called with a pool whose stream was lost with its work, `on_publish` with work items before they
-        are published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
-        `is_reservation(pool)`: the pool is a reservation. Raises SettingError if a limit of the broker is too low.
+        are published. `offload` stores inputs that are too large for a message. `serves` returns True if a pool exists,
+        `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
         """
         self._broker = broker
         self._settings = settings
@@ -534,7 +535,7 @@ class WorkQueue:
         try:
             await self._broker.ensure_stream(spec)
         except (TopologyMismatch, UnsafeUpdate) as error:
-            # only logged, because a stream with other settings still stores dead letters
+            # only logged, because a stream with other settings also stores dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
