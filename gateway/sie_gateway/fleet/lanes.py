@@ -403,7 +403,6 @@ class Fleet:
 
     @staticmethod
     def _with(serving: Mapping[str, _LaneWorkers], residency: str) -> list[str]:
-        """Return the machine profiles that have a worker with the model loaded."""
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:

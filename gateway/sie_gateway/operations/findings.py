@@ -79,7 +79,6 @@ _LOADS: Mapping[LoadErrorClass, str] = {
 
 
 def _of_load(error_class: str, model: str) -> str:
-    """Return what an operator can do about a failed load with this error class."""
     remedy = next((text for name, text in _LOADS.items() if name == error_class), _LOADS["UNKNOWN"])
     return remedy.format(name=shlex.quote(model.partition(":")[0]))
 
