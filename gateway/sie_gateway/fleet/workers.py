@@ -77,8 +77,8 @@ class _Connect(connect):
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: last frame; None without a connection, or after `stale_s` seconds
-    without a new frame.
+    """Status websocket of one worker. `frame`: last frame; None if there is no connection, or if no frame has come for
+    `stale_s` seconds.
     """
 
     def __init__(

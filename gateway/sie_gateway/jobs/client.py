@@ -64,8 +64,8 @@ class Halted(Exception):
 @dataclass(frozen=True)
 class JobIdentity:
     """Owner of a job. The requests of the job use the owner's rights and quota. `grant` returns the current grant of
-    `key`; None if the key is not valid any more. `charge` returns a counter of the tokens of one call; None without a
-    quota.
+    `key`; None if the key is not valid any more. `charge` returns a counter of the tokens of one call; None if the key
+    has no quota.
     """
 
     key: str
