@@ -89,7 +89,7 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # repeat until nothing changes: a reservation that gets a new worker may not need one of its other workers any more
+    # repeat until nothing changes: a reservation that has a new worker may not need one of its other workers any more
     return assigned if assigned == before else assign(order, workers, assigned)
 
 

@@ -128,8 +128,7 @@ class Fleet:
         # worker -> (time of its last heartbeat, this heartbeat), oldest heartbeat first; `_healthy` has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        # time of the first heartbeat after the last period in which all workers were silent (see the docstring of
-        # Fleet)
+        # time of the first heartbeat after all workers were silent for SIE_HEARTBEAT_TIMEOUT_MS
         self._hearing_s = -math.inf
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of this lane

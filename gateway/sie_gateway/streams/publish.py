@@ -244,8 +244,9 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers, and return their number. If messages for a deleted consumer have arrived, create it
-        again. Raises BrokerError; then any gateway's next refresh creates the missing consumers.
+        """Delete unused consumers, and return their number. If messages for a deleted consumer have arrived, create
+        this consumer again. Raises BrokerError: after that, the next refresh of any gateway creates the missing
+        consumers.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
