@@ -24,7 +24,7 @@ DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a res
 @dataclass(frozen=True)
 class AssignableWorker:
     """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of unfinished work.
-    `is_heard`: False if this gateway has not received a heartbeat of the worker, so that its GPUs are unknown.
+    `is_heard`: False if this gateway has received no heartbeat of the worker: the number of its GPUs is then unknown.
     """
 
     machine_profile: str
@@ -56,7 +56,7 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return True if the workers `held` have the requested number of GPUs of each machine profile, and if they are at
+    """Return True if the workers `held` are what the reservation requests: enough GPUs of each machine profile, and at
     least `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
@@ -66,13 +66,13 @@ def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
 def assign(
     reservations: Iterable[Reservation], workers: Mapping[str, AssignableWorker], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
+    """Return worker id -> name of the reservation to which the worker is assigned. `before`: the previous result.
 
     A reservation keeps the workers that match its spec and that it needs. After a client has replaced the spec, the
-    reservation may need fewer workers. A reservation that lacks workers gets new workers only when all missing workers
-    are free. So no reservation gets workers that it cannot use yet, and two reservations cannot each take a part of the
-    free workers and block each other. The oldest reservation is served first. One worker of each bundle stays
-    unreserved, except if the reservation may use the last worker (`takes_last`).
+    reservation may need fewer workers. A reservation that lacks workers gets new workers only when as many workers are
+    free as it lacks. So no reservation gets workers that it cannot use yet, and two reservations cannot each take a
+    part of the free workers and block each other. The oldest reservation is served first. One worker of each bundle
+    stays unreserved, except if the reservation may use the last worker (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     held: dict[str, Sequence[str]] = {}  # ids of workers by the name of their reservation
@@ -89,7 +89,7 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # repeat until nothing changes: with a new worker, a reservation may no longer need one of its other workers
+    # repeat until nothing changes: a reservation that has a new worker may not need one of its other workers any more
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
@@ -105,7 +105,7 @@ def is_held_back(
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
-    """Return the workers in `names` that the reservation needs. If the GPUs of any of them are unknown, return all."""
+    """Return the workers in `names` that the reservation needs; all `names` if the GPUs of a worker are not known."""
     if not all(workers[name].is_heard for name in names):
         return names
     gpus, count = Counter[str](), len(names)
@@ -123,8 +123,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation. Workers that have loaded most of the pinned models come first;
-    among workers with equally many, the least busy worker comes first.
+    """Return the sort key of a worker for a reservation. Workers that have loaded more of the pinned models come first;
+    among workers with the same number of these models, the least busy worker comes first.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 
@@ -137,13 +137,13 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return the free workers that a reservation still lacks; empty if too few workers are free, or while the GPUs of a
-    worker of the reservation are unknown.
+    """Return free workers that complete a reservation with the workers `held`; empty if too few workers are free, or if
+    the number of GPUs of a worker in `held` is unknown.
     """
     if not all(worker.is_heard for worker in held):
         return []
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
-    # checked first, because this check is fast and fails for most pending reservations
+    # this check comes before the sort, because it is fast and fails for most pending reservations
     if not is_met(spec, itertools.chain(held, map(workers.__getitem__, free))):
         return []
     short, count = lacking(spec, held)
@@ -162,7 +162,9 @@ def _addition(
 
 
 def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Collection[str]) -> list[str]:
-    """Return `free` without one worker of each bundle whose unreserved workers are all in `free`."""
+    """Return `free` without the workers that must stay unreserved: one for each bundle whose unreserved workers are all
+    in `free`, the last of this bundle in the order of `free`.
+    """
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):
@@ -175,8 +177,8 @@ def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], 
 def requested_workers(
     spec: ReservationSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
-    """Return the number of workers that a reservation needs in total, present and missing ones, by machine profile and
-    bundle. `gpus_each`: GPUs of one worker, by machine profile; by default 1.
+    """Return (machine profile, bundle) -> number of workers that a reservation needs: its workers `held`, and those
+    that it lacks. `gpus_each`: machine profile -> GPUs of one worker, 1 for a profile that is not in the map.
     """
     counts = Counter((worker.machine_profile, worker.bundle) for worker in held)
     short, count = lacking(spec, held)
@@ -190,10 +192,11 @@ def requested_workers(
 
 
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the pools of a worker: its reservation, otherwise its own pool. `reserved`: map of worker to reservation.
+    """Return the pools that a worker must serve: its reservation, or the pool of its settings if it is not reserved.
+    `reserved`: worker -> reservation.
 
-    Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because its own pool
-    is not known. An empty result would mean that the worker serves no pool.
+    Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because the pool of
+    its settings is unknown: the worker would read an empty result as the command to serve no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

@@ -1,14 +1,14 @@
-"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (SIE_LOAD_HOLD_S),
-then decides as in the drawing. It also records the demand for autoscalers.
+"""Requests for models that no worker has loaded, and records of the demand for workers of a lane (pool, machine profile
+and bundle). The gateway holds such a request for a limited time (SIE_LOAD_HOLD_S), then decides as in the drawing.
 
 held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
                          ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
                          ──► a worker is ready and has not begun to load: continue to wait
 
-The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
-for DEMAND_LIFE_S seconds. When a request ends, the gateway withdraws its work from the queue. The record makes the
-autoscaler start a worker for the client's next attempt nevertheless.
+Each lane has one record of demand in the broker, which all gateways read. A record is valid for DEMAND_LIFE_S seconds.
+When a request ends with one of these errors, the gateway withdraws the request's work from the queue. The record
+remains, so that the autoscaler starts a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-ASKED_S = 60.0  # seconds without a request after which the measurement of a worker's start ends
+# seconds without a request for a lane after which the gateway stops measuring the start of the lane's worker
+ASKED_S = 60.0
 _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return True if a record of the time `at_s` is still valid. `at_s` may be in the future, because clocks differ."""
+    """Return True if the demand recorded at `at_s` is valid at `now_s`. `at_s` may be later, because clocks differ."""
     return now_s - at_s < DEMAND_LIFE_S
 
 
@@ -53,20 +54,21 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # lane -> unwritten time of its last request; the map stays small, because a request cannot create a lane
+        # lane -> time of its last request, not written to the broker yet; the map stays small, because a request cannot
+        # create a lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
 
     def note(self, lane: Lane) -> None:
-        """Record that a request waits for this lane now."""
+        """Record that a request waits for a worker of this lane now."""
         now_s = self._now_s()
         if not -AGAIN_S < now_s - self._written.get(lane, -1e12) < AGAIN_S:
             self._noted[lane] = now_s
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the demand for the lanes of a pool that no longer exists. The records in the broker expire."""
+        """Remove the demand for the lanes of a removed pool from this gateway's memory. The broker's records expire."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]

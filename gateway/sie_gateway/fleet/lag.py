@@ -1,8 +1,8 @@
 """Lag of the queue for metrics: the number of waiting messages and the age of the oldest message, by lane (pool,
 machine profile and bundle) and priority, and by model.
 
-The counts come from `Backlog`, which other parts of the gateway use as well. The ages and the models come from the
-oldest messages. If the broker does not answer, the lag is unknown, not zero.
+The counts come from `Backlog`. The ages and the models come from the oldest message of each NATS subject. If the broker
+does not answer, the lag is unknown, not zero.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
 MAX_LANES = 16  # largest number of lanes of a pool in the report: the lanes with the most work
-MAX_SUBJECTS = 24  # largest number of NATS subjects of a pool whose models are reported: those with the most work
+MAX_SUBJECTS = 24  # largest number of NATS subjects of a pool whose models are reported: subjects with the most work
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of the lanes. A lane that had work is reported while its pool exists, so that metrics show a count of 0."""
+    """Lag of the lanes. After the end of its work, a lane is reported with a count of 0 while its pool exists."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
-        """`now_s` returns the broker's time. `pools` is read again at each refresh."""
+        """`now_s` returns the broker's time. `pools`: names of the pools, which `refresh` reads at each call."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # the owner of the pools changes this object when pools are created or removed
+        self._pools = pools  # its owner (`PoolRecord`) changes its contents when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         # (pool, machine profile, bundle, priority) -> waiting work
         self.lanes: Mapping[Labels, ModelBacklog] = {}
         # (model, pool, machine profile, bundle, priority) -> waiting work
         self.models: Mapping[Labels, ModelBacklog] = {}
-        self.is_known = False  # False while the lag is unknown; an unknown lag is not a lag of zero
+        self.is_known = False  # False until a lag has been read, and after a refresh that could read the lag of no pool
 
     async def oldest_s(self, lane: Lane) -> float:
         """Return the age of the lane's oldest message in seconds; 0 without a message. Raises BrokerError."""
@@ -88,10 +88,12 @@ class Lag:
     async def _read_pool(
         self, pool: str, counts: Mapping[str, int]
     ) -> tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]:
-        """Return the work of a pool in two maps, in the form of `lanes` and of `models`. Raises BrokerError."""
+        """Return the waiting work of a pool by lane and by model: two maps with the keys and values of `self.lanes` and
+        `self.models`. Raises BrokerError.
+        """
         lanes: dict[Labels, ModelBacklog] = {}
         models: dict[Labels, ModelBacklog] = {}
-        # subjects without a model are ignored: any program may publish below `sie.work.`, and no consumer reads them
+        # ignore subjects without a model: any program may publish below `sie.work.`, but no consumer gets such messages
         counts = {subject: count for subject, count in counts.items() if subject.count(".") >= 6}
         busy: Counter[Lane] = Counter()
         for subject, count in counts.items():
@@ -115,7 +117,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # workers have taken all messages of this filter in the meantime
+            if first is None:  # all messages of this filter have left the stream since the counts were read
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:
@@ -124,7 +126,7 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                # a model may have messages on two subjects, its own consumer's and a shared consumer's: add the counts
+                # a model may have messages on two subjects, of its own consumer and of a shared one: add the counts
                 before = models.get(of_model, ModelBacklog(0))
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)

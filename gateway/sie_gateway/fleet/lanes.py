@@ -1,5 +1,5 @@
-"""Live workers by their heartbeats, and the choice of a lane for a request. A lane is a pool, a machine profile and a
-bundle. Each worker serves one lane.
+"""Live workers by their heartbeats, and the choice of a lane (pool, machine profile and bundle) for a request. Each
+worker serves one lane.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-# states of a model, by precedence: if the reports of workers differ, the model has the earliest reported state
+# states of a model: if workers report different states, the model has the first of these that a worker reports
 STATES = ("loading", "unloading", "loaded", "failed", "available")
-LOADS = ("loading", "failed")  # states of a model that are shown even if the worker is not ready yet
-ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # in place of ON_DISK_S for an empty list, for example at the start of a cluster
+LOADS = ("loading", "failed")  # states of a model that are shown even if the worker that reports them is not ready
+ON_DISK_S = 5.0  # seconds before the list of models on workers' disks is computed again
+NO_DISK_S = 0.5  # seconds before an empty list is computed again; at the start of a cluster, models appear quickly
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
-MAX_LANES = 16  # largest number of lanes stored for a worker that has moved between lanes
+MAX_LANES = 16  # largest number of lanes stored for a worker that moves between lanes: only the newest are stored
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Return the tokens per second that one busy worker of a lane computes; 0 if no worker has measured its rate.
+    """Return the weighted mean of the workers' rates (tokens per second that a busy worker computes); 0 if no worker
+    has measured its rate.
 
-    The weight of each rate is the share of time for which its worker is busy. An idle worker has the weight 0, because
-    its last rate may be from batches of other sizes. If no worker is busy, the result is the mean of all rates.
+    The weight of a worker is the share of time for which it is busy. An idle worker has the weight 0, because its last
+    rate may be from batches of other sizes. If no worker is busy, all measured rates have the same weight.
     """
     rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
@@ -105,10 +106,10 @@ _NO_WORKERS = _LaneWorkers()
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
-    ten times this limit, the fleet removes the worker. If no worker at all sends a heartbeat for this time, for
-    example without the broker, the time to removal begins again at the next heartbeat. Because of indexes by lane and
-    by model, the time of a look-up does not depend on the number of workers. The argument `residency` names a model
-    with one set of load options: `model` or `model:profile`.
+    ten times this limit, the fleet removes the worker. If all workers are silent for SIE_HEARTBEAT_TIMEOUT_MS, for
+    example without the broker, the time to removal begins again at the next heartbeat of any worker. Because of indexes
+    by lane and by model, the time of a look-up does not depend on the number of workers. The argument `residency` of
+    methods names a model with one set of load options: `model` or `model:profile`.
     """
 
     def __init__(
@@ -124,12 +125,13 @@ class Fleet:
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
-        # worker -> (time, last heartbeat), the oldest first; `_healthy` has the same order
+        # worker -> (time of its last heartbeat, this heartbeat), oldest heartbeat first; `_healthy` has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        self._hearing_s = -math.inf  # time of the first heartbeat after the last silence of all workers
+        # time of the first heartbeat after all workers were silent for SIE_HEARTBEAT_TIMEOUT_MS
+        self._hearing_s = -math.inf
         self._lanes: dict[Lane, _LaneWorkers] = {}
-        # (pool, bundle) -> machine profile -> workers of the lane
+        # (pool, bundle) -> machine profile -> workers of this lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> the status that the worker reports
         # worker -> model -> time when the worker first reported that it loads the model
@@ -140,7 +142,7 @@ class Fleet:
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
-        self.version = 0  # number of heartbeats; after a change the admission looks up the workers again
+        self.version = 0  # number of heartbeats; `Admission` looks up the workers again if this number has changed
         self.listeners: list[Callable[[], None]] = []  # functions to call at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
@@ -232,8 +234,8 @@ class Fleet:
             self._leave(worker)
 
     def workers(self) -> list[tuple[Heartbeat, bool]]:
-        """Return all known workers, sorted by name, with True for healthy workers: these are ready, do not leave, and
-        send their heartbeats in time.
+        """Return pairs (last heartbeat of a worker, True if the worker is healthy) for all workers, sorted by name. A
+        healthy worker is ready, does not leave, and sends its heartbeats in time.
         """
         self._expire()
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
@@ -247,10 +249,11 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return True if a live worker may have messages of this lane. A worker, ready or not, is live until its next
-        heartbeat is LOST_S seconds overdue. A worker that has moved to another pool first finishes the messages of its
-        earlier lane, so this lane stays alive for the same time after the last report of work. The result is also True
-        for this time after a loss of the connection to the broker, because the gateway may have missed heartbeats.
+        """Return True if a live worker may have messages of this lane. A worker, ready or not, is live for
+        SIE_HEARTBEAT_TIMEOUT_MS plus LOST_S after its last heartbeat. A worker that has moved to another pool first
+        finishes the messages of its earlier lane: that lane stays alive for the same period after the last heartbeat
+        that reported unfinished work. All lanes are alive during the same period after a loss of the connection to the
+        broker, because the gateway may have missed heartbeats.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -272,12 +275,14 @@ class Fleet:
         return [self._healthy[name] for name in sorted(self._healthy)]
 
     def lanes(self) -> dict[Lane, list[Heartbeat]]:
-        """Return lane -> healthy workers, without empty lanes."""
+        """Return lane -> heartbeats of its healthy workers. Lanes without a healthy worker are omitted."""
         self._expire()
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return lane -> workers that reported to be healthy, but whose next heartbeat is overdue."""
+        """Return lane -> last heartbeats of workers that were ready and did not leave, but are overdue with the next
+        heartbeat.
+        """
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
@@ -320,9 +325,9 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends; None if no worker loads the model.
-        The estimate is the longest last load time of the model over all workers, minus the seconds since the earliest
-        load in progress began, but at least 1. A worker that unloads any model counts as one that loads this model:
-        workers unload a model to free memory for the next.
+        Each worker reports how long its last load of the model took. The estimate is the longest of these times, minus
+        the seconds since the earliest load in progress began, but at least 1. A worker that unloads any model counts as
+        one that loads this model: workers unload a model to free memory for the next.
         """
         workers = self._workers_of(lane)
         statuses = self._statuses.get(residency, {})
@@ -340,10 +345,11 @@ class Fleet:
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """Return the lane of a request.
 
-        The request and the model's entry may restrict the machine profiles. The order of preference among the allowed
-        machine profiles is: a worker has the model loaded; a worker serves the bundle; no worker, so the request waits.
-        Among equal profiles, the list of the model's entry decides. If the entry has no list, the configured profiles
-        decide: SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
+        The request and the model's catalogue entry may restrict the machine profiles. Among the allowed profiles, the
+        gateway prefers a profile with a worker that has the model loaded, then a profile with a worker of the bundle,
+        then a profile without a worker, where the request waits. Between equally good profiles, the order of the list
+        in the model's entry decides. If the entry has no list, the order of the configured profiles decides:
+        SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
 
         If SIE_MACHINE_PROFILE names a configured profile, an unrestricted request for the bundle `default` uses this
         profile, even without a live worker. Requests to reservations ignore SIE_MACHINE_PROFILE.
@@ -396,7 +402,6 @@ class Fleet:
 
     @staticmethod
     def _with(serving: Mapping[str, _LaneWorkers], residency: str) -> list[str]:
-        """Return the machine profiles that have a worker with the model loaded."""
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
@@ -437,7 +442,7 @@ class Fleet:
         return next((state for state in STATES if state in present), "available"), reports
 
     def on_disk(self) -> frozenset[str]:
-        """Return the models on the disks of healthy or starting workers. The result may be some seconds old."""
+        """Return the models on the disks of healthy or starting workers. The result may be up to ON_DISK_S old."""
         since_s, models = self._on_disk
         if (now_s := self._clock()) - since_s >= (ON_DISK_S if models else NO_DISK_S):
             models = frozenset(
@@ -490,7 +495,7 @@ def _permits(resolved: Resolved, machine_profile: str) -> bool:
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
     """Return the configured machine profiles, spot variants included, that the model's entry allows, in the order of
-    the entry. If no machine profile is configured, return all that the entry names.
+    the entry. If no machine profile is configured, return all profiles in the entry.
     """
     allowed = resolved.entry.machine_profiles
     if not configured:

@@ -1,5 +1,5 @@
-"""Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
-compute all tables. The first gateway that writes a change wins, and the others read the written table.
+"""Placement tables: for each lane (pool, machine profile and bundle), the hosts of each model (workers that should load
+it). All gateways compute all tables. The first gateway that writes a change wins, and the others read its table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
@@ -41,8 +41,8 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Return heartbeats for the hosts in the stored table that have sent no heartbeat to this new gateway yet, so that
-    the gateway does not move their models.
+    """Build a heartbeat for each host in the stored table that has not sent a heartbeat to this new gateway yet. With
+    these heartbeats, the planner does not move the models of the hosts.
     """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
@@ -101,7 +101,9 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Create the bucket if it is missing, read all tables, watch the bucket. Repeatable. Raises BrokerError."""
+        """Create the bucket if it is missing, read all tables, and watch the bucket. Repeated calls are allowed. Raises
+        BrokerError.
+        """
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
@@ -120,7 +122,7 @@ class Placer:
         self._between_steps(self._tables.clear)
 
     def _between_steps(self, take: Callable[[], object]) -> None:
-        """Call `take` now, or at the end of the step if one is running."""
+        """Call `take` now; while a step runs, call it at the end of this step."""
         if self._held is not None:
             self._held.append(take)
         else:
@@ -173,7 +175,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # holds changes back, because a thread reads the stored tables during the step
+        self._held = []  # delays changes of the stored tables until the end of the step: a thread reads the tables
         try:
             await self._refresh()
         finally:
@@ -190,7 +192,7 @@ class Placer:
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
-            # skip lanes of an ended reservation, whose workers may still report its pool
+            # skip lanes of an ended reservation, because its workers may report its pool for some time
             if self._serves(lane.pool)
         )
 
@@ -218,12 +220,12 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner, called in a thread. Return the change of the table, None if nothing changes."""
+        """Run a step of the planner. Called in a thread. Return the change of the table; None if nothing changes."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table. If another gateway has written first, read the new table for the next step."""
+        """Write a changed table. If another gateway has written the table first, read its table for the next step."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:
@@ -241,8 +243,9 @@ class Placer:
 class Ages:
     """Number of waiting messages of each model, from `Backlog`, and the age of the oldest message, from the stream.
 
-    A step reads an age only if the model's NATS subject had messages at the previous step too: until then, the age is
-    small. A step reads at most MAX_ASKED ages of a lane. Ages that were read longest ago come first.
+    A step reads an age only if the model's NATS subject also had messages at the previous step, because a message that
+    came after that step is not old. A step reads at most MAX_ASKED ages of a lane, first the ages that were read
+    longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

@@ -1,9 +1,10 @@
-"""Planner of the placement table of one lane (pool, machine profile and bundle): which workers host each model. Each
-step computes a new table from the heartbeats, the backlog and the last table.
+"""Planner of the placement table of one lane (pool, machine profile and bundle): which workers (hosts) should load each
+model. Each step computes a new table from the heartbeats, the backlog and the last table.
 
-The demand for a model comes from the tokens per second that workers accept and from the messages in the stream; all
-gateways can see both. A waiting message counts as the mean tokens that this gateway measured, or as UNKNOWN_COST. The
-planner computes the demand for all models with arrays. Loops visit only changed models and workers.
+The demand for a model is computed from the tokens per second that workers accept and from the messages in the stream;
+all gateways can see both. A waiting message counts as the mean tokens of a message that this gateway has measured for
+the model, or as UNKNOWN_COST. The planner computes the demand for all models with arrays. Loops visit only changed
+models and workers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which the planner renews the time `at_s` of an unchanged table of a lane with work: a sidecar takes an
-# old table as a sign that no gateway is alive
+# seconds after which the planner renews the time `at_s` of an unchanged table of a lane with work: a sidecar with an
+# old table assumes that no gateway is alive
 REFRESH_S = 5.0
-# smallest age in seconds of the oldest message for the rate (waiting tokens / age): a burst must not count as a high
-# rate
+# The rate of arrival is the waiting tokens divided by the age of the oldest message. The age counts as at least this
+# number of seconds, so that a burst does not count as a high rate.
 MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which the planner drops a model that no worker has loaded
 UNKNOWN_LOAD_S = 10.0
@@ -35,7 +36,8 @@ UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages th
 # largest number of models of a lane; above it, the planner drops models that no worker has loaded, longest unused first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
-# seconds of a pause, in which the event loop gets the interpreter lock without waiting for Python's switch interval
+# seconds of a pause of the planner's thread: the event loop then gets the interpreter lock without waiting for Python's
+# switch interval
 SLICE_PAUSE_S = 0.0001
 
 
@@ -52,7 +54,7 @@ _NOTHING = ModelBacklog(0)
 
 @dataclass(slots=True, eq=False)
 class _PlannedWorker:
-    """State of a worker by its last heartbeat.
+    """State of a worker according to its last heartbeat.
 
     `statuses`: (model, state, error) of each reported model. `taking`: float64 [2, models]. Row 0 has the index of each
     model in the lane's arrays (`layout`), row 1 the tokens per second that the worker accepts for this model.
@@ -67,7 +69,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Pause of a long computation in a thread, at most every SLICE_S seconds, so that the event loop can run."""
+    """Callable that pauses a long computation in a thread, at most every SLICE_S seconds, for the event loop to run."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -80,8 +82,8 @@ class Slices:
 
 
 class Planner:
-    """Planner of one lane. Its layout (`models.layout`) assigns models to hosts. `step` may run in a thread. No two
-    calls of the planner may run at the same time.
+    """Planner of one lane. Its layout (`models.layout`) assigns models to hosts. `step` may run in a thread. Callers
+    must not call two methods at the same time.
     """
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
@@ -95,17 +97,17 @@ class Planner:
         self._lowering: set[str] = set()  # models with more hosts than they need
         # model with several hosts -> time of the last increase of their number
         self._raised_s: dict[str, float] = {}
-        self._counts = np.ones(1)  # index of a model -> number of hosts that it needs; 0 while unknown
+        self._counts = np.ones(1)  # index of a model in the layout -> number of hosts that it needs; 0 while unknown
         self._wanted_s: dict[str, float] = {}  # model -> time of its last work, the oldest first
         self._resident_s: dict[str, float] = {}  # model -> time since which all its hosts have it loaded
         self._moved: set[str] = set()  # models with other hosts, or another state at a host, than at the last step
         self._spare_s: float | None = None  # time since which at least one worker has no load in progress
-        # models hosted by every worker that has no load in progress: no further worker can load these models now
+        # models whose hosts include every worker without a load in progress: no other worker can load these models now
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # model -> mean tokens of a message
         # model -> (calls of the Placer's `note` and `want`, messages, tokens) since the last step
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # true if a model was dropped from the layout after the table was computed
+        self._dropped = False  # true if a model was dropped from the layout after the last table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
@@ -137,7 +139,7 @@ class Planner:
             beats = [*beats, *self._served(silent, table, backlog)]
         self._remember(table, backlog, now_s)
         if not beats:
-            return None  # no worker is live; a worker that returns uses the table that exists
+            return None  # no worker is live: the table stays, so that a worker that returns keeps its models
         self._sync_workers(beats, now_s)
         self._forget_unused(now_s)
         if table is not self._table:
@@ -188,7 +190,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """Record that a model is used now, or is on a worker. Add a row to the layout for a new model."""
+        """Record that a model has work now, or that a worker has it. Add a row to the layout for a new model."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:
@@ -219,7 +221,7 @@ class Planner:
                 self._touch(model, now_s)
 
     def _read(self, beat: Heartbeat, now_s: float) -> None:
-        ordered = in_order(beat.models)  # the order of the models in `taking`
+        ordered = in_order(beat.models)  # `taking` has the models in this order
         statuses_read = [(status.model, status.state, status.error) for status in ordered]
         rates = [status.cost_rate for status in ordered]
         worker = self._workers.get(beat.worker)
@@ -229,11 +231,12 @@ class Planner:
             and worker.taking.shape[1] == len(statuses_read)
             and worker.beat.slots == beat.slots
         ):
-            taking = np.array([worker.taking[0], rates])  # the usual case: the worker has the same models as before
+            # the usual case: the worker reports the same models and states as in its last heartbeat, with other rates
+            taking = np.array([worker.taking[0], rates])
         else:
             statuses = {model_of(status): status for status in ordered}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
-            accepted = dict.fromkeys(statuses, 0.0)  # tokens per second that the worker accepts of a model
+            accepted = dict.fromkeys(statuses, 0.0)  # model -> tokens per second that the worker accepts for it
             for status in ordered:
                 accepted[model_of(status)] += status.cost_rate
             served = [
@@ -282,8 +285,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model. A number that another gateway has since written to the table replaces
-        the number of this planner.
+        """Return the number of hosts of a model; None if it is unknown. A number in `table` that another gateway has
+        written replaces this planner's number if it was raised later, or if it is lower.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -311,8 +314,9 @@ class Planner:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
     def _note_residency(self, now_s: float) -> None:
-        """Update two times: since when all hosts of each changed model have it loaded, and since when a further worker
-        can load the model. Without a free worker, one more host would only delay other loads.
+        """Update the time since which all hosts of a changed model have it loaded (`_resident_s`), and the time since
+        which a worker without a load in progress could load one more copy (`_spare_s`). If every worker is loading a
+        model, one more host would only delay these loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -331,7 +335,8 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # + 1 for a leaving worker, which may still have the model in addition to the model's hosts
+        # With more idle workers than hosts of any model, no model is on all idle workers. The + 1 is for a leaving
+        # worker, which may have a model in addition to the model's hosts.
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}
@@ -350,16 +355,16 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. Return an array [size]: the number of workers that the
-        demand for each model keeps busy.
+        """Set the number of hosts of each model by its demand. Return an array [layout.size]: for each model, the
+        number of workers that its demand keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # All waiting messages arrived since the oldest one, because work is served in the order of arrival. So waiting
-        # tokens divided by this age are the rate of arrival, also for models whose work cannot run yet.
+        # All waiting messages arrived after the oldest message, because work is served in the order of arrival. So the
+        # waiting tokens divided by the age of this message are the rate of arrival, also for models without a host.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)

@@ -1,5 +1,5 @@
-"""Reconciliation of reservations: creates and removes their streams, ends reservations whose lease has expired, and
-assigns workers to reservations.
+"""Reconciliation of reservations (pools that clients create): creates and removes their streams, ends reservations
+whose lease has expired, and assigns workers to reservations.
 
 each gateway: create the stream of each live reservation; fail the requests of a reservation that has ended
 the leader:   end expired reservations ──► assign and release workers ──► remove the streams of ended reservations
@@ -30,7 +30,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-GAP_S = 0.1  # seconds between two steps, so that heartbeats that arrive together cause one step
+GAP_S = 0.1  # shortest time in seconds between two calls of `step`: heartbeats that arrive together cause one call
 RENEW_S, LEASE_S = 2.0, 6.0
 # seconds for which an unready worker with heartbeats keeps its reservation: its adapter process may restart
 UNREADY_S = 30.0
@@ -70,7 +70,8 @@ class PoolReconciler:
         self._known: dict[str, float] = {}  # creation time of each reservation that was live at the last step
         self._active: frozenset[str] = frozenset()
         self._unready_s: dict[str, float] = {}
-        self._since_s: float | None = None  # time since which heartbeats can arrive; None without the broker
+        # time since which heartbeats can arrive; None while this gateway has no connection to the broker
+        self._since_s: float | None = None
         fleet.listeners.append(self._on_heartbeat)
 
     def _on_heartbeat(self) -> None:
@@ -78,7 +79,9 @@ class PoolReconciler:
             self._record.woken.set()
 
     async def run(self, stop: Stop) -> None:
-        """Call `step` after each change, and at least every EVERY_S seconds, until `stop`."""
+        """Call `step` after each change of the reservations, assignments or heartbeats, and at least every EVERY_S
+        seconds, until `stop`.
+        """
         trouble = Trouble(_logger, "reservations are not updated for now")
         while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
             with trouble.logged(BrokerError):
@@ -86,7 +89,8 @@ class PoolReconciler:
                     self._since_s = None
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases end by the broker's clock: measure its offset first
+                # the end of a lease is a time of the broker's clock: before the first step, measure this clock's offset
+                if math.isinf(self._clock.margin_s):
                     await self._clock.measure()
                 await self.step()
         if self._is_leader:
@@ -98,7 +102,7 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # `_known` lacks a reservation that began and ended between two steps; the queue may still follow its stream
+        # `_known` lacks a reservation that began and ended between two steps, but the queue may follow its stream
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
@@ -113,7 +117,7 @@ class PoolReconciler:
         """End reservations, assign workers and remove streams, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
-            # before `_remove`, because workers must leave a stream before it is deleted
+            # assign before `_remove`, because workers must leave the stream of an ended reservation before its deletion
             await self._assign()
             await self._remove()
 
@@ -129,14 +133,16 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End reservations whose lease has ended even if the clock is fast by its largest error."""
+        """End the reservations whose lease has surely ended: also if the measured time of the broker is ahead of the
+        true time by the largest error of the measurement.
+        """
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            # count the end only if this gateway has written it, because another gateway may have ended the reservation
+            # count the end only if this gateway has written this end: another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
                 _logger.info("the gateway removes reservation %s, because its lease has ended", name)
@@ -159,7 +165,7 @@ class PoolReconciler:
 
     async def _assign(self) -> None:
         live, before = self._record.live(), self._record.assigned.workers
-        # in a thread, because the computation for many reservations and workers would block the event loop
+        # compute in a thread, because the computation for many reservations and workers would block the event loop
         assigned = await asyncio.to_thread(assignments.assign, live.values(), self._candidates(), before)
         if assigned != before:
             if not await self._record.assign(assigned):
@@ -183,8 +189,8 @@ class PoolReconciler:
         """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
         A reserved worker keeps its reservation while its heartbeats arrive. The worker loses the reservation if it
-        leaves, or was not ready for UNREADY_S. After a start or a new connection to the broker, this gateway waits one
-        `heartbeat_timeout_ms` before a reserved worker without a heartbeat loses its reservation.
+        leaves, or if it was not ready for UNREADY_S seconds. After its start or a new connection to the broker, this
+        gateway waits `heartbeat_timeout_ms` before a reserved worker without a heartbeat loses its reservation.
         """
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:

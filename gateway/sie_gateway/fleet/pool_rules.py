@@ -1,7 +1,8 @@
-"""Pure functions that change the record of all reservations, and that build the Pool objects of the API.
+"""Pure functions that change the record of all reservations (pools that clients create), and that build the API's Pool
+objects.
 
-A function that changes the record takes the present record and returns a new one, so that compare-and-set can call it
-again after a conflict. Times are seconds of the broker's clock.
+A function that changes the record takes the present record and returns a new record. So compare-and-set can call the
+function again after a conflict. Times are seconds of the broker's clock.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
 HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
 TOO_FEW = "fewer workers are free than it requests"
-HIDDEN = "reserved"  # text in place of the name of a reservation that the reader may not see
+HIDDEN = "reserved"  # shown in place of the name of a reservation that the client may not see
 ON_THEIR_WAY = "its workers do not serve it yet"
 
 
@@ -35,8 +36,8 @@ def not_found(name: str) -> PoolNotFound:
 
 
 def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
-    """Return the record with a reservation of this spec. A reservation of this name that exists already gets this spec
-    and a new lease.
+    """Return the record with a reservation of this spec. If this key already has a reservation of this name, replace
+    its spec and renew its lease.
 
     Raises PoolConflict if another key has a reservation of this name, QueueUnavailable while an earlier reservation of
     this name is being removed, PoolOperationForbidden if all keys together, or this key, have too many reservations.
@@ -44,7 +45,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     name = spec.name
     present = record.pools.get(name)
     if present is not None and not grant.owns(present.owner):
-        # the error shows only that the name is taken, because the other key's reservation is private
+        # the error shows only that the name is taken, because the reservation of another key is private
         raise PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
@@ -95,7 +96,9 @@ def removed(record: Reservations, name: str) -> Reservations:
 
 
 def live(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservation:
-    """Return a reservation of this credential whose lease has not ended. Raises PoolNotFound."""
+    """Return the reservation `name`. Raises PoolNotFound if it does not exist, if its lease has ended, or if this
+    credential may not change it.
+    """
     present = record.pools.get(name)
     if present is None or now_s >= present.expires_s or not grant.owns(present.owner):
         raise not_found(name)
@@ -107,7 +110,7 @@ def _with(record: Reservations, reservation: Reservation) -> Reservations:
 
 
 def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
-    """Return the Pool object of a pool that is no reservation."""
+    """Return the Pool object of a pool that is not a reservation."""
     status = api.PoolStatus(state="active", assigned_workers=list(map(_worker, workers)))
     return api.Pool(name=shown(name), spec=api.PoolSpec(name=shown(name), gpus={}), status=status)
 
@@ -118,7 +121,7 @@ def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pendin
     spec = msgspec.structs.replace(
         spec,
         bundle=spec.bundle or None,
-        ttl_seconds=reservation.spec.ttl_seconds,  # set again, because `convert` returns a float
+        ttl_seconds=reservation.spec.ttl_seconds,  # the integer of the record, because `convert` returns a float
     )
     status = api.PoolStatus(
         state="pending" if pending_reason else "active",

@@ -3,11 +3,11 @@ create and delete with `/v1/pools`.
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
-    PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask for their pools
+    PoolReconciler: streams; in the leading gateway: expiry, removal, assignments ──► sidecars request their pools
 
-A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Open requests
-of the reservation then fail with POOL_NOT_FOUND. After the leader has removed the stream, a client may use the name
-again.
+A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Unfinished
+requests to the reservation then fail with POOL_NOT_FOUND. After the leading gateway has removed the stream, a client
+may use the name again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PoolRecord(Collection[str]):
 
     @property
     def is_stale(self) -> bool:
-        """Return True if the broker may have lost the bucket: the caller must then call `follow`."""
+        """Return True if the broker may have lost the bucket. The caller must then call `follow`."""
         return self._record.is_stale
 
     async def follow(self) -> None:
@@ -200,8 +200,8 @@ class PoolDirectory:
         """Create a reservation and its stream. If the key already has a reservation of this name, replace its spec and
         renew its lease.
 
-        Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name.
-        Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
+        Raises PoolConflict if a pool that is not a reservation, a reservation of another key, or a stream with other
+        settings has the name. Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._worker_pools():
@@ -231,15 +231,17 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation after the creation of its stream has failed. If the removal fails, the reservation ends
-        with its lease. `removes`: also remove the stream, which may exist in spite of the error.
+        """Remove a reservation whose stream could not be created. If the removal fails, the reservation ends with its
+        lease. `removes`: also remove the stream, which may exist in spite of the error.
         """
         ended_s = self.clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
-        """Renew a lease. Returns None for a configured pool, which has no lease. Raises PoolNotFound, BrokerError."""
+        """Renew the lease of a reservation. Returns None for a pool in the settings of a gateway or worker, which has
+        no lease. Raises PoolNotFound, BrokerError.
+        """
         if self._has_no_lease(name):
             return None
         record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self.clock.now_s()))
@@ -247,7 +249,7 @@ class PoolDirectory:
         return record.pools[name]
 
     async def delete(self, name: str, grant: Grant) -> None:
-        """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden for a configured pool."""
+        """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden for any other pool."""
         if self._has_no_lease(name):
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self.clock.now_s()))
@@ -261,7 +263,7 @@ class PoolDirectory:
         return assignments.assigned(worker, [beat for beat, _ in self.fleet.workers()], self.record.workers())
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
-        """Return the pinned models of these pools, which their workers load before the first request."""
+        """Return the pinned models of `pools`: the workers of a pool load them before the first request."""
         return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
@@ -278,8 +280,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that returns True for the pool names that a credential may read. Without the scope admin,
-        these are the pools of the settings and the credential's own reservations.
+        """Return a function that returns True for the name of a pool that a credential may read. Without the scope
+        admin, these are the pools in the settings of gateways and workers, and the credential's own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
@@ -323,7 +325,7 @@ class PoolDirectory:
         }
 
     def _has_no_lease(self, name: str) -> bool:
-        """Return True if the settings of this gateway or of a worker name the pool: then the pool is no reservation."""
+        """Return True if the pool is in the settings of this gateway or of a worker: it is then not a reservation."""
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:
@@ -331,8 +333,8 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see: the pools without a lease, then the credential's
-        reservations. Both are sorted by name.
+        """Return the Pool objects that a credential may see: the pools without a lease, sorted by name, then the
+        credential's reservations, sorted by name.
         """
         live = self.record.live()
         own = (self.record.own | self._worker_pools()) - live.keys()
@@ -340,7 +342,7 @@ class PoolDirectory:
         return [self.pool(name, grant) for name in (*sorted(own), *reserved)]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
-        """Return (reservation, machine profile, bundle) -> number of requested workers."""
+        """Return (name of a reservation, machine profile, bundle) -> number of workers that the reservation needs."""
         beats = {beat.worker: beat for beat, _ in self.fleet.workers()}
         gpus: dict[str, int] = {}
         for beat in beats.values():
@@ -356,7 +358,7 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            # one more worker, because a reservation may not take the last unreserved worker of a bundle
+            # count one more worker, because this reservation may not take the last unreserved worker of a bundle
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

@@ -1,13 +1,13 @@
-"""`POST /v1/models/{model}/load` and `/unload`: an operator requests the load of a model before its first request, or
-its unload.
+"""`POST /v1/models/{model}/load` and `/unload`: an operator requests that a worker of a lane (pool, machine profile and
+bundle) loads a model before the model's first request, or that workers unload a model.
 
     load ──► a wish: each EVERY_S it records demand for the lane (to start a worker) and requests a host for the model
-             └──► its first host, as soon as the table names one ──► messages.Residency, until heartbeats show the load
+             └──► as soon as the placement table has a host: messages.Residency to it, until heartbeats show the load
     unload ──► messages.Residency, once, to each worker that has the model
 
-A lane is a pool, a machine profile and a bundle. A wish (a requested load) is in the memory of one gateway. The wish
-ends when a worker of the lane has loaded the model, loads it, or could not load it, when an unload is requested, or
-after LIFE_S. A worker that must unload a model completes its work in flight first.
+A wish (a requested load) is in the memory of one gateway. The wish ends when a worker of the lane has loaded the model,
+loads it, or could not load it, when an operator requests an unload, or after LIFE_S. A worker that must unload a model
+first completes the model's work in flight.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from sie_gateway.fleet.placement import Placer
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-AGAIN_S = 2.0  # seconds before a message is sent again: it may be lost, or a worker with an old catalogue may ignore it
-LIFE_S = 600.0  # lifetime of a wish in seconds: it takes minutes to start a machine and a worker
+# seconds before a message is sent again: the first may be lost, or a worker with an old catalogue may have ignored it
+AGAIN_S = 2.0
+LIFE_S = 600.0  # lifetime of a wish in seconds: the start of a machine and a worker takes minutes
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
 _HERE = ("loading", "loaded", "unloading")
 _logger = logging.getLogger("sie.gateway.residency")
@@ -49,7 +50,9 @@ class _Wish:
 
 
 class Placed(NamedTuple):
-    """A model in a lane: its state in this lane, and the reports of the lane's workers about the model."""
+    """A model in a lane: its name for clients, its state in this lane, and pairs of a worker's heartbeat and the
+    worker's report of the model.
+    """
 
     name: str
     lane: Lane
@@ -58,7 +61,9 @@ class Placed(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Selection of workers for an unload. An empty field fits any pool, or any machine profile."""
+    """Selection of workers for an unload. An empty `pool` stands for all pools, an empty `machine_profile` for all
+    machine profiles.
+    """
 
     pool: str = ""
     machine_profile: str = ""
@@ -83,15 +88,18 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        # wishes by lane and residency (a model with one set of load options); limited by the size of the catalogue
+        # (lane, residency) -> wish. A residency is a model with one set of load options, so the number of models in the
+        # catalogue limits the number of wishes.
         self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
-        """Request that a worker of the lane, which may have to start first, loads a model. Raises QueueUnavailable."""
+        """Request that a worker of the lane loads a model. The autoscaler may have to start the worker first. Raises
+        QueueUnavailable.
+        """
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            # workers that have the model loaded get the message too, because they may be about to unload the model
+            # send the message also to workers that have the model loaded, because they may be about to unload the model
             for beat in having:
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
@@ -100,7 +108,9 @@ class Residencies:
         return Placed(resolved.canonical, lane, "loading" if self._fleet.of_lane(lane) else "provisioning", reports)
 
     def _of_lane(self, lane: Lane, resolved: Resolved) -> list[tuple[Heartbeat, ModelStatus]]:
-        """Return the workers of a lane that have or should have a model, each with its report of the model."""
+        """Return the workers of a lane that have a model, or that the placement table names as its hosts. Each worker
+        comes with its report of the model.
+        """
         table = self._placer.table(lane)
         hosts = table.hosts.get(resolved.entry.id, ()) if table is not None else ()
         workers_of_lane = []
@@ -111,7 +121,9 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Request that the workers in `where` unload this model when no work needs it. Raises QueueUnavailable."""
+        """Request that the workers selected by `where` unload a model as soon as it is idle, and end the wishes for the
+        model. Raises QueueUnavailable.
+        """
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
                 del self._wishes[lane, residency]

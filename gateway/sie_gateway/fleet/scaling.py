@@ -1,5 +1,5 @@
-"""Number of workers that a lane (pool, machine profile and bundle) needs, and the reply to an autoscaler. The number is
-a pure function of facts that are equal for all gateways.
+"""Number of workers that a lane (pool, machine profile and bundle) needs, and the reply to an autoscaler. All gateways
+compute the same number, because it is a pure function of facts that are equal for all gateways.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.feed import CatalogueFeed
 
-USED = 0.7  # planned share of a worker's rate; the remaining share is for bursts
-DRAIN_S = 30.0  # seconds in which a backlog must be finished
+USED = 0.7  # share of a worker's rate that arriving work may use; the rest is free for bursts
+DRAIN_S = 30.0  # seconds in which the planned workers must finish a backlog
 
 
 def wanted_replicas(
@@ -106,7 +106,7 @@ class Scaling:
         }
         reserved = sum(requested[key] for key in mine)
         traffic = {priority: self.peers.traffic(lane, priority) for priority in PRIORITIES}
-        # the mean size of waiting messages is unknown if no gateway has sent work lately: assume the usual size
+        # the mean tokens of a waiting message are unknown if no gateway has sent work lately: assume `chunk_cost`
         cost = sum(
             count * (mean_cost(traffic[priority]) or self.settings.chunk_cost) for priority, count in counts.items()
         )

@@ -33,7 +33,7 @@ RETRY_S = 1.0
 OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
-MIN_PAUSE_S = 1.0  # shortest time between two lists of endpoints, in seconds
+MIN_PAUSE_S = 1.0  # shortest time in seconds between two requests that list the endpoints
 # workers are reached without a proxy; the package websockets has the parameter `proxy` since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
@@ -77,7 +77,9 @@ class _Connect(connect):
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: last frame; None if there is no connection or no frame for `stale_s`."""
+    """Status websocket of one worker. `frame`: last frame; None if there is no connection, or if no frame has come for
+    `stale_s` seconds.
+    """
 
     def __init__(
         self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic
@@ -110,7 +112,7 @@ class WorkerSocket:
             return None
 
     async def wait_for_frame(self, timeout_s: float) -> bool:
-        """Wait for a frame. Return False if no frame came within `timeout_s`."""
+        """Wait for the first frame of the connection. Return False if no frame has come after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._first.wait()
@@ -136,7 +138,7 @@ class WorkerSocket:
                             self._frame, self._heard_s = frame, self._clock()
                             self._first.set()
                             self._trouble.passed()
-            except (OSError, WebSocketException) as error:  # TimeoutError is an OSError, so it is handled here too
+            except (OSError, WebSocketException) as error:  # OSError includes TimeoutError
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()
@@ -151,7 +153,9 @@ def _socket_url(url: str) -> str:
 
 
 class WorkerSockets:
-    """Status websockets of a gateway. Raises SettingError if SIE_GATEWAY_KUBERNETES is set outside of a pod."""
+    """Status websockets of this gateway's workers. Raises SettingError if SIE_GATEWAY_KUBERNETES is set, but the
+    gateway does not run in a pod.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -159,7 +163,8 @@ class WorkerSockets:
         self._found: tuple[str, ...] = ()
         self._endpoints = Endpoints(settings) if settings.gateway_kubernetes else None
         self._sockets: dict[str, WorkerSocket] = {}
-        self._kept: dict[str, contextlib.AsyncExitStack] = {}  # websockets that are always open, by URL
+        # URL -> context that holds the worker's websocket open in health mode `ws`, also if no client views the worker
+        self._kept: dict[str, contextlib.AsyncExitStack] = {}
         self._changed = asyncio.Event()
 
     def urls(self) -> list[str]:
@@ -188,7 +193,9 @@ class WorkerSockets:
                 await cancel_all([socket.task])
 
     async def run(self, stop: Stop) -> None:
-        """Watch the endpoints until `stop`. In mode ws, also keep the websocket of every worker open."""
+        """Watch the EndpointSlices, if configured, until `stop`. With SIE_GATEWAY_HEALTH_MODE=ws, also hold the
+        websocket of every worker open.
+        """
         following = (
             asyncio.create_task(self._endpoints.run(self._on_found), name="endpoints") if self._endpoints else None
         )
@@ -262,14 +269,14 @@ class Endpoints:
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List the endpoints at the start and after each change, until cancelled. After an error, the last list stays
-        in use.
+        """Call `on_found` with the workers' URLs at the start and after each change, until cancelled. After an error,
+        the gateway uses the last URLs until a list succeeds.
         """
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")
         while True:
             try:
-                # the file is read for each list, because the kubelet replaces it
+                # read the file `ca.crt` before each list, because the kubelet replaces it
                 verify = ssl.create_default_context(cafile=authorities) if is_https else False
                 async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
                     addresses, version = await self._list(client)
@@ -278,7 +285,7 @@ class Endpoints:
                     await self._change(client, version)
             except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
                 trouble.met(error)
-            await asyncio.sleep(MIN_PAUSE_S)  # limits the rate of requests while pods change fast
+            await asyncio.sleep(MIN_PAUSE_S)  # limits the rate of requests while pods change often
 
     @property
     def _path(self) -> str:
@@ -289,7 +296,7 @@ class Endpoints:
         return {"labelSelector": f"kubernetes.io/service-name={self._service}"}
 
     def _headers(self) -> dict[str, str]:
-        # the token is read each time, because the kubelet renews it
+        # read the token for each request, because the kubelet renews it
         return {
             "Authorization": f"Bearer {(self._account / 'token').read_text().strip()}",
             "Accept": "application/json",

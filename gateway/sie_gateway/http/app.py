@@ -78,12 +78,13 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
-CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client disconnected before its reply was sent
+# status of a call whose client disconnected before the reply was sent; only in metrics and logs, with nginx's number
+CLIENT_GONE = 499
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the reply to a preflight request
-MAX_VERSIONS = 1024  # largest number of client versions that are logged
+MAX_VERSIONS = 1024  # largest number of client versions that are logged; further versions are ignored
 _SDK = sdk_versions.HEADER
-# beginnings of the names of endpoints whose replies are vectors, which gzip hardly compresses
+# beginnings of the names of endpoints whose replies are vectors; these replies stay uncompressed, as gzip hardly helps
 _VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 # (prefix of a path, format of its errors) for paths without a route
@@ -134,9 +135,9 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the reply to an OPTIONS request, with the methods of the path; None for every other request, for an
-    unknown path, and for a caller without access. `error`: error that the gate raised for the request. The table of
-    routes has no OPTIONS, so for a known path and a caller with access, the error has status 405.
+    """Return the reply to an OPTIONS request, with the methods of the path. Return None for other methods, for an
+    unknown path, and for a caller without access. `error`: error that the gate raised for the request. Its status is
+    405 for a known path and a caller with access, because no row of the table of routes has the method OPTIONS.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -180,7 +181,7 @@ def error_response(error: Exception, call: Call) -> Response:
 
 
 class ClientVersions:
-    """Logs each minor version of a client library once, so that operators know which clients a change would break."""
+    """Log of the minor versions of client libraries, each once: operators see which clients a change would break."""
 
     def __init__(self) -> None:
         self._met: set[str] = set()
@@ -196,7 +197,7 @@ class ClientVersions:
 class Edge:
     """ASGI application that authorises, dispatches and counts every call except probes.
 
-    Calls the routes without FastAPI, because FastAPI's layers would double the gateway's time for a request. FastAPI
+    It calls the handlers of routes without FastAPI, whose layers would double the gateway's time for a request. FastAPI
     serves only the OpenAPI document and its page.
     """
 
@@ -260,7 +261,7 @@ class Edge:
         try:
             match = TABLE.match(path)
             scope["path_params"] = match.parameters
-            # if no route has this method, another route of the path sets the metric label and the format of errors
+            # if the path has no route with this method, another route of the path sets metric label and error format
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape
@@ -280,8 +281,8 @@ class Edge:
                 await self._dispatch(call, route, scope, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE
-        # The outermost handler. If `status` is set, a reply has begun. Either FastAPI sent a whole error reply and then
-        # raised the error again, or the reply is incomplete.
+        # This is the outermost handler of errors. If `status` is set, a reply has begun: either FastAPI has sent a
+        # whole error reply and then raised the error again, or the reply is incomplete.
         except Exception as error:
             if not status:
                 await (_options(method, path, error) or error_response(error, call))(scope, receive, observed)
@@ -299,8 +300,8 @@ class Edge:
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            # after status 499 or 504, the work may have run, so nothing is refunded; after `settle`, a refund does
-            # nothing
+            # Put the charged tokens of a failed call back, except after status 499 or 504, when its work may have run.
+            # A call with a result has settled its charge, so that this refund does nothing.
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
@@ -322,7 +323,7 @@ class Edge:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
-            # FastAPI has no HEAD route for its page: send it a GET; the HTTP server omits the body of the reply
+            # FastAPI has no HEAD route for its page, so it gets a GET; the HTTP server omits the body of the reply
             await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))
@@ -366,8 +367,8 @@ def _healthy_workers(gateway: Gateway) -> int:
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
-    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. This port
-    requires no token and serves nothing else.
+    """Build the application of the metrics port, which requires no token. The port serves metrics, probes and the
+    figures that an autoscaler polls, and nothing else.
     """
     healthy = functools.partial(_healthy_workers, gateway)
     inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)

@@ -28,8 +28,8 @@ from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # close code of a websocket (RFC 6455)
-# scopes that require a token even in auth mode none, except for routes that are `local` while the gateway listens only
-# on loopback
+# scopes that require a token even in auth mode none. Exception: routes that are `local` require no token while the
+# gateway listens only on loopback.
 GUARDED = frozenset({"config", "admin"})
 
 
@@ -39,7 +39,7 @@ def require_tokens(settings: Settings) -> None:
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# unknown paths that clients try, such as routes of other servers for text generation, each with its error message
+# pairs (pattern of paths, error message): paths that clients often try, but that no gateway serves
 _ELSEWHERE = (
     (
         re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
@@ -63,7 +63,9 @@ _ELSEWHERE = (
 
 
 class Gate:
-    """Check of the credentials of a call, in constant time: all static tokens are compared, even after a match."""
+    """Check of the credentials of a call. The comparison with static tokens takes constant time: it continues after a
+    match.
+    """
 
     def __init__(self, settings: Settings, keys: Keys | None = None, host: str = "") -> None:
         """Auth mode token requires `keys`; in every other mode, `keys` must be None. `host`: the address on which the
@@ -103,7 +105,7 @@ class Gate:
             is_open = row is not None and row.local and self._is_private
             if self._guarded or (scope in GUARDED and not is_open):
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            # auth mode none requires no token, but on these routes an admin token allows more
+            # auth mode none requires no token, but on routes with the scope `pools` or ANY an admin token allows more
             elif scope in ("pools", ANY) and authorization:
                 # in auth mode none, all callers have the same owner key, so every caller may use the jobs, files and
                 # pools of every other caller
@@ -124,9 +126,9 @@ class Gate:
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """Return the current grant of the credential with this key, for work that goes on after its call has ended,
-        such as a job; None if the credential is no longer valid. Raises NotReady if the keys are not read yet, or for a
-        key with an expiry time, if the broker's time is not read yet.
+        """Return the current grant of the credential with this key; None if the credential is not valid any more. For
+        work that continues after its call has ended, such as a job. Raises NotReady if the keys are not read yet. For a
+        key with an expiry time, NotReady also means that the broker's time is not read yet.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))

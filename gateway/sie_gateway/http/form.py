@@ -1,6 +1,6 @@
 """Reader of forms with one file (multipart/form-data, RFC 7578).
 
-pieces of a body ──► Form.file() ──► pieces of the file      fields ──► Form.fields, complete when `file` has ended
+pieces of a body ──► Form.file() ──► pieces of the file      fields ──► Form.fields, complete after the end of `file`
 a body in memory ──► Form.whole() ──► the file
 """
 
@@ -18,15 +18,15 @@ MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_CHARS = 255
 MAX_BOUNDARY_BYTES = 70  # limit of RFC 2046, section 5.1.1
-# Number of bytes that are parsed before other tasks may run. A byte that looks like the beginning of a boundary takes
-# 0.2 us.
+# Number of bytes that are parsed before other tasks may run. The parser takes at most 0.2 us for a byte, namely for one
+# that looks like the beginning of a boundary.
 SLICE_BYTES = 32 << 10
 
 
 class Form:
     """Reader of one form. Raises InvalidInput for a body that is not a form with exactly one file in the field `file`,
-    for a second value of a field, and above the limits of this module. The fields in `listed` may have several values,
-    which are in `lists`.
+    for a second value of a field, and above the limits of this module. Fields named in `listed` may have several
+    values: `lists` has them, and `fields` has the values of all other fields.
     """
 
     def __init__(self, content_type: str, listed: Collection[str] = ()) -> None:
@@ -60,7 +60,9 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. At the end of the iteration, the whole form is read. Raises errors of `body`."""
+        """Yield the bytes of the file in pieces. The iteration ends after the whole form was read, so that `fields` is
+        complete. Raises the errors of `body`.
+        """
         async for chunk in body:
             for start in range(0, len(chunk), SLICE_BYTES):
                 for piece in self._read(chunk[start : start + SLICE_BYTES]):
@@ -156,7 +158,7 @@ def _malformed(why: str) -> InvalidInput:
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidInput unless the name of a file has 1 to MAX_NAME_CHARS printable characters."""
+    """Raise InvalidInput if the name of a file does not have 1 to MAX_NAME_CHARS characters, all of them printable."""
     if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
         message = f"expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
         raise InvalidInput.at("file", message)

@@ -1,4 +1,4 @@
-"""Type of a row in the gateway's table of routes, and the parameters that several rows use."""
+"""Class of the rows in the gateway's table of routes, and the request parameters that several routes have."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sie_runtime.http.routes import Content, Parameter, Route
 class GatewayRoute(Route):
     """Route of a gateway. `handler` is called with the Gateway and a Request. A route without a handler is a probe, a
     websocket, or a path of the FastAPI application that serves the OpenAPI document. `shape` builds the body of an
-    error, in the format of the route's clients. `shapes`: further functions like `shape`, for requests whose body has
-    the format of another API.
+    error reply, in the format of the route's clients. `shapes`: further such functions, for requests whose body has the
+    format of another API.
     """
 
-    head: bool = False  # true if the route answers HEAD as well
+    head: bool = False  # true if the route also answers HEAD
     body_bytes: int = CONTROL_BYTES  # largest number of bytes of a body that the handler reads
     body_s: float = CONTROL_S  # seconds in which the whole body must arrive
     shape: ErrorShape = native_shape

@@ -29,7 +29,9 @@ from sie_store.files import open_files
 
 
 class JobParts(NamedTuple):
-    """Objects that serve jobs and files: the handlers of routes use some of them, others run as background tasks."""
+    """Objects that serve jobs and files. The handlers of routes use `files`, `jobs` and `results`. `start` runs the
+    background tasks of the other objects, and of `files`.
+    """
 
     files: FileStore
     jobs: JobService

@@ -1,11 +1,11 @@
-"""Requests of a job to its model. A request waits while the cluster has no capacity. After a retryable error of an
-input, the client sends this input again in a separate request.
+"""Requests of a job to its model, each with one or more items (inputs). A request waits while the cluster has no
+capacity. After a retryable error of an item, the client sends this item again in a separate request.
 
     items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, any number of times
 
-A job never ends because the cluster is busy, scaled to zero, or unreachable. It ends with an error only if a request
-can never succeed, for example because the model was removed.
+A job never ends because the cluster is busy, scaled to zero, or unreachable. A job ends with an error only if one of
+its requests can never succeed, for example because the model was removed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from sie_runtime.http.asgi import uuid7
 
 ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
 MAX_PAUSE_S = 30.0
-FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight when a job begins; largest limit
-ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this time
+FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight at the start of a job, and largest value of this limit
+ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this number of seconds
 _T = TypeVar("_T")
 
 
@@ -64,7 +64,8 @@ class Halted(Exception):
 @dataclass(frozen=True)
 class JobIdentity:
     """Owner of a job. The requests of the job use the owner's rights and quota. `grant` returns the current grant of
-    the key; None if the key is no longer valid. `charge` begins to count the tokens of one call.
+    `key`; None if the key is not valid any more. `charge` returns a counter of the tokens of one call; None if the key
+    has no quota.
     """
 
     key: str
@@ -101,7 +102,7 @@ class Room:
         try:
             await entered
         except asyncio.CancelledError:
-            if not entered.cancelled():  # `_admit` has counted the items already
+            if not entered.cancelled():  # `_admit` has already counted the items, so subtract them
                 self._used -= count
             self._admit()
             raise
@@ -167,9 +168,9 @@ class Throttle:
 
 
 class JobClient:
-    """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes the job wait, and
-    `on_trouble(None)` after the last attempt. Each request first calls `until_open`, which waits for the time of day at
-    which the job may run.
+    """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes a request wait, and
+    `on_trouble(None)` after the last attempt of this request. Each request first calls `until_open`, which waits for
+    the time of day at which the job may run.
     """
 
     def __init__(
@@ -186,7 +187,8 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        # no-store: jobs cache answers in the payload store, because in the gateway's memory they would displace others
+        # no-store: a job caches its answers in the payload store, because in the gateway's memory they would displace
+        # the answers to other requests
         self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
@@ -207,8 +209,8 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After a retryable error, call `attempt` again; if workers lack the memory for
-        the request, at most ATTEMPTS times. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After a retryable error, call `attempt` again. The number of calls has no
+        limit, but the ATTEMPTS-th error for lack of a worker's memory is raised. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
@@ -216,7 +218,7 @@ class JobClient:
                 await self._until_open()
                 try:
                     return await attempt()
-                # gateway and worker read the catalogue at different moments: try again with the new entry
+                # the model's entry changed while the request waited: try again with the new entry
                 except EntryChanged:
                     pause_s = 1.0
                 except (FailedRequest, SIEError) as failure:
@@ -241,7 +243,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Return the call and the planned request of some items, as for a request of a client. Raises SIEError."""
+        """Return the call and the planned request of `items`, checked like the request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -264,7 +266,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # each item alone, because one item may make others fail
+            for place in again:  # send each item in a separate request, because one item may make others fail
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 
@@ -289,7 +291,7 @@ class JobClient:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # refunds only items that did not run
+                    call.charge.refund()  # for a failed attempt; does nothing if the attempt has settled its charge
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()

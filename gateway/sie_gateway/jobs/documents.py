@@ -33,9 +33,9 @@ class DocumentReply(msgspec.Struct):
 
 
 class DocumentTexts(RowValues):
-    """Texts of the documents of one job, from the parser model. Each answer is reduced to its DocumentReply when it
-    arrives. `spec`: name of the parser model, with its profile. `fingerprint`: fingerprint of the parser in the job's
-    earlier answers; empty before the first answer.
+    """Texts of the documents of one job, which the parser model computes. When an answer arrives, only the fields of
+    DocumentReply are stored. `spec`: name of the parser model, with its profile. `fingerprint`: fingerprint of the
+    parser in the job's earlier answers; empty before the first answer.
     """
 
     def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
@@ -60,7 +60,7 @@ class DocumentTexts(RowValues):
 
 
 def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
-    """Return the parser's inputs by the index of the row. Set `fault` of each row without a readable file."""
+    """Return index of a row -> input of the parser. Set the field `fault` of each row without a readable file."""
     inputs: dict[int, ModelInput] = {}
     for place, row in enumerate(rows):
         if row.fault is not None:

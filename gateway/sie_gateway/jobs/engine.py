@@ -95,8 +95,8 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
-        """Plan a sample request to check the job before it is stored. Resolve `model` now: the job keeps the resolved
-        model. Raises SIEError if the model cannot serve the sample request.
+        """Resolve `model`, and plan a sample request of the job to check it before the job is stored. Return the
+        planned request. Raises SIEError if the model cannot serve the sample request.
         """
         resolved = self.inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)
@@ -114,7 +114,7 @@ class JobEngine:
         if reads_images and "image" not in resolved.entry.inputs:
             message = f"expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput.at("input.text", message)
-        # without x-sie-strict, an unknown option would be ignored in every row
+        # x-sie-strict makes an unknown option an error here; the job itself would ignore the option in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         understood = self.inference.understand(probe, infer_request)
@@ -202,7 +202,7 @@ class JobEngine:
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
         else:
-            # if the file was removed, its id replaces its name, and the job fails when it reads the file
+            # if the file was removed, the id of the file serves as its name, and the job fails when it reads the file
             name, digest = self.files.content(request.input.file) or (request.input.file, "")
             source = Place(store, "files/", request.input.file, name, digest)
         sink = None

@@ -39,7 +39,8 @@ UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
 # outputs
 OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
-# age in seconds of a record `writing` whose upload has surely ended: its time limit and 600 s for different clocks
+# age in seconds of a record `writing` whose upload has surely ended: the time limit WRITE_S, and 600 s because clocks
+# differ
 ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
 _ID = re.compile("file-[0-9a-f]{32}")
@@ -55,7 +56,7 @@ class FileDescription(NamedTuple):
 
 
 def new_id() -> str:
-    """Return a new id of a file. Ids sort by the time of their creation."""
+    """Return a new id of a file. Sorted ids are in the order of their creation."""
     return f"file-{uuid7().replace('-', '')}"
 
 
@@ -92,7 +93,8 @@ class FileStore:
         """Return the record of a file. Raises NotFound, also if `owns(owner)` is False for the owner of the file."""
         self._required()
         record = self._records.get(file)
-        if record is None or record.state == "writing":  # another gateway may have completed the file
+        # read the record again, because another gateway may have completed the file
+        if record is None or record.state == "writing":
             with _unavailable():
                 record = await self._records.refresh(file) if _ID.fullmatch(file) else None
         if record is None or not self._is_served(record) or not owns(record.owner):
@@ -100,7 +102,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name that the client gave to a file, and the file's SHA-256; None if the file was removed."""
+        """Return the name of a file, from its client, and the file's SHA-256; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
@@ -153,8 +155,8 @@ class FileStore:
             return await self._receive(owner, data, lambda: about, file, bounded=False)
 
     async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
-        """Store a file that a client sends. Call `about` after the end of `data`: the form's fields may follow the
-        file.
+        """Store a file that a client sends. Call `about` only after the end of `data`, because in a form the fields may
+        follow the file.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
         ResourceExhausted for a full store or too many uploads of all keys at once, and the errors of `data` and
@@ -166,7 +168,9 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. If not `bounded`, check no limit, but count the file in the owner's usage."""
+        """Write a file and its record. `bounded`: check the limits of a file, of the owner and of all owners. The file
+        counts in the owner's usage, whether `bounded` or not.
+        """
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))
@@ -289,7 +293,9 @@ class FileStore:
 
 
 class _Read:
-    """Reader that counts and hashes at most `limit` bytes of a file, and calls `grow(count)` after each buffer."""
+    """Reader that counts and hashes the bytes of a file, and calls `grow(bytes so far)` after each piece. Raises
+    PayloadTooLarge after `limit` bytes.
+    """
 
     def __init__(self, data: AsyncIterator[bytes], limit: float, grow: Callable[[int], None]) -> None:
         self.size = 0

@@ -4,7 +4,7 @@ this API.
 {src, operation, model, field_map, options} ──► requested ──► JobRequest
                            JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
 
-The routes refuse a field without a counterpart. The error names the field and an alternative.
+The routes refuse a field of the SDKs without a counterpart in this API. The error names the field and an alternative.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _STATES = {
     "completed": "succeeded",
     "expired": "failed",
 }
-"""States of jobs whose names differ in the SDKs of the open-source SIE project, with these names. The SDKs poll until a
-job has a state that they know as final."""
+"""State of a job -> its name in the SDKs of the open-source SIE project, if the names differ. The SDKs poll a job until
+it has a state that is final by their names."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

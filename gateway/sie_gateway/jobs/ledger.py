@@ -20,10 +20,10 @@ from sie_runtime.metrics import Scrape
 
 
 class JobLedger:
-    """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
+    """Records of all jobs. Another task reads changes by other gateways into `bucket`.
 
-    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`, but no change of a record is
-    refused because of it, even if the owner then exceeds a limit.
+    While a job runs, its record grows by less than 20 KiB. `usage` counts the growth, but the limits apply only to new
+    records: the growth may exceed a limit of the owner.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
@@ -58,8 +58,10 @@ class JobLedger:
             self._listeners[job_id] = listener
 
     async def create(self, job: JobRecord) -> JobRecord:
-        """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
-        # an id in `_usage` belongs to a job that exists or is being stored, so the job counts in the limits already
+        """Store a new job. If a job with this id exists, return that job. Raises RateLimited above a limit,
+        BrokerError.
+        """
+        # a job in `_usage` exists or is being stored, so it already counts towards the limits
         if job.id not in self._usage:
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
@@ -124,7 +126,7 @@ class JobLedger:
 
 
 class JobFigures(Collector):
-    """Metrics of all stored jobs, also of jobs that other gateways lead."""
+    """Metrics of all stored jobs, also of jobs that other gateways run."""
 
     def __init__(self, ledger: JobLedger) -> None:
         self._ledger = ledger

@@ -1,4 +1,5 @@
-"""Batches in OpenAI's form: each line of a file is one request, and each line of the output is one answer.
+"""Batches in OpenAI's form: each line of a file is a request, each line of the output an answer, and a group of lines
+(shard) runs and is stored together.
 
     line ──► route of its url ──► Inference.answered at the priority bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
@@ -78,7 +79,7 @@ class BatchJob:
         rows = self._rows.setdefault(number, {})
         async with task_group(SIEError, Halted) as tasks:
             for place, line in requests:
-                # an earlier attempt ran the lines in `rows`, but the store failed
+                # skip the lines in `rows`: an earlier attempt ran them, before an error of the store
                 if place not in rows:
                     tasks.create_task(self._line(number, place, line))
         record = await self._stored(number, span, [rows[place] for place, _ in requests])

@@ -1,5 +1,6 @@
-"""Native jobs: one model runs the rows of files. The output is files (parts) in Parquet, JSON Lines or NumPy. A job
-with a sink (a vector database) also writes the vectors into this database.
+"""Native jobs: one model answers the rows of files in shards (groups of rows), and each shard becomes one output file
+(part) in Parquet, JSON Lines or NumPy. A job with a sink (a vector database) also writes the vectors into this
+database.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
                   └ documents ──► their texts ┘
@@ -122,7 +123,8 @@ class NativeJob:
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
-        # the parser ignores the machine profile of the job, because it may run on other machines than the model
+        # requests to the parser omit the machine profile of the job, because the parser may run on other machines than
+        # the model
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
@@ -168,7 +170,7 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan of the earlier job's shards with failed rows. Raises NotFound, StoreError."""
+        """Return a plan of those shards of the earlier job that have failed rows. Raises NotFound, StoreError."""
         before = await self._before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
@@ -180,7 +182,8 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
-        # check now that the earlier jobs exist: `_rows` needs their parts, so shards of a deleted job could never run
+        # check now that the earlier jobs exist: `_rows` reads their parts, so the new job could not run after the
+        # deletion of one
         for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
             await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
@@ -213,7 +216,7 @@ class NativeJob:
         """Compute the answers of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
-        if record is not None:  # an earlier leader wrote the part, but died before the shard was marked as done
+        if record is not None:  # an earlier leader wrote the part, but died before it wrote the record of the shard
             self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
@@ -250,7 +253,7 @@ class NativeJob:
             self._unwritten[number] = answered._replace(unsent=None)
         record = await shards.put_once(self._places.output, name, answered.data, self._request.output.format)
         del self._unwritten[number]
-        # a part in JSON Lines does not store `reused`
+        # set `reused` here, because a part in JSON Lines does not store it
         return msgspec.structs.replace(record, reused=answered.reused)
 
     async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
@@ -437,7 +440,9 @@ def _owner(job: JobRecord) -> str:
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
-    """Describe the output of a job: its parts, and the parts of the input that could not be read."""
+    """Describe the output of a job: its files (`parts`), and the pieces of the input that could not be read
+    (`broken`).
+    """
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
     return api.JobManifest(
@@ -511,8 +516,8 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the type (str, bool, int or float) of each column whose values have a single type. Omit the columns in
-    `unfiltered`: searches do not filter by these columns.
+    """Return column -> type, for columns whose values all have one type (str, bool, int or float). Omit the columns in
+    `unfiltered`, because searches do not filter by them.
     """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
@@ -525,7 +530,7 @@ def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> di
 
 
 def _named(span: RowSpan) -> str:
-    """Return the name of a shard's input in the manifest: the object and its rows, counted from 0."""
+    """Return the name of a shard's input in the manifest: the object, and the numbers of its rows, counted from 0."""
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 

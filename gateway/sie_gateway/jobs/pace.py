@@ -1,4 +1,6 @@
-"""Rate of a job, forecast of its end, workers that its deadline needs, and the times of day at which it may run."""
+"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows (times of day at which it may
+run).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import JobRecord
 
 STEP_S = 5.0
-STEPS = 60  # number of steps in which the rate is measured: five minutes
+STEPS = 60  # the rate is measured over this number of steps, each STEP_S seconds: over five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-# least number of seconds that are planned for the remaining rows, even if the deadline is earlier: new workers take
+# shortest time in seconds that is planned for the remaining rows, even if the deadline is earlier: new workers take
 # about this long to start
 MIN_LEFT_S = 300.0
 
@@ -32,7 +34,9 @@ class JobPace:
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
 
     def note(self, now_s: float, done: int) -> None:
-        """Record the number of rows done by now. Call `rest` before a pause of the job: the pause must not count."""
+        """Record the number of rows done by now. Before a pause of the job, call `rest`, so that the time of the pause
+        does not count for the rate.
+        """
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, done))
 
@@ -77,8 +81,8 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
     """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if the deadline is earlier. Return
-    None if the job has no deadline or no known rate. Return None too if more workers cannot help, because the job does
-    not run or limits its tokens per second.
+    None if the job has no deadline or no known rate, and if more workers cannot help, because the job does not run or
+    limits its tokens per second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:

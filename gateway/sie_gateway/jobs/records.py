@@ -1,4 +1,6 @@
-"""Records of jobs and files in the broker, and the limits of their number and bytes, for one key and for all keys."""
+"""Records of jobs and files in the broker, and the limits of their number and bytes, for one owner (API key) and for
+all owners.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ RETRY_S = 60
 
 
 class RecordUse(NamedTuple):
-    """Number of records, and their bytes."""
+    """Number of records, and the sum of their bytes."""
 
     records: int = 0
     size: int = 0
@@ -29,7 +31,7 @@ class RecordUse(NamedTuple):
 
 
 class UseBound(NamedTuple):
-    """Largest number and bytes of records, with the names of the settings of these two limits."""
+    """Largest number and largest sum of bytes of records (`most`), and the names of the settings of both limits."""
 
     most: RecordUse
     settings: tuple[str, str]
@@ -39,8 +41,8 @@ class OwnerUsage:
     """Number and bytes of records by owner. A record of this gateway counts from the start of its write. A record of
     another gateway counts only after the watch has delivered this record, so the total may exceed a limit for a moment.
 
-    Above a limit, `check` raises RateLimited. `kinds`: words for the two counts in its message. `remedy`: advice in the
-    message. `reason`: field `reason` of the error.
+    Above a limit, `check` raises RateLimited. `kinds`: words for the number and the bytes in the error message, such as
+    `files` and `bytes of files`. `remedy`: advice in the message. `reason`: field `reason` of the error.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
@@ -82,10 +84,10 @@ class OwnerUsage:
             del self._uses[owner]
 
 
-# seconds for which the broker stores the removal of a record; a gateway that was disconnected for longer still shows
-# the record
+# seconds for which the broker stores the removal of a record; a gateway that was disconnected for a longer time does
+# not learn of the removal and shows the record
 REMOVED_AGE_S = 7 * 86_400.0
-LOOK_S = 0.5  # seconds between two checks whether the bucket must be read again; a check sends no request
+LOOK_S = 0.5  # seconds between two checks whether the broker may have lost the bucket; a check sends no request
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
 _decoder = msgspec.msgpack.Decoder(_Kept)
@@ -100,7 +102,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        # id -> revision; a removed record stays until the watch delivers the removal
+        # id -> revision of the record; if this gateway removed the record, revision of the removal until the watch
+        # delivers the removal
         self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:
@@ -146,7 +149,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # so that `apply` ignores older revisions that the watch still delivers
+            if is_ours:  # so that `apply` ignores older revisions that the watch delivers later
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)

@@ -1,4 +1,4 @@
-"""Results of a job for its owner: the list of its parts, the bytes of one part, a sample of its rows."""
+"""Results of a job for its owner: the list of its parts (output files), the bytes of one part, a sample of its rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sie_store.datasets import shards
 from sie_store.object_stores import ObjectMissing, StoreError
 
 SAMPLED = 4  # largest number of parts that are read for a sample of rows
-# manifests and samples of rows that a gateway reads at once: for all keys, and for one key
+# largest number of manifests and samples of rows that a gateway reads at once: for all keys, and for one key
 READS_AT_ONCE, READS_OF_A_KEY = 8, 4
 
 
@@ -31,13 +31,14 @@ class JobResults:
 
     ledger: JobLedger
     engine: JobEngine
-    # the number of reads is limited, because a read may have all records of a job, or a whole part, in memory
+    # limits the reads at once, because one read may need memory for all shard records of a job, or for a whole part
     reads: KeySlots = field(
         default_factory=lambda: KeySlots(READS_AT_ONCE, READS_OF_A_KEY, "reads of results", "results")
     )
 
     async def manifest(self, key: str, job: JobRecord, after: int, limit: int) -> api.JobManifest:
-        """Return the manifest with at most `limit` parts, after the first `after` parts. `key`: the key of the reader.
+        """Return the manifest with at most `limit` parts; the first `after` parts are left out. `key`: key of the
+        reader.
         Raises QueueUnavailable, and RateLimited or ResourceExhausted for too many reads at once.
         """
         with self.reads.hold(key):

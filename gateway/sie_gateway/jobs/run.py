@@ -1,4 +1,4 @@
-"""Run of one job by its leader: plan the input, compute the answers of its shards (groups of rows), write the output.
+"""Run of one job by its leader (a gateway): plan the input, answer its shards (groups of rows), write the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired, failed
                  │           └── paused (by its owner, or by an error that only a person can fix) ─► queued
@@ -147,7 +147,8 @@ class JobRun:
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
-        self._is_ending = False  # true if this run writes the end of the job
+        # true when this run writes the end of the job, because this write removes the leader from the record
+        self._is_ending = False
         self._pace = JobPace()
         self._changed = asyncio.Event()
 
@@ -432,7 +433,7 @@ class JobRun:
                 self._pace.rest()
             elif fields:
                 self._pace.note(self._now_s(), fields["done"])
-            rate = self._pace.rate  # without progress the rate falls, so the record needs the new rate
+            rate = self._pace.rate  # without progress the rate falls, and the record must show the lower rate
             if (state := (fields, self._trouble, rate)) != before:
                 try:
                     await self._note(rows_per_s=rate, spread=self._pace.spread)
@@ -452,7 +453,7 @@ class JobRun:
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
-        # a shard that `finish` has recorded is still in `_live`: count its rows only once
+        # a shard that `finish` adds to `_shards` stays in `_live`: count its rows only once
         live = [rows for number, rows in self._live.items() if number not in self._shards]
         return {
             "done": sums.rows + sum(done for done, _ in live),
@@ -482,11 +483,11 @@ class JobRun:
             raise Replaced(f"another gateway leads the job: {job.leader}" if job.leader else "the job has no leader")
 
     async def _note(self, **fields: Any) -> None:
-        """Write these fields, and the progress, into the record of the job. Raises Replaced, BrokerError, NotFound."""
+        """Write `fields` and the progress into the record of the job. Raises Replaced, BrokerError, NotFound."""
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Write the progress, and `fields(record)`, into the record of the job. Raises the errors of `_note`."""
+        """Write `fields(record)` and the progress into the record of the job. Raises the errors of `_note`."""
         progress = self._progress_fields()
 
         def noted(job: JobRecord) -> JobRecord:
@@ -515,7 +516,7 @@ class JobRun:
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
-            # a shard may have written its record while this run cancelled the work
+            # read the records again: a shard may have written its record while this run cancelled the work
             done = await self._patiently(lambda: self._ledger.shards(self._id))
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
@@ -547,8 +548,9 @@ class JobRun:
 
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record with the new leader `leader`. If the record names another gateway, this gateway has died: add
-    its name to `lost`. If more rows are done now than at each earlier death, first remove the earlier names.
+    """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
+    died: add its name to `lost`. If more rows are done now than at each earlier death, first remove the earlier names
+    from `lost`.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -558,8 +560,8 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record without the name `leader`. Remove the name from `lost` too: another gateway that missed
-    renewals of the lease may have added it by mistake.
+    """Return the record of a job that the gateway `leader` gives up. Also remove its name from `lost`: another gateway
+    may have added it by mistake, if it did not see a renewal of the lease in time.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
@@ -575,7 +577,7 @@ def _named(span: RowSpan) -> str:
 
 
 def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:
-    """Return a message for each part of the input that could not be read. The message names the part and the reason."""
+    """Return a message for each part of the input that could not be read. A message has the part and the reason."""
     broken = [(shard.source, shard.error) for _, shard in sorted(shards.items()) if shard.error is not None]
     broken += [(part.source, part.error) for part in unread]
     return [error.message if source in error.message else f"{source}: {error.message}" for source, error in broken]

@@ -1,7 +1,8 @@
-"""Assignment of jobs to gateways: each job has one leader, by a lease. The oldest jobs get a leader first.
+"""Assignment of jobs to gateways: the gateway that holds the lease of a job leads it (runs it). The oldest jobs get a
+leader first.
 
-A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job. The output stays correct,
-because objects and records of shards are created only once (see `__init__.py`).
+If the leader dies, another gateway leads the job after LEASE_S seconds. For a moment two gateways may run one job. The
+output stays correct, because objects and records of shards are created only once (see `__init__.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEASE_S = 6.0
 RENEW_S = 1.5
 # a job stops if its lease has not been renewed for this number of seconds, so that it stops before the lease expires
 FENCE_S = 0.75 * LEASE_S
-LOOKS = 8  # largest number of leases that are requested in one round
+LOOKS = 8  # largest number of leases that one call of `_acquire` requests
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
@@ -83,7 +84,7 @@ class JobScheduler:
                     await self._renew()
                     if self._ledger.is_read:
                         await self._acquire()
-                if await stop.wait_for(0.1):  # wait a short time, so that a burst of changes causes only one round
+                if await stop.wait_for(0.1):  # collects a burst of changes, so that they cause one pass of this loop
                     break
         finally:
             await self._leave()
@@ -123,8 +124,9 @@ class JobScheduler:
                 free -= 1
 
     def _jobs_to_lease(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return at most LOOKS jobs whose leases are requested now: jobs that had another leader, which may have died,
-        and the oldest jobs that may have no leader yet. Each group gets half of the places if it has so many jobs.
+        """Return at most LOOKS jobs whose leases are requested now: jobs that another gateway led at the last check, as
+        that gateway may have died, and the oldest jobs not checked before. Each of these two groups may have at least
+        LOOKS / 2 jobs.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]

@@ -308,7 +308,7 @@ def _error(info: ErrorInfo | None) -> api.JobError | None:
 
 @contextlib.asynccontextmanager
 async def broker_errors_mapped() -> AsyncIterator[None]:
-    """Raise QueueUnavailable if the broker or the store fails."""
+    """Context manager that raises QueueUnavailable in place of a BrokerError or StoreError."""
     try:
         yield
     except BrokerError as error:
@@ -339,8 +339,9 @@ class Sweeper:
                 await self.sweep()
 
     async def sweep(self) -> int:
-        """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
-        BrokerError. If the deletion of a job raises SIEError, delete the other jobs, then raise the first SIEError.
+        """Delete the jobs that ended at least `keep_s` seconds ago, and return their number. A gateway that does not
+        get the lease deletes no job. Raises BrokerError. If the deletion of a job raises SIEError, delete the other
+        jobs, then raise the first SIEError.
         """
         if not self.has_store:
             return 0

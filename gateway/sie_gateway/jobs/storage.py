@@ -1,4 +1,6 @@
-"""Storage of a job's plan and of the parts of a batch: objects below `jobs/{id}` of the payload store."""
+"""Storage of a job's plan, and of the parts of a batch (output lines of one shard each): objects below `jobs/{id}` in
+the payload store.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class JobStorage:
                 await within(LONG_S, obstore.put_async(self.store, key, data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
-            if existing is None:  # the object existed at the write, and has been removed since
+            if existing is None:  # the object existed at the write, but was removed before this read
                 raise
             data = existing
         await sync(self.store, key)

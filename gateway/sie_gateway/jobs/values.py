@@ -48,7 +48,6 @@ class ModelInput(NamedTuple):
 
     @property
     def query_item(self) -> RequestItem | None:
-        """Return the query as an input of a request."""
         return None if self.query is None else RequestItem(self.query)
 
 

@@ -54,7 +54,7 @@ async def forward(gateway: Gateway, request: Request, after: str = "") -> Respon
     # header values are bytes, because the HTTP client accepts only ASCII in values of type str
     headers = {name.encode(): request.headers[name].encode("latin-1") for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
-    # this gateway has checked that the caller may read, so it replaces the caller's token by its own
+    # this gateway has checked that the caller may read, so it replaces the caller's token by the gateway's token
     if request.method == "GET" and reader is not None:
         headers[b"authorization"] = f"Bearer {reader.reveal()}".encode()
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
@@ -143,7 +143,8 @@ async def status(gateway: Gateway, request: Request) -> Response:
     gateways = gateway.peers.epochs()
 
     def revision_at(epoch: str) -> int | None:
-        # None if a catalogue of this epoch (version) lacks the revision, or has writes that `present` does not have
+        # None if a catalogue of this epoch (version) does not contain the revision, or contains writes that `present`
+        # does not contain
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

@@ -1,6 +1,7 @@
-"""Dead letters for administrators (`dead_letter_routes.py`). No answer contains a client's input.
+"""Operations of administrators on dead letters, which store work that workers gave up. No reply contains a client's
+input. The routes are in `dead_letter_routes.py`.
 
-page, show     letters, with the reason why their work was given up, and the number of attempts
+page, show     letters, with the reason why workers gave up the work, and the number of attempts
 replay         run the work again (`replay.py`): the letter is removed only if all inputs of the work were answered
 purge          remove a letter, with the inputs in it
 """
@@ -28,12 +29,12 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 
 LOOK_S = 10.0  # time limit in seconds for a list of letters, and for the search for one letter
-EXAMINED = 1000  # largest number of letters that one list reads
+EXAMINED = 1000  # largest number of letters that one call of `page` reads from the broker
 EXAMINED_BYTES = 16 << 20
-PURGE_S = 30.0  # time limit of a purge, in seconds; the purge then returns the number of removed letters
+PURGE_S = 30.0  # seconds after which `purge_all` stops and returns the number of letters removed so far
 REPLAY_S = 110.0  # seconds for which a replay of several letters waits for results; below the time-outs of clients
 LETTER_S = 60.0  # default time in seconds for which the replay of one letter waits for its result
-AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
+AROUND_S = 15.0  # seconds that a replay may take, beyond the wait for its result, for requests to the broker
 # largest number of simultaneous replays; each has a letter in memory, which may be as large as a NATS message
 AT_ONCE = 4
 MAX_PLACES = 4096
@@ -78,8 +79,8 @@ class DeadLetterOperations:
         pools: Iterable[str],
         on_publish: Callable[[Lane, Sequence[WorkItem]], None],
     ) -> None:
-        """Create the operations. They call `on_publish` with each republished work item, so that a worker for its model
-        starts.
+        """A replay calls `on_publish` with the work item that it publishes again, so that a worker loads the item's
+        model.
         """
         self._broker = broker
         self._metrics = metrics
@@ -91,7 +92,7 @@ class DeadLetterOperations:
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """Return at most `limit` letters, the newest first, with sequences below `before`. 0 means no bound."""
+        """Return at most `limit` matching letters, newest first, with sequence numbers below `before` (0: no bound)."""
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()
@@ -250,7 +251,7 @@ class DeadLetterOperations:
 
 
 async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
-    """Return at most `most` letters that match, the oldest first, with sequences above `after` and up to `last`."""
+    """Return at most `most` letters that match, oldest first, with sequence numbers above `after` and up to `last`."""
     together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:

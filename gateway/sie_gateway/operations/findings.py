@@ -22,15 +22,16 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# largest difference in seconds between a worker's clock and the broker's; above it, times in the worker's log mislead
+# largest accepted difference in seconds between the clocks of a worker and the broker; above it, times in the worker's
+# log mislead
 CLOCK_S = 2.0
-WINDOW_S = 300.0  # seconds of the history in which refusals are counted
+WINDOW_S = 300.0  # refusals are counted over this number of seconds of the request history
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # seconds; a queue whose oldest message is older is reported, as by the alert SIEQueueStuck
+STUCK_S = 60.0  # a queue whose oldest message is older than this number of seconds is reported, as by SIEQueueStuck
 GROWTH_S = 60.0
 # a queue is reported if its number of messages grows by more than this factor within GROWTH_S seconds
 GROWTH = 1.5
-GROWN_MESSAGES = 100  # number of messages; the growth of a shorter queue is not reported
+GROWN_MESSAGES = 100  # the growth of a queue with fewer messages than this is not reported
 _GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
 
 _CAPACITY = (
@@ -78,7 +79,6 @@ _LOADS: Mapping[LoadErrorClass, str] = {
 
 
 def _of_load(error_class: str, model: str) -> str:
-    """Return what an operator can do about a failed load with this error class."""
     remedy = next((text for name, text in _LOADS.items() if name == error_class), _LOADS["UNKNOWN"])
     return remedy.format(name=shlex.quote(model.partition(":")[0]))
 
@@ -164,9 +164,9 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each code of _REFUSALS that refused more than the share REFUSED_SHARE of the requests. `requests`: number of
-    all requests. `errors`: refused requests by code. If `has_loads`, `of_loads` lists failed loads, and this function
-    leaves MODEL_LOAD_FAILED out.
+    """List each error code of _REFUSALS with which more than the share REFUSED_SHARE of the requests ended. `requests`:
+    number of all requests. `errors`: code -> number of requests. If `has_loads`, `of_loads` lists failed loads, and
+    this function leaves MODEL_LOAD_FAILED out.
     """
     return [
         ClusterFinding(
@@ -195,8 +195,9 @@ class QueueTrend:
             self._samples.append(_lengths(queues))
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
-        """Return the first and the last queue length of a lane (pool, machine profile and bundle). Return None unless
-        the queue grew more than GROWTH-fold, to more than GROWN_MESSAGES, and shrank in neither half of GROWTH_S.
+        """Return the first and the last queue length of a lane (pool, machine profile and bundle) if the queue grew by
+        more than the factor GROWTH, to more than GROWN_MESSAGES, and did not shrink in a half of the period GROWTH_S.
+        Return None for other queues.
         """
         if len(self._samples) < (self._samples.maxlen or 0):
             return None

@@ -158,7 +158,7 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
     """Return the model of the path, or the models of an alias. Raises ModelNotFound, BundleConflict, InvalidInput."""
     name = request.path_params["model"]
-    gateway.inference.resolve(name)  # called only for its error, which suggests similar names
+    gateway.inference.resolve(name)  # raises ModelNotFound with suggestions of similar names; the result is not used
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
 
 
@@ -185,7 +185,7 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model. The status is 200 if the model is loaded, else 202. Raises SIEError."""
+    """Request the load of a model. The status is 200 if each lane has it loaded, else 202. Raises SIEError."""
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)
@@ -195,7 +195,9 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model. The status is 200 if no worker has it loaded, else 202. Raises SIEError."""
+    """Request the unload of a model. The status is 202 if a worker has it loaded, loads it or unloads it, else 200.
+    Raises SIEError.
+    """
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:

@@ -48,7 +48,7 @@ STEPS = 360
 MINUTE_S = 60
 # largest numbers of records for one key and minute: slowest requests, last failed requests
 SLOWEST, FAILED = 5, 5
-MAX_OWNERS = 8  # API keys with separate records in one minute; further keys share one list
+MAX_OWNERS = 8  # largest number of API keys with separate records in one minute; all further keys share one list
 MAX_TEXT = 300  # largest number of stored characters of an error message, and of the name of an unknown model
 MAX_CHUNKS = 32  # largest number of chunks (parts of a request, one per message) in a record
 STAGES_TOLD = (*STAGES, "total_time")
@@ -72,7 +72,7 @@ class Note(NamedTuple):
 
 @dataclass
 class _HistoryBucket:
-    """Counts of the requests in STEP_S seconds. `at`: start of this time, in seconds since 1970."""
+    """Counts of the requests in a step of STEP_S seconds. `at`: start of the step, in seconds since 1970."""
 
     at: int
     requests: int = 0
@@ -106,7 +106,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of a key. Keys have separate records, so that no key displaces the records of others."""
+        """Return the records of a key. Keys have separate records, so that no key displaces the records of another."""
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining
@@ -149,7 +149,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        # if the clock was set back, count the request in the last step
+        # if the clock was set back, count the request in the newest step
         if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
@@ -161,8 +161,8 @@ class RequestHistory:
         return self._minutes[-1]
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
-        """Return the counts of each `step_s` seconds (a multiple of STEP_S) since `since_s` (seconds since 1970), for
-        at most an hour, the oldest first. Omit steps without a request.
+        """Return the counts of each step of `step_s` seconds (a multiple of STEP_S), oldest first, from `since_s`
+        (seconds since 1970) on, but at most of the last hour. Steps without a request are omitted.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)
@@ -176,7 +176,9 @@ class RequestHistory:
         }
 
     def counted(self, seconds: float) -> tuple[int, Counter[str]]:
-        """Return (number of requests, error code -> number of requests) of the last `seconds`."""
+        """Return (number of requests, error code -> number of requests with this code) of the last `seconds`
+        seconds.
+        """
         first = self._clock() - seconds
         recent = [step for step in reversed(self._steps) if step.at + STEP_S > first]
         return sum(step.requests for step in recent), sum((step.errors for step in recent), Counter())
@@ -199,7 +201,9 @@ class RequestHistory:
 
 
 def quantile(counts: array[int], share: float) -> float:
-    """Return the upper bound in ms of the bucket with the quantile `share` (0.5: median), at most the last bound."""
+    """Return the upper bound in ms of the bucket with the quantile `share` (0.5: median) of the latencies in `counts`;
+    the last bound if the quantile is above all bounds.
+    """
     rank = share * sum(counts)
     for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):
         if below >= rank:
@@ -208,7 +212,7 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Return the summed counts of steps, and the median and 99th percentile in ms of each stage of STAGES_TOLD."""
+    """Return the sums of the counts of steps, and the median and 99th percentile in ms of each stage of STAGES_TOLD."""
     errors: Counter[str] = Counter()
     for step in steps:
         errors.update(step.errors)
@@ -313,7 +317,7 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-# largest number of requests with a stored API key; only administrators can read the lines of older requests
+# largest number of requests whose API key is stored; only administrators can read the lines of older requests
 MAX_REQUESTS = 20_000
 MAX_CHARS = 500  # largest number of characters of a line
 

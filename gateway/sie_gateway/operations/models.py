@@ -89,7 +89,9 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _served(requested: str | None, reports: Sequence[ServedPrecision | ServedEngine | None]) -> dict[str, Any]:
-    """Return the requested precision or engine (None: not requested), those that workers serve, and why they differ."""
+    """Return the requested precision or engine (None: nothing requested), the precisions or engines that workers serve,
+    and the reasons why these differ from the requested one.
+    """
     reported = [report for report in reports if report is not None]
     return {
         "requested": requested,

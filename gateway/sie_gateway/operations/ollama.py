@@ -69,7 +69,7 @@ async def tags(gateway: Gateway, request: Request) -> Response:
 async def running(gateway: Gateway, request: Request) -> Response:
     models = []
     async for name, resolved in _listed(gateway):
-        # true if the variant shares the loaded weights of another variant; only the other variant is listed
+        # true if this variant uses the loaded weights of another variant: only that other variant is listed
         is_shared = resolved.residency != resolved.canonical
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:

@@ -109,7 +109,9 @@ def _name(value: object) -> str:
 
 
 def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Return checked counts by machine profile. An unknown name gets the suffix `-spot`. Raises InvalidInput."""
+    """Return machine profile -> checked count. A name that is not in `profiles` stands for its spot variant (`-spot`).
+    Raises InvalidInput if `profiles` does not have this variant.
+    """
     if counts is None:
         return {}
     if not isinstance(counts, dict) or len(counts) > MAX_PROFILES:
@@ -150,7 +152,9 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the machine profiles in the settings; if none are set, those of the workers and of this gateway."""
+    """Return the machine profiles in SIE_GATEWAY_CONFIGURED_GPUS; if it is empty, those of the workers and of this
+    gateway.
+    """
     settings = gateway.settings
     if settings.gateway_configured_gpus:
         return {profile.strip().lower() for profile in settings.gateway_configured_gpus}

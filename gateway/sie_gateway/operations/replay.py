@@ -1,4 +1,5 @@
-"""Replay of dead letters: publish the message of a letter again and wait for the answer. Gateways and `sie dlq` use it.
+"""Replay of dead letters (work that workers gave up): publish the message of a letter again and wait for the result.
+Gateways and `sie dlq` use this module.
 
     letter ──► its poison marks removed ──► message published again ──► all inputs answered ──► letter removed
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Unreadable(Exception):
-    """Raised if a letter cannot be published again: its message or its subject is not that of a work item."""
+    """Raised if a letter cannot be published again: its message or its NATS subject is not that of a work item."""
 
 
 @dataclass(eq=False)
@@ -43,8 +44,8 @@ class Replays:
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
         """Publish the work of a letter again and return the result. Remove the letter if no input failed. `timeout_s`:
-        seconds to wait, also the time limit of the work. Raises Unreadable before anything is published, TimeoutError,
-        BrokerError, and SIEError if the result arrives but cannot be stored.
+        seconds to wait for the result, also the time limit of the work. Raises Unreadable, without publishing the work;
+        TimeoutError; BrokerError; SIEError if the result arrives but cannot be stored.
         """
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")

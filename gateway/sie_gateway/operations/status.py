@@ -54,9 +54,9 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-# largest number of workers that the probe checks in a round, as a check takes 0.1 ms of CPU
+# largest number of workers that the probe checks every EVERY_S seconds, because a check takes 0.1 ms of CPU
 MAX_ASKED = 16
-# seconds after the last request of a page for which the probe checks the workers on this page
+# seconds after the last request from a page during which the probe checks the workers on the page
 LOOKED_S = 5.0
 # seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
 HEARD_S = 0.5
@@ -76,7 +76,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks. `workers`: the workers that a page shows now."""
+        """Set the workers that `run` checks: the workers that a page shows now."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -96,7 +96,7 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        # a timeout means that the worker subscribes; other modules report an unreachable broker
+        # a time-out means that the worker is subscribed and connected; other modules report an unreachable broker
         except BrokerError:
             return False
         return False
@@ -267,7 +267,7 @@ class ClusterStatus:
             while not await stop.wait_for(DEAD_EVERY_S):
                 queues = self.queues()
                 self._trend.sample(queues[0] if queues else None)
-                # other modules report an unreachable broker; the stream of a new pool may not exist yet
+                # ignore errors: other modules report an unreachable broker, and the stream of a new pool may not exist
                 with contextlib.suppress(BrokerError):
                     states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
                     self.dead_letters = sum(state.last_sequence for state in states)
@@ -426,7 +426,9 @@ class ClusterStatus:
             await self._show(frames, scope, receive, send)
 
     async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send frames to a websocket. All websockets of one key share the same frames."""
+        """Send frames to a websocket until it is closed. All websockets of one key with the same content share
+        `frames`.
+        """
         try:
             await frames.show(scope, receive, send)
         finally:

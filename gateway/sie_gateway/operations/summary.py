@@ -22,13 +22,15 @@ from sie_gateway.fleet.planner import ModelBacklog, in_order, model_of
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 COST_SHARE = 0.002  # part of a CPU core that the builds of one summary may take
-MAX_SHOWN = 50  # largest number of workers, and of models, on the page, in clusters of any size
+MAX_SHOWN = 50  # largest number of workers, and largest number of models, on the page
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Cache of the result of `build`, rebuilt so rarely that building takes at most COST_SHARE of the time."""
+    """Cache of the result of `build`. The cache calls `build` so rarely that the calls take at most the share
+    COST_SHARE of a CPU core.
+    """
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -45,7 +47,9 @@ class CachedSummary(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """Workers and models of the cluster, in the order of the page. `findings`: faults of loads and clocks."""
+    """Workers and models of the cluster, in the order in which the page shows them. `failures`: model -> error of a
+    failed load. `findings`: faults of loads and clocks.
+    """
 
     cluster: ClusterInfo
     workers: Sequence[WorkerInfo]
@@ -56,7 +60,7 @@ class ClusterSummary:
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
         """Return the first MAX_SHOWN workers, and the first MAX_SHOWN models with `text` in their name. `visible`
-        returns False for a pool whose name is hidden.
+        returns False for a pool whose name the credential may not read.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
@@ -108,7 +112,7 @@ class LaneTable:
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
         """Build the rows from the placement of a lane, the heartbeats of its healthy workers and waiting messages."""
-        reports: dict[tuple[str, str], list[ModelStatus]] = {}  # statuses of a model's profiles at a worker
+        reports: dict[tuple[str, str], list[ModelStatus]] = {}  # (worker, model) -> statuses of the model's profiles
         for beat in beats:
             for status in in_order(beat.models):
                 reports.setdefault((beat.worker, model_of(status)), []).append(status)

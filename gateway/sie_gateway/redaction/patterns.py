@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 Range = tuple[int, int]  # start and end of a value, in code points
-# returns how many characters of a candidate belong to the value; 0 if the candidate is no value of this kind
+# returns how many characters of a candidate belong to the value; 0 if the candidate is not a value of this kind
 Check = Callable[[str], int]
 # returns the ranges of a kind in a text; the second argument is the region in which national phone numbers are valid
 Finder = Callable[[str, str], Iterator[Range]]
@@ -30,12 +30,12 @@ _EMAIL = (
     r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
 )
 _IPV4 = r"(?<!\d)(?<!\d\.)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
-# An address may follow a word and a colon, as in IP:2001:db8::1. An address must not begin inside a longer address.
+# An address may follow a word and a colon, as in IP:2001:db8::1. A match must not begin inside a longer address.
 _IPV6 = (
     r"(?<!\w)(?<!\w\.)(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
     r"([0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w))"
 )
-# number of characters of an IBAN, by its country
+# country code -> number of characters of an IBAN of this country
 _IBAN_LENGTHS: Mapping[str, int] = {
     country: length
     for length, countries in {
@@ -92,8 +92,8 @@ def _iban(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Return the length of the IP address; 0 if the candidate is no IP address, or is the IPv6 address `::`. A single
-    colon at the end of the candidate is punctuation, and not part of the address.
+    """Return the length of the IP address; 0 if the candidate is not an IP address, or is the IPv6 address `::`. A
+    single colon at the end of the candidate is punctuation, not a part of the address.
     """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
@@ -117,7 +117,7 @@ def _checked(expression: str, check: Check) -> Finder:
 
 def _phone_numbers(text: str, region: str) -> Iterator[Range]:
     """Yield the ranges of valid phone numbers: international numbers, and national numbers of the region."""
-    import phonenumbers  # its tables need 4 MB, so only a process that redacts texts imports it
+    import phonenumbers  # imported here, because its tables need 4 MB and only some processes redact texts
 
     matches = phonenumbers.PhoneNumberMatcher(
         text, region or None, leniency=phonenumbers.Leniency.VALID, max_tries=len(text) + 1
@@ -136,7 +136,7 @@ KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
         "phone_number": (_phone_numbers,),
     }
 )
-# names of the kinds in KINDS as models and people write them, in lower case and with spaces
+# name of a kind, as models and people write it, in lower case and with spaces -> key in KINDS
 _NAMES: Mapping[str, str] = {
     name: kind
     for kind, names in {

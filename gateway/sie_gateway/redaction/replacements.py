@@ -1,4 +1,6 @@
-"""Replacements for personal data in four styles, and redacted texts with the replacements that were made."""
+"""Replacements for personal data in the styles mask, hash, tag and synthetic, and redacted texts with a list of their
+replacements.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ _FIRST_NAMES = (
     "Lee",
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
-_HOSTS = 254  # number of addresses that are used in each of these networks
-_StandIn = Callable[[str, int], str]  # function from a value and its number to a made-up value
+_HOSTS = 254  # number of addresses that are used in each of the networks of _NETS
+_StandIn = Callable[[str, int], str]  # function that returns a made-up value for a value and its number (see below)
 
 
 class ReplacedValue(NamedTuple):
@@ -47,8 +49,8 @@ class ReplacedValue(NamedTuple):
 
 
 class Replacer:
-    """Replacements for the values of one text. Equal values of a kind get equal replacements, different values get
-    different replacements. In the style `mask`, all values get the replacement MASK.
+    """Replacements for the values of one text. Equal values of a kind get the same replacement. Different values get
+    different replacements, except in the style `mask`: there, all values get the replacement MASK.
     """
 
     def __init__(self, style: RedactionStyle, key: bytes = b"") -> None:

@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 
 
 class SensitiveSpan(NamedTuple):
-    """Part of a text with personal data, in code points. `score` is None for a span of a pattern."""
+    """Part of a text with personal data: code points `start` to `end` - 1. `score`: confidence of the model, None for a
+    span that a pattern matched.
+    """
 
     start: int
     end: int
@@ -21,9 +23,9 @@ class SensitiveSpan(NamedTuple):
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """Return spans that do not overlap, in the order of the text. Together they cover the same characters as `spans`.
 
-    Overlapping spans are joined. The joined span gets the kind of the longest of these spans. Among spans of equal
-    length, a span of a pattern decides, else the span with the highest score, else the first span in the text. Spans
-    that only touch are not joined.
+    Overlapping spans are joined. The joined span gets the kind of the longest of the overlapping spans. Of several
+    longest spans, it gets the kind of the span of a pattern; without a pattern, of the span with the highest score; for
+    equal scores, of the first span in the text. Spans that only touch are not joined.
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None
@@ -52,6 +54,6 @@ def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
 
 
 def utf16_offsets(text: str, places: Sequence[int]) -> list[int]:
-    """Return the offsets in UTF-16 code units for `places`, which are ascending offsets in code points."""
+    """Convert ascending offsets in code points (`places`) to offsets in UTF-16 code units."""
     pieces = [text[start:end] for start, end in zip((0, *places), places, strict=False)]
     return list(accumulate(len(piece) + sum(map("\uffff".__lt__, piece)) for piece in pieces))

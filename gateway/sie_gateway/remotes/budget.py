@@ -1,8 +1,8 @@
 """Tokens that all gateways together may send to a remote server in a calendar month (UTC, by the broker's clock).
 
-Each request and each probe is charged before it is sent, by compare-and-set in the broker. If the broker is
-unreachable, nothing is sent. The charge of a request is corrected when the server reports its tokens. The charges of
-probes and of failed requests are not corrected.
+Before a gateway sends a request or a probe, it adds the estimated tokens (the charge) to the month's record in the
+broker by compare-and-set. If the broker is unreachable, the gateway sends nothing. When the server reports the tokens
+of a request, the gateway corrects the charge. It does not correct the charges of probes and of failed requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Stored = RemoteReference | RemoteUsage
 
 
 class BudgetUsed(Exception):
-    """Raised if the tokens of this month are used up."""
+    """Raised if the month has fewer tokens left than a request or probe needs."""
 
 
 class MonthlyBudget:
@@ -43,8 +43,8 @@ class MonthlyBudget:
         return stored.month
 
     async def correct(self, difference: int, month: str) -> None:
-        """Correct the charge of a request, unless its month has ended. `difference`: tokens that it used, minus its
-        charge. `month`: see `spend`. Raises BrokerError.
+        """Correct the charge of a request. Do nothing if the charged `month` has ended. `difference`: tokens that the
+        request used, minus its charge. Raises BrokerError.
         """
 
         def corrected(before: Stored | None) -> RemoteUsage | None:

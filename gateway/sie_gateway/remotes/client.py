@@ -19,7 +19,7 @@ from sie_contracts.url_names import quoted
 from sie_gateway.remotes.configuration import RemoteServer
 
 MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
-# largest number of bytes of a reply: VALUE_BYTES for each number of its vectors, plus ENVELOPE_BYTES
+# largest number of bytes of a reply: VALUE_BYTES for each number (component) of its vectors, plus ENVELOPE_BYTES
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that are caused by the request, and do not count as faults of the server
 
@@ -117,7 +117,7 @@ class RemoteClient:
             answers.append(self._read(raw, len(piece), width))
         vectors, tokens, models = zip(*answers, strict=True)
         reported = frozenset().union(*models)
-        if self._server.kind == "tei":  # /info is read last, to notice if the model was replaced during this call
+        if self._server.kind == "tei":  # read /info last, so that a model that was replaced during this call is noticed
             reported = frozenset({_tei_model(await self._send("GET", "/info", None, 0, until_s))})
         return RemoteAnswer(np.concatenate(vectors), None if None in tokens else sum(tokens), reported)
 
@@ -134,7 +134,9 @@ class RemoteClient:
         }
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, values: int, until_s: float) -> bytes:
-        """Return the body of a reply with at most `values` numbers. Raises RemoteFailed, also after `until_s`."""
+        """Send a request and return the body of the reply. `values`: largest number of vector components in the reply.
+        Raises RemoteFailed, also if there is no reply by `until_s`.
+        """
         left_s = until_s - time.monotonic()
         try:
             async with asyncio.timeout(min(left_s, self._server.timeout_s)):
@@ -179,7 +181,7 @@ class RemoteClient:
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():
             raise RemoteFailed("its vectors have numbers that are not finite")
-        # each text has at least one token: a smaller number is ignored, because the texts would cost too little
+        # ignore a reported number of tokens below the number of texts: it is wrong, and the client would pay too little
         tokens = used if used is not None and used >= count else None
         return RemoteAnswer(vectors, tokens, frozenset({(model or "")[:MAX_NAME]}))
 

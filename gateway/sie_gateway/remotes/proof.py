@@ -43,20 +43,23 @@ PROBES = (
     "  two  spaces   or more ",
 )
 MAX_PROMPTS = 4  # largest number of prompts that a proof covers; requests with other prompts stay in this cluster
-MAX_LONG_TOKENS = 8192  # a model with a higher limit has no long probe text, because each probe would cost too much
+MAX_LONG_TOKENS = 8192  # a model with a larger `max_tokens` has no long probe text, because a probe would cost too much
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 MAX_GOLDEN_BYTES = 64 << 20
 
 
 class ParityBound(NamedTuple):
-    """Smallest cosine, and largest norm of the difference divided by the norm of the reference vector."""
+    """Smallest accepted cosine of a vector and its reference vector, and largest accepted difference: the norm of
+    (vector - reference vector), divided by the norm of the reference vector.
+    """
 
     cosine: float
     difference: float
 
 
-# For 16 and 8 bits, the bound of the difference is the distance of two unit vectors with the bound's cosine. The bound
-# for float32 is smaller, because servers agree better.
+# precision of the reference vectors -> bound. For 16 and 8 bits, the bound of the difference is the distance of two
+# unit vectors whose cosine is the bound of the cosine. For float32 the bound is smaller, because servers agree better
+# there.
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -81,7 +84,9 @@ class Prompt(NamedTuple):
 
 
 class ProbeAgreement(NamedTuple):
-    """Agreement of a vector with its reference vector. `probe`: index of the probe text."""
+    """Agreement of a vector with its reference vector: cosine and relative difference, as in ParityBound. `probe`:
+    index of the probe text.
+    """
 
     cosine: float
     difference: float
@@ -114,7 +119,7 @@ class Reference:
 @dataclass(frozen=True)
 class Proof:
     """Proof that a remote server's vectors of the probe texts agree with the vectors of this cluster. The proof holds
-    for this catalogue entry and for requests with these prompts.
+    for the catalogue entry `entry` and for requests with one of `prompts`.
 
     `any_length`: the proof covers texts that the model truncates, because the vectors of the long probe text agree.
     `any_spaces`: the proof covers texts with white space other than single spaces between words. `unit_length`: all
@@ -135,17 +140,18 @@ class Proof:
     models: frozenset[str] = frozenset()
 
     def covers(self, entry: ModelEntry, run: RunOptions, texts: Sequence[str]) -> bool:
-        """Return True if the proof holds for these options and texts. The texts contain the prompt."""
+        """Return True if the proof holds for these options and texts. `texts`: texts with the prompt around them."""
         prompt = Prompt.from_options(run)
         if entry != self.entry or prompt not in self.prompts or without_prompt(run) != self.run:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # this cluster truncates a long text before it adds the suffix; a remote server also truncates the suffix
+        # a text that is truncated must have no suffix: this cluster adds the suffix after the truncation, but a remote
+        # server truncates the suffix as well
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
-        """Return True if the vectors have a length of about 1, or if the model's vectors have other lengths too."""
+        """Return False if all reference vectors have the length 1, but a vector in `vectors` does not (within 0.01)."""
         return not self.unit_length or bool(np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 0.01)
 
 
@@ -155,8 +161,8 @@ def without_prompt(run: RunOptions) -> RunOptions:
 
 
 def fits(text: str, max_tokens: int) -> bool:
-    """Return True if a text surely has at most `max_tokens` tokens. A token has at least one byte of the normalised
-    text.
+    """Return True if a text surely has at most `max_tokens` tokens, special tokens included: each token of the text
+    stands for at least one byte of the normalised text.
     """
     most = max_tokens - SPECIAL_TOKENS
     # normalisation never reduces the number of characters, so check the length first
@@ -169,7 +175,7 @@ def has_plain_spaces(text: str) -> bool:
 
 
 def source_of(entry: ModelEntry) -> str:
-    """Return the digest of the entry and the probe texts, which determine the reference vectors."""
+    """Return a digest of the entry and the probe texts. Stored reference vectors with another digest are outdated."""
     return hashlib.sha256(msgspec.json.encode([entry, PROBES], order="sorted")).hexdigest()[:32]
 
 
@@ -198,8 +204,9 @@ def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
 
 
 def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
-    """Return the golden vectors of texts without a prompt, from the file that the entry names. None if the file has no
-    such vectors or more than MAX_GOLDEN_BYTES bytes, or if the entry accepts unproven answers.
+    """Return the golden vectors (reference vectors that SIE ships) of texts without a prompt, from the file that the
+    entry names. Return None if the file is missing, has no such vectors or more than MAX_GOLDEN_BYTES bytes, or if the
+    entry accepts unproven answers.
     """
     path = packaged_folder() / entry.golden
     if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
@@ -213,8 +220,8 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
 
 
 def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
-    """Return the stored reference vectors of a worker. None if they are of another entry or of other probe texts, of a
-    precision without a bound, or if their number is wrong.
+    """Return the reference vectors that a worker computed and a gateway stored. Return None if they belong to another
+    entry, to other probe texts or to a precision without a bound, or if their number is wrong.
     """
     if stored.source != source_of(entry) or stored.precision not in BOUNDS:
         return None
@@ -229,7 +236,7 @@ def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | 
 
 
 def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
-    """Yield the agreement of each pair of vectors."""
+    """Yield the agreement of each row of `actual` with the same row of `expected`."""
     left, right = expected.astype(np.float64), actual.astype(np.float64)
     lengths = np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1)
     cosines = (left * right).sum(1) / np.maximum(lengths[0] * lengths[1], 1e-12)
@@ -240,7 +247,7 @@ def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
 
 def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
     """Compare the vectors of a remote server with the reference vectors, and return the proof. If only the vector of
-    the long text deviates, the proof has no `any_length`. Raises Deviates if another vector deviates.
+    the long text deviates, `any_length` of the proof is False. Raises Deviates if another vector deviates.
     """
     bound = BOUNDS[reference.precision]
     agreements = list(measure(reference.vectors, actual))

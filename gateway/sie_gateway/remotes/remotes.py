@@ -50,7 +50,7 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 
-# codes of the errors that mean a lack of capacity in this cluster
+# codes of the errors with which this cluster refuses a request for lack of capacity
 REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"})
 MAX_FAILURES = 2
 CHECK_S = 1.0
@@ -58,7 +58,7 @@ PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next pr
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
-# shortest time, in seconds, between two probes of a server that has lost its proof through its replies
+# shortest time in seconds between two probes of a server that has lost its proof because of failed or wrong replies
 AGAIN_S = 60.0
 # largest number of stored model names of a server; replicas behind its address may report different names
 MAX_MODELS = 16
@@ -111,7 +111,9 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds to wait before the next probe: the rest of AGAIN_S since the last probe, at least 0."""
+        """Return the seconds from `now_s` to the earliest next probe, which is AGAIN_S after the last probe; at least
+        0.
+        """
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
@@ -188,7 +190,7 @@ class Remotes:
         if left_s < MIN_LEFT_S:
             return None
         if call.charge is not None:
-            call.charge.refund()  # for the failed attempt in this cluster
+            call.charge.refund()  # the charge of the failed attempt in this cluster
             call.charge.spend(sum(costs), request.inputs_field)
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
@@ -197,7 +199,7 @@ class Remotes:
             self._count(remote, "budget")
             remote.shortage.met(used)
             return None
-        except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
+        except (BrokerError, TimeoutError) as error:  # without the broker, nobody knows how much of the budget is left
             self._count(remote, "budget")
             remote.shortage.met(f"the broker did not report the tokens left: {error or type(error).__name__}")
             return None
@@ -218,7 +220,7 @@ class Remotes:
         remote.answered(failed=False)
         if self._feed.catalogue.entries.get(entry.id) != entry:  # the entry has changed since the proof
             return None
-        # a text has at most one token for each byte, so a false report of the server cannot cost an API key more
+        # a text has at most one token for each byte: limit the cost to this number, if the server reports more tokens
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs), month, call.received_s + call.budget_s - time.perf_counter())
@@ -232,17 +234,17 @@ class Remotes:
         return finished
 
     async def _correct(self, remote: Remote, difference: int, month: str, left_s: float) -> None:
-        if not difference:  # do not wait for the broker without need
+        if not difference:  # the charge is right, so do not wait for the broker
             return
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
-        except (BrokerError, TimeoutError) as error:  # only logged, because the vectors are already computed
+        except (BrokerError, TimeoutError) as error:  # only logged, because the remote server has computed the vectors
             _logger.warning("the token budget of remote %s keeps an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call, and probe the server again soon. After MAX_FAILURES failed calls in a row, the server
-        gets no requests until a probe shows again that its vectors are equal.
+        gets no requests until it passes a probe.
         """
         self._count(remote, "failed")
         if not failure.is_fault:
@@ -251,7 +253,7 @@ class Remotes:
         _logger.warning("remote %s failed: %s", remote.server.name, failure)
         if remote.proof is None:
             return
-        # probe again soon, because another server may have this address after an outage
+        # probe again soon, because after an outage another server may run at this address
         now_s = self._clock()
         remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
         if remote.failures >= MAX_FAILURES:
@@ -354,8 +356,8 @@ class Remotes:
         self, remote: Remote, reference: Reference, *, normalize: bool
     ) -> tuple[Vectors, frozenset[str]]:
         """Return (vectors, models): the server's vectors of the reference texts, and the model names in its replies. If
-        the server refuses the long text, its vector is zeros, which differ from every reference vector. Raises
-        RemoteFailed.
+        the server refuses the long text, the vector of this text has only zeros, which differ from every reference
+        vector. Raises RemoteFailed.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
@@ -373,9 +375,10 @@ class Remotes:
         return np.concatenate([vectors, long]), models  # the long text is last
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
-        """Return the stored reference vectors of this entry. If workers have the model loaded, but none with the
-        fingerprint of these vectors, a worker computes new vectors. Return None if no vectors are stored and no worker
-        has the model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
+        """Return the stored reference vectors of this entry. If workers have loaded the model, but none of them reports
+        the fingerprint of the stored vectors, a worker computes new vectors. Return None if no vectors are stored and
+        no worker has the model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest,
+        EntryChanged.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -403,14 +406,16 @@ class Remotes:
         return self._fleet.loaded(lane, resolved.residency)
 
     async def _computed(self, resolved: Resolved, precision: str) -> RemoteReference:
-        """Encode the probe texts in this cluster. Raises SIEError, FailedRequest, EntryChanged."""
+        """Let a worker of this cluster compute the vectors of the probe texts. Raises SIEError, FailedRequest,
+        EntryChanged.
+        """
         prompts = proofs.prompts_of(resolved)
         rows: list[Any] = []
         fingerprint = ""
         long = proofs.long_text(resolved.entry)
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
-            # bulk, because only interactive requests may go to a remote server
+            # the priority bulk ensures that this cluster computes the vectors: only interactive requests may leave it
             call = Call(
                 uuid7(),
                 time.perf_counter(),

@@ -23,12 +23,14 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds after a read until its numbers count as unknown
+UNKNOWN_S = 5.0  # seconds after a read for which its numbers are used; after that, they are unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Sum messages by lane and priority, which are the first six tokens of a subject. `counts`: messages by subject."""
+    """Return the first six tokens of a subject, which name lane and priority -> number of messages. `counts`: subject
+    -> number of messages.
+    """
     sums: Counter[str] = Counter()
     for subject, count in counts.items():
         sums[".".join(subject.split(".", 6)[:6])] += count
@@ -40,11 +42,11 @@ class Backlog:
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # not a copy: its owner adds and removes pools
+        self._pools = pools  # not a copy: `PoolRecord`, which owns this object, adds and removes pools
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
-        ] = {}  # by pool: time of the read, number of messages by subject, the same by lane and priority
+        ] = {}  # pool -> (time of the read, number of messages by subject, number of messages by lane and priority)
         self._asking = SharedTasks()
 
     async def run(self, stop: Stop) -> None:
@@ -77,7 +79,7 @@ class Backlog:
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # wait for all queries even if a query fails, so that no query still runs after this call
+        # wait for all queries even if one fails, so that no query runs after the end of this call
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:

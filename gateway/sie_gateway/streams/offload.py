@@ -1,5 +1,5 @@
-"""Payload store for large inputs. If a chunk (part of a request) is too large for a message, the gateway writes its
-inputs to the store, and sends a message with their key. The gateway removes old payloads.
+"""Payload store for inputs that are too large for a message. If a chunk (part of a request) is too large, the gateway
+writes its inputs to the store, and sends a message with their key. The gateway removes old payloads.
 
     chunk above the inline limit ──► inputs and query ──put──► key ──► message with the key, without inputs and query
 """
@@ -32,8 +32,9 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the seconds for which a payload is stored. `max_age_s`: longest life of a message with the payload's key.
-    Raises SettingError if SIE_PAYLOAD_TTL_S is not longer than `max_age_s`.
+    """Return the seconds for which a payload is stored: SIE_PAYLOAD_TTL_S, or if unset, TTL_MARGIN_S more than
+    `max_age_s`. `max_age_s`: longest life of a message with the payload's key. Raises SettingError if SIE_PAYLOAD_TTL_S
+    is not longer than `max_age_s`.
     """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
@@ -71,8 +72,8 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove payloads whose messages have all expired, and return the number of removed payloads. One call
-        removes a limited number of payloads. Several gateways may sweep at the same time. Raises StoreError.
+        """Remove old payloads, whose messages have all expired, and return their number. One call removes a limited
+        number of payloads. Several gateways may call this method at the same time. Raises StoreError.
         """
         return await self.store.sweep(older_than_s=self.life_s, now_s=self.wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 

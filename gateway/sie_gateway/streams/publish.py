@@ -1,4 +1,5 @@
-"""Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
+"""Publishing of work: the streams, their durable consumers (for one model, or for all models of a slot), acknowledged
+messages, and the withdrawal of messages.
 
 Each model has its own consumer for its work of a lane and priority. A stream has a limit of consumers of single models.
 When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
@@ -71,7 +72,9 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Idle record of a consumer: `delivered` messages so far, and `since_s`, the time since which it is unused."""
+    """Idle record of a consumer. `delivered`: number of messages delivered so far. `since_s`: time since which the
+    consumer is unused.
+    """
 
     delivered: int
     since_s: float
@@ -87,9 +90,9 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return the `Rest` of each consumer, by name. A consumer is unused if it has delivered nothing since the last
-    call, and has no waiting or leased message. A used consumer gets `now_s` as `since_s`. `before`: result of the last
-    call; the broker does not store these times.
+    """Return name of a consumer -> `Rest`. A consumer is unused if it has delivered nothing since the previous call,
+    and has no waiting or leased message. A consumer in use gets `now_s` as `since_s`. `before`: result of the previous
+    call, because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -100,9 +103,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If more
-    than 15/16 of `limit` consumers of single models remain, add the excess, longest unused first. A consumer used in
-    the last CROWDED_IDLE_S seconds is not added.
+    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If the
+    number of remaining consumers of single models is above 15/16 of `limit`, add as many as are above, longest unused
+    first, but none that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -148,7 +151,7 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """Return the route for a request's work, and note that its consumer is needed until `deadline_s`."""
+        """Return the route for a request's work, and record that the route's consumer is needed until `deadline_s`."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
@@ -161,7 +164,9 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return True if the consumer had the settings of `spec` at the last check, and was not deleted since then."""
+        """Return True if the consumer had the settings of `spec` at the last check and no notice of its deletion came
+        since.
+        """
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
@@ -190,7 +195,7 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            # not awaited: if the creation fails, the next refresh tries again
+            # create it in the background; if the creation fails, the next refresh tries again
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
@@ -199,7 +204,7 @@ class StreamConsumers:
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Make the next use of each consumer check it again, because a notice of its deletion may be lost."""
+        """Mark all consumers as unchecked, because notices of deletions may be lost: their next use checks them."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -239,8 +244,9 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers, and return their number. If messages for a deleted consumer have arrived, create it
-        again. Raises BrokerError; then any gateway's next refresh creates the missing consumers.
+        """Delete unused consumers, and return their number. If messages for a deleted consumer have arrived, create
+        this consumer again. Raises BrokerError: after that, the next refresh of any gateway creates the missing
+        consumers.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -282,13 +288,13 @@ class WorkConsumers:
         self._idle_s = idle_s
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
-        self._following = asyncio.Lock()  # lets one call of `follow` subscribe to a pool's notices
+        self._following = asyncio.Lock()  # prevents two calls of `follow` from subscribing to a pool's notices
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
-        """Manage the consumers of a pool's stream from now on. The stream must exist. Raises BrokerError."""
+        """Begin to manage the consumers of a pool's existing stream, and return these consumers. Raises BrokerError."""
         async with self._following:
             if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
@@ -357,8 +363,8 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Delete unused consumers if this gateway leads and SWEEP_S seconds have passed. Return their number. Raises
-        BrokerError.
+        """Delete unused consumers and return their number, if this gateway holds the lease and its last deletion was at
+        least SWEEP_S seconds ago. Raises BrokerError.
         """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
@@ -377,7 +383,8 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes reserved beside a message: NATS headers of the publish, or error and ids if the message becomes a dead letter
+# bytes reserved in addition to a message: for the NATS headers of the publish, or for the error and ids in a dead
+# letter
 ENVELOPE_BYTES = 4 << 10
 # smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
 # for the heartbeat of a worker with a few hundred models
@@ -423,8 +430,8 @@ class WorkQueue:
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
         """`on_lost` is called with a pool whose stream was lost with its work, `on_publish` with work items before they
-        are published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
-        `is_reservation(pool)`: the pool is a reservation. Raises SettingError if a limit of the broker is too low.
+        are published. `offload` stores inputs that are too large for a message. `serves` returns True if a pool exists,
+        `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
         """
         self._broker = broker
         self._settings = settings
@@ -434,7 +441,7 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        # by pool: creation time of the pool's stream; if it changes, the broker has lost the stream
+        # pool -> creation time of the pool's stream; a new creation time means that the broker has lost the stream
         self._created: dict[str, str] = {}
         # tasks that withdraw messages; a failed task does not end the gateway, because the stream's age limit also
         # removes the messages
@@ -488,7 +495,8 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        # a reservation has no stream of dead letters: its workers write them to their original pool, which remains
+        # a reservation has no stream of dead letters: its workers write dead letters to the pool of their settings,
+        # which remains after the end of the reservation
         if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
@@ -528,7 +536,7 @@ class WorkQueue:
         try:
             await self._broker.ensure_stream(spec)
         except (TopologyMismatch, UnsafeUpdate) as error:
-            # only logged, because a stream with other settings still stores dead letters
+            # only logged, because a stream with other settings also stores dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
@@ -549,13 +557,13 @@ class WorkQueue:
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # nobody would remove the messages of an ended reservation
+            self._require(lane.pool)  # publish nothing to an ended reservation: nobody would remove its messages
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        # nearly every request has one chunk and a verified consumer: this branch needs no task and no semaphore
+        # the usual case, one chunk and a verified consumer, needs no task and no semaphore
         if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
@@ -566,7 +574,7 @@ class WorkQueue:
     async def _publish_all(
         self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
     ) -> list[StreamPosition]:
-        # limits how many messages of a large request are in memory at once
+        # limits the number of messages of a large request that are in memory at the same time
         turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
 
         async def in_turn(item: WorkItem) -> StreamPosition:
@@ -589,11 +597,11 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which cleans up after a failed request, in the background, so that the response need not wait."""
+        """Run `work` (a clean-up after a failed request) in the background, so that the reply does not wait for it."""
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
-        """Wait at most UNDO_S seconds for the background work, then cancel it."""
+        """Wait at most UNDO_S seconds for running clean-ups (see `undo`), cancel the rest, and stop the consumers."""
         if not await self._undoing.settle(UNDO_S):
             _logger.warning(
                 "%d removals of messages of ended requests were cut short by the shutdown", len(self._undoing)
@@ -610,7 +618,8 @@ class WorkQueue:
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
         """Publish one message and return its position. If the caller cancels this call, withdraw the message, because
-        the broker may have stored it. After an error, withdraw nothing: workers drop messages after their time limit.
+        the broker may have stored it. After an error, withdraw nothing: if the broker has stored the message, workers
+        drop it after its time limit.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False

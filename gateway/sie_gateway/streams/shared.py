@@ -12,7 +12,7 @@ from sie_runtime.process import cancel_all
 
 
 class SharedTasks:
-    """Running tasks by key. A task continues if no caller waits for it any more; its exception is then ignored."""
+    """Running tasks by key. A task continues even if all its callers are cancelled; nobody then sees its exception."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
