@@ -63,8 +63,8 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. If the
-# parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
+# Largest number of bytes of a chunked body, and of the start of each received piece of input, that are parsed at a
+# time. If the parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
 # Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
 # may return tens of thousands of chunks of one byte.
@@ -77,7 +77,7 @@ LINGER_S = 5.0
 HALF_CLOSED_S = 1.0
 # shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
-MAX_PIPELINED = 128  # largest number of unanswered requests of one connection
+MAX_PIPELINED = 128  # largest number of unanswered requests of one connection; a further one closes the connection
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
 _CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # control characters except the tab
@@ -94,7 +94,7 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
         return None
     lines = [b": ".join(pair) for pair in headers]
     text = b"".join(lines)
-    # deleting bytes is twice as fast as a search with a regular expression
+    # unusual: names with other bytes, or control characters. Deletion finds them twice as fast as a regular expression.
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
@@ -570,8 +570,8 @@ _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 # names that do not exist in public DNS, so that no foreign web page can have them as host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
-# largest number of bytes of a Host header whose check is cached; longer headers, which are no DNS names, would fill
-# memory
+# largest number of bytes of a Host header whose check is cached. A longer header is no DNS name, and a cache of long
+# headers would fill memory.
 _MAX_CACHED_HOST = 255
 
 
@@ -622,7 +622,9 @@ class HostNames:
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDenied for a foreign host name, and if a foreign page may change or compute something."""
+        """Raise PermissionDenied for a foreign host name, and for a request by which a foreign page would change or
+        compute something.
+        """
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
@@ -676,7 +678,9 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Return (name, port) of a Host header. The name has no brackets (IPv6), no final dot; a missing port is empty."""
+    """Return (name, port) of a Host header. The brackets of an IPv6 address, and the final dot of any other name, are
+    removed. The port is empty if the header has none.
+    """
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
         return name, rest.removeprefix(":")
