@@ -62,7 +62,9 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return client options. Without `api_key`, the key of the environment is used; with None, no key is sent."""
+    """Return client options with an `api_key`. If the option is missing, the key of the environment is used; if it is
+    None, no key is sent.
+    """
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -141,7 +143,7 @@ def best(answers: Iterable[Answer]) -> Answer:
 
 
 def log_of_background(error: BaseException | None) -> None:
-    """Log the error of a background plan. A plan that was only stopped is not logged."""
+    """Log the error of a background plan. Nothing is logged for a plan that the driver has stopped."""
     if error is not None and not isinstance(error, Ended):
         _logger.error("the renewal of a pool stopped with an error", exc_info=error)
 
