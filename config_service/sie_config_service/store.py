@@ -105,7 +105,9 @@ class ReplySlot:
     sequence: int
 
     def find(self, key: str, now_s: float) -> RecordedReply | None:
-        """Return the reply for a key; None if there is no reply younger than REPLY_KEPT_S."""
+        """Return the reply to the write with this Idempotency-Key; None without a reply younger than REPLY_KEPT_S.
+        `key`: digest of the Idempotency-Key.
+        """
         return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:

@@ -6,7 +6,7 @@ the write is repeated.
                    ▲                                                    │
                    └────────────── another writer was faster ◄──────────┘
 
-Each attempt computes the new document from the current model, so that no other update is lost.
+Each attempt computes the new document from the current model, so that no write of another writer is lost.
 """
 
 from __future__ import annotations
@@ -292,8 +292,9 @@ class Edits:
         return ParsedDocument({"id": model, **translation.entry}, document.node), translation.ignored
 
     def put(self, model: str, document: ParsedDocument, sent: ParsedDocument) -> Edit:
-        """Return an edit that replaces a model by `document`. If `sent`, the document of the request, is a public file,
-        the edit translates it again, for the model as it is at the time of the write.
+        """Return an edit that replaces a model by `document`. If `sent`, the document of the request, is a model file
+        of the open-source SIE project, the edit translates `sent` again, with the values that the stored model has at
+        the time of the write.
         """
 
         def desired(document: ParsedDocument) -> dict[str, Any]:

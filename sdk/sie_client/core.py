@@ -254,7 +254,7 @@ class Session:
 
     @property
     def within_s(self) -> float:
-        """Return the seconds after which the client stops waiting for an answer."""
+        """Return how many seconds the client waits for the answer to a request: the server's deadline and GRACE_S."""
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:

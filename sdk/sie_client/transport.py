@@ -18,7 +18,7 @@ from sie_contracts import client_environment
 from sie_contracts.loopback import causes, client_options, is_local, is_refused
 
 CONNECT_S = 10.0
-PIECE_BYTES = 1 << 20  # largest number of bytes of a response's body that are given to a sink at once
+PIECE_BYTES = 1 << 20  # largest number of bytes of a response's body that a BodySink gets in one call
 CLOSE_S = 5.0  # seconds that the end of a `with client.reserve()` block waits for a renewal that is running
 _logger = logging.getLogger("sie_client")
 
@@ -92,7 +92,7 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
     or a header cannot be sent, the host is unknown, its certificate is not trusted, or the URL is https and the port
     speaks plain http. `is_nobody` is True if a port of this machine refuses the connection and no server has answered
-    there before (`has_answered`): a server that has answered before may only be restarting.
+    on this port before (`has_answered`): a server that has answered before may only be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_refused_by_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)

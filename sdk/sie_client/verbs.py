@@ -191,7 +191,7 @@ def _send_parts(
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
-    # entries of a score reply are sorted by score, and item ids may be equal: only positions identify the item
+    # score: a reply is sorted by score, and ids of items may be equal, so the items' positions are sent as ids
     plans = (request.send_one_of_several(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     outcomes: list[_PartReply | SIEError] = yield Together(plans, session.concurrency)
     replies = [outcome for outcome in outcomes if isinstance(outcome, _PartReply)]

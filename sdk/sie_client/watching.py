@@ -137,7 +137,7 @@ class AsyncStatusSocket(_Url):
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives together with a frame.
+            # not asyncio.wait_for: before Python 3.12, it loses a cancellation that arrives together with a frame
             await asyncio.wait({receiving}, timeout=SILENCE_S)
             if not receiving.done():
                 raise OSError(f"no frame within {SILENCE_S:g} s")

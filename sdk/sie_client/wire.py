@@ -107,7 +107,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Encode a request as msgpack. Raises InvalidInputError with `subject` if msgpack cannot encode a value."""
+    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value of an unsuited type."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:

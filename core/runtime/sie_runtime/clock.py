@@ -43,7 +43,7 @@ def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
 
 
 class BrokerClock:
-    """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
+    """Clock of the broker. One task runs `run`; every task of the process may use `now_s` and `margin_s`.
 
     `stream`: the source of the time is the broker's server that leads this stream, because this server sets the
     timestamps of messages. Before the first measurement, `now_s` is the wall clock of this machine and `margin_s` is
@@ -64,7 +64,9 @@ class BrokerClock:
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return the wall clock minus the broker's clock, in s (error: `margin_s`); None before a measurement."""
+        """Return the wall clock minus the broker's clock, in seconds; None before the first measurement. The error is
+        at most `margin_s`.
+        """
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:

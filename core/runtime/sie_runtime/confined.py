@@ -55,7 +55,7 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # these errors mean that the parent has ended; a FrameError may also mean an incomplete or too large frame
+    # these errors end the loop: the parent has ended, or (FrameError) has sent an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
         while True:  # no variable holds the job or its answer, which would stay in memory until the next job

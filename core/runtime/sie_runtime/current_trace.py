@@ -48,5 +48,5 @@ def _flags(match: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """Use the trace of a request in this task, and in the tasks that this task starts."""
+    """Set TRACE_ID to the trace of a request, in this task and in the tasks that this task starts."""
     TRACE_ID.set(trace_id_of(context.traceparent))

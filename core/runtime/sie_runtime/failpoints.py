@@ -1,5 +1,5 @@
-"""Failpoints: named lines of the code at which a test can kill, stop or fail a process. They work only with
---failpoints.
+"""Failpoints: named lines of the code at which a test can kill, stop or fail a process. They do nothing in a process
+that was started without the option --failpoints.
 
     --failpoints sidecar.before_ack=crash,gateway.published=error:2     `:2`: only the first two calls raise the error
 

@@ -1,5 +1,5 @@
 """Copy of the catalogue of models in gateways and sidecars. `CatalogueFeed` first reads a full export from the config
-service. Then each write arrives as a message (delta). A poll of the catalogue's epoch (its version) shows missed ones.
+service. Then it gets a message (delta) for each write. It polls the catalogue's epoch (version) to find missed deltas.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect

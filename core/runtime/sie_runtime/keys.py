@@ -110,7 +110,7 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """Return the key in an entry. Raises ValueError if the entry was removed, is not a key, or has another id."""
+    """Return the key in an entry. Raises ValueError if the entry was removed, is no key, or has another key's id."""
     if entry.value is None:
         raise ValueError("the key was removed")
     key = msgspec.json.decode(entry.value, type=Key)
@@ -147,7 +147,7 @@ def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) ->
 
 
 class KeyBuckets:
-    """Bucket of keys and its copy, for commands that change both."""
+    """Bucket of keys and its copy, for commands such as `sie keys revoke`, which change both buckets."""
 
     def __init__(self, bucket: KeyValue, copy: KeyValue) -> None:
         self.bucket = bucket
@@ -240,7 +240,7 @@ class Keys:
         """Watch both buckets until `stop` is requested. Every CHECK_S seconds, check whether a bucket was deleted or
         recreated.
         """
-        troubles = [Trouble(_logger, f"the last keys of {record.bucket.name} stay in use") for record in self._records]
+        troubles = [Trouble(_logger, f"{record.bucket.name}: the last keys stay in use") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
         try:
@@ -251,7 +251,7 @@ class Keys:
                             _logger.info("bucket %s was read; %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                if not self._records[0].is_stale:  # while the bucket's records are stale, keys may look lost
+                if not self._records[0].is_stale:  # until the bucket is read after a reconnect, keys may look lost
                     lost = self.lost()
                     # a key counts as lost only after two checks in a row, because the watches of the two buckets may
                     # deliver a change at different times

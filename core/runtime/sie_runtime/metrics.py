@@ -2,8 +2,8 @@
 values). Values that other objects store are read only at a scrape.
 
     each request of a name ── met(name) ──► MetricMaker.traffic
-    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the
-    series of names that are no longer among the busiest end
+    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own; series of
+    other names are removed
 
 A name is the value of a metric's first label: a model or a key.
 """

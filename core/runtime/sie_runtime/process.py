@@ -307,8 +307,8 @@ class Trouble:
 
 @contextlib.asynccontextmanager
 async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. No `except*`
-    clause raises this error, because Python before 3.11.4 would wrap the error in an ExceptionGroup.
+    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. This code
+    avoids `except*`: before 3.11.4, Python wraps an error that is raised there in an ExceptionGroup.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -321,8 +321,8 @@ async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGr
 
 class Tasks:
     """Long-lived tasks of a component. If a task ends with an exception, the exception is logged, `failed` becomes
-    true, and `on_failure` is called, which must end the component. Every background task must be in such a group: a
-    task outside of a group could end unnoticed, and the component would do no work.
+    true, and `on_failure` is called, which must end the component. Every background task must be started by `start`:
+    any other task could end unnoticed, and the component would do no work.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:

@@ -4,10 +4,10 @@
     response before the end of the body ──► no further request; input is discarded for at most LINGER_S
     client closes its sending side after a whole request ──► response, if the client still reads
 
-The head and the trailers of a request have together at most MAX_HEAD_BYTES, and so have the chunk headers between two
-pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at least at the
-minimum rate of the server; time in which the server does not read the body is not counted. `Protocol._refuse` sends an
-error body only if the client cannot take this body for the response to another request.
+The head and the trailers of a request have together at most MAX_HEAD_BYTES. The same limit applies to the chunk headers
+between two pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at
+least at the minimum rate of the server; time in which the server does not read the body is not counted.
+`Protocol._refuse` sends an error body only if the client cannot take this body for the response to another request.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
@@ -185,7 +185,8 @@ class _Cycle(RequestResponseCycle):
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on slow, incomplete and large requests. It replaces uvicorn's class of the request
-    cycle by `_Cycle`, because uvicorn has no option for this. A head that arrives in one piece starts no timer.
+    cycle by `_Cycle`, because uvicorn has no option for this. To save time, a head that arrives in one piece starts no
+    timer.
     """
 
     server_state: SharedState
@@ -227,7 +228,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.pipeline:  # uvicorn tells only the newest request that its client has disconnected
+        if self.pipeline:  # uvicorn informs only the newest request, not the oldest, that the client has disconnected
             self._oldest.abandon()
         # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
@@ -238,7 +239,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._unread is None:
             self._parse(data)
-        else:  # the application resumed reading before `_parse_unread` has parsed the earlier input
+        else:  # `_parse_unread` has not parsed the earlier input yet, although the application resumed reading
             self._unread += data
             self.transport.pause_reading()
 
@@ -437,9 +438,9 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Send an error for input that is malformed, too slow or on a connection above the limit, after the responses
-        to earlier requests; then close the connection. Send no error if the response to this request has begun, or if
-        the last request was read completely and awaits its response: the client would take the error for this response.
+        """Send an error, after the responses to earlier requests, and close the connection: its input is malformed or
+        too slow, or there are too many connections. Send no error if the response to this request has begun, or if the
+        last request was read completely and awaits its response: the client would take the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
