@@ -328,7 +328,7 @@ class _VectorRows:
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]), self._lock:
             if any({"scale", "offset"} & slot["outputs"]["dense"].keys() for slot in reply.body["items"]):
-                raise invalid("output_dtype: embed returns no scale; call encode")
+                raise invalid("output_dtype: embed cannot return the scale of these vectors; call encode instead")
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
             end, shape = reply.start + len(vectors), vectors.shape[1:]
             if self._whole is None:
