@@ -105,8 +105,8 @@ class ReplySlot:
     sequence: int
 
     def find(self, key: str, now_s: float) -> RecordedReply | None:
-        """Return the reply to the write with this Idempotency-Key; None without a reply younger than REPLY_KEPT_S.
-        `key`: digest of the Idempotency-Key.
+        """Return the reply to the write whose Idempotency-Key has the digest `key`; None if the slot has no such reply
+        that is younger than REPLY_KEPT_S.
         """
         return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 
