@@ -17,7 +17,9 @@ from sie_runtime.keys import Key, Keys
 
 
 class ConfigGate:
-    """Check of the credentials of a request. Each configured token is always compared, in constant time."""
+    """Check of the credentials of a request. The request's token is compared with every configured token, each time in
+    constant time, so that the duration of a check reveals nothing about the tokens.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._admin = settings.admin_token
@@ -26,7 +28,7 @@ class ConfigGate:
         self._keys: Keys | None = None
 
     def go_by(self, keys: Keys) -> None:
-        """Set the client keys, which the broker stores. From now on, `check` accepts their tokens."""
+        """Set the clients' API keys, which the broker stores. `check` then also accepts the tokens of these keys."""
         self._keys = keys
 
     def check(self, method: str, match: Match[Any], authorization: str) -> str:

@@ -1,7 +1,8 @@
-"""Guard of aliases and models: refuses a write over the API that makes a valid alias invalid, unless it is forced.
+"""Guard of aliases, the names that stand for one or several models. It refuses a write over the API that makes a valid
+alias invalid, unless the request has `force=true`.
 
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
-    a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
+    a write of a model  ──► is it a target of aliases in the index? ──► they stay valid: stored; else 409, unless forced
 
 The index is one key of the bucket, with the targets of each alias. Every change over the API also writes the index, by
 compare-and-set in the same batch. So if one replica adds an alias of a model while another replica changes the model,
@@ -88,8 +89,8 @@ async def guard(
     force: bool,
 ) -> GuardedWrite:
     """Check a write of a model or alias before it is stored. `entry`: the new document, None for a removal. `held`: the
-    stored model or alias before the write. `index`, `read`: the current index and models. `catalogue`: a function that
-    parses the whole catalogue. This function is slow, so it is called only to suggest names in an error.
+    stored model or alias before the write. `index`, `read`: the current index and models. `catalogue`: a slow function
+    that parses the whole catalogue; it is called only to suggest names in an error.
 
     With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias or an id
     that is in use; ContentConflict, with the names of the aliases, if aliases become invalid without `force`.

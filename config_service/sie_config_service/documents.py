@@ -115,8 +115,9 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in the path of a fault by the faulty map key. Keys are parsed in order. So a bisection finds
-    the faulty key: the last key of the shortest beginning of its map that has the fault.
+    """Return the path of a fault (`message`) with each `[...]` replaced by the faulty key of that map. `parse` reads
+    the keys in order and stops at a fault. So a bisection searches the smallest n for which the first n keys of the map
+    have the fault: key number n is the faulty key.
     """
     loc = message
 

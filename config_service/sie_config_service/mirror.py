@@ -5,9 +5,9 @@ read gets only new writes, so its size does not grow with the number of models.
                                          └─► CatalogueSnapshot: all models at one epoch, and for each bundle (set of
                                              families of one worker image) the last write that concerned it
 
-The config service's reply to a write must contain that write. This module therefore does not use
-`sie_broker.record.Record`, which may be behind its bucket for a moment. Each read asks the bucket's leader for its last
-revision, then any replica of the bucket for the writes up to this revision, and applies all of these writes or none.
+A read of the config service must contain all earlier writes. This module therefore does not use
+`sie_broker.record.Record`, which may be behind its bucket for a moment. Each read asks the broker's server that leads
+the bucket for the last revision, then any server for the writes up to it, and applies all of these writes or none.
 
 The epoch has two parts: the time when the bucket was created, and the number of the catalogue's last write.
 The bucket also stores replies for requests with an Idempotency-Key; their writes do not change the epoch.
@@ -36,7 +36,7 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
 REPLIES = "replies"  # first part of the keys of stored replies, which are not models
-BEHIND_S = 2.0  # seconds for which a replica of the broker may lack writes that the leader already has
+BEHIND_S = 2.0  # seconds for which a server of the broker may lack writes that the bucket's leader already has
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
@@ -76,8 +76,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the write of this revision's history record, which a batch writes directly after the
-        model. Every epoch with this revision has at least this number.
+        """Return the number of the write that stored the newest revision's history record, directly after the model in
+        the same batch. An epoch contains this revision if the epoch's number is at least this number.
         """
         return self.sequence + 1
 
@@ -188,8 +188,8 @@ class Mirror:
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Read new writes, and return all models after the newest write of the bucket's leader. Raises BrokerError;
-        NotReady for an unreadable record or a lost bucket.
+        """Read new writes, and return all models as of the newest write that the bucket's leader has. Raises
+        BrokerError; NotReady for an unreadable record or a lost bucket.
         """
         async with self._lock:
             try:
@@ -217,8 +217,8 @@ class Mirror:
         self.suspect.set()
 
     async def check(self) -> bool:
-        """Open the bucket again and read it. Return True if the bucket is lost, or lacks writes of the last snapshot.
-        Raises BrokerError, NotReady.
+        """Open the bucket again and read it. Return True if the bucket is lost, or lacks writes that were in the
+        snapshot `before`. Raises BrokerError, NotReady.
         """
         await self._bucket.open()
         try:
@@ -239,7 +239,7 @@ class Mirror:
         """
         async with self._lock:
             last = await self._bucket.write(list(writes))
-            if not self._now.epoch:  # a reconnect discarded it; the next read gets this batch
+            if not self._now.epoch:  # a reconnect discarded the snapshot; the next read gets this batch
                 return None, last
             first = last - len(writes) + 1
             try:
@@ -281,7 +281,7 @@ class Mirror:
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
-            # the reply came from a replica of the bucket that lacks the newest writes: read again after a pause
+            # the reply came from a server of the broker that lacks the newest writes: read again after a pause
             await asyncio.sleep(_PAUSE_S)
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
             raise BrokerUnavailable(f"the broker has write {last} of the catalogue's bucket, but does not return it")

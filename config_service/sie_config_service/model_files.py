@@ -16,7 +16,7 @@ _logger = logging.getLogger("sie.config")
 
 
 class ModelFiles:
-    """Checks entries against the models' files, if the files are where a worker looks for them. Downloads none."""
+    """Checks entries against the models' files, if the files are where a worker looks for them. Downloads no files."""
 
     def __init__(self, settings: Settings) -> None:
         self._sources = WeightSources(settings.cache_folder, may_download=False)

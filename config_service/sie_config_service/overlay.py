@@ -163,7 +163,7 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files. From a bucket, read at most one byte more than the limit: enough to refuse the file."""
+        """Read these files. From a bucket, read at most MAX_FILE_BYTES + 1 bytes, enough to refuse a larger file."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()

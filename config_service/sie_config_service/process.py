@@ -42,8 +42,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store, and seed it with the models of the folders. `cached_overlay`: overlay of an earlier call. If the
-    folders cannot be read now, seed the models of its last read. Raises SettingError, BrokerError, NotReady.
+    """Open the store, and seed it with the models of the folders. `cached_overlay`: overlay of an earlier call; if the
+    folders cannot be read now, seed the models that it read last. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -61,7 +61,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
             overlay.name,
             error,
         )
-        folders, signature = overlay.last, {}  # an empty signature makes the watch read the folder again
+        folders, signature = overlay.last, {}  # the empty signature makes `Reload` read the folder again
     store = await open_store(broker, settings)
     await store.snapshot()  # after this read, the store refuses a bucket that was created later
     if lost := await retry_conflicts(store.recover):

@@ -63,8 +63,8 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 
 @dataclass
 class _Watched:
-    """Stored change. Until `due_s`, `Reload` checks whether all gateways, and the workers of `bundles`, have reached
-    `epoch`.
+    """Stored change. Until `due_s` (monotonic time), `Reload` checks whether all gateways, and the workers of
+    `bundles`, have reached `epoch`. `outcome`: log text about the change.
     """
 
     outcome: str

@@ -1,5 +1,5 @@
-"""Restore of models. If the load of a model's new revision failed permanently on a worker, and no worker has loaded it,
-then the last revision that was loaded is written again.
+"""Restore of models. If a worker permanently failed to load a model's new revision, and no worker has loaded this
+revision, then the last revision that was loaded is written again.
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
@@ -29,8 +29,8 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model whose `revision` failed permanently on a worker and is loaded on none. `loaded`: the last loaded
-    revision. `why`: the load's error.
+    """Model whose `revision` a worker permanently failed to load and no worker has loaded. `loaded`: the revision that
+    was loaded last. `why`: error of the failed load.
     """
 
     model: str
@@ -100,6 +100,6 @@ class Restore:
         restore = WriteRequest(
             RESTORE, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        # ContentConflict: another writer changed the model first, or an alias needs the model as it is; the model stays
+        # raises ContentConflict, and changes nothing, if another writer changed the model or an alias needs it as it is
         await self._writer.write(restore)
         _logger.error("%s: %s", failed.model, note)

@@ -1,5 +1,5 @@
-"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run. If two replicas
-write the same key, compare-and-set lets one write succeed.
+"""Catalogue in a key-value bucket of the broker. A replica of the config service has no other state, so any number of
+replicas may run. If two replicas write the same key, compare-and-set lets one write succeed.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► for each write of a model, one delta to each bundle concerned
@@ -60,7 +60,7 @@ from sie_runtime.process import Stop, retry
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5
-SEED_BATCH = 200  # models per batch: each needs two messages, and the broker accepts at most 1,000
+SEED_BATCH = 200  # models per batch: a model needs two messages, and the broker accepts at most 1,000 in a batch
 REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
@@ -105,7 +105,9 @@ class ReplySlot:
     sequence: int
 
     def find(self, key: str, now_s: float) -> RecordedReply | None:
-        """Return the reply for a key; None if there is no reply younger than REPLY_KEPT_S."""
+        """Return the reply to the write whose Idempotency-Key has the digest `key`; None if the slot has no such reply
+        that is younger than REPLY_KEPT_S.
+        """
         return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
@@ -468,7 +470,9 @@ class CatalogueStore:
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Replace the bundles in the bucket. Return whether one changed. Raises WrongRevision after SEED_ATTEMPTS."""
+        """Replace the bundles in the bucket. Return whether a bundle changed. Raises WrongRevision if each of
+        SEED_ATTEMPTS attempts conflicts with another writer.
+        """
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
         async def attempt() -> bool:
@@ -579,8 +583,8 @@ def digest_of(*parts: bytes) -> str:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the catalogue's store, and create its bucket if the bucket does not exist. The first use opens the copy.
-    Raises BrokerError.
+    """Open the catalogue's store, and create its bucket if the bucket does not exist. The bucket with the copy is
+    opened at its first use. Raises BrokerError.
     """
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)

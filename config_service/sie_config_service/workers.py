@@ -1,4 +1,6 @@
-"""Heartbeats of workers and announcements of gateways: which processes are alive, and which epoch each has reached."""
+"""Heartbeats of workers and announcements of gateways. They show which processes are alive, and which epoch of the
+catalogue each process has reached.
+"""
 
 from __future__ import annotations
 

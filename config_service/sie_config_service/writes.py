@@ -6,7 +6,7 @@ the write is repeated.
                    ▲                                                    │
                    └────────────── another writer was faster ◄──────────┘
 
-Each attempt computes the new document from the current model, so that no other update is lost.
+Each attempt computes the new document from the current model, so that no write of another writer is lost.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class WriteReply:
 
 
 class CatalogueWriter:
-    """Writer of one replica. It runs one write at a time. Compare-and-set decides between replicas."""
+    """Writer of one replica of the config service. It runs one write at a time. If two replicas write the same model,
+    compare-and-set lets one write succeed.
+    """
 
     def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
         """`check` raises ValidationFailed for an entry that no worker could load."""
@@ -154,7 +156,7 @@ class CatalogueWriter:
                 }
             _logger.info("%s of %s: revision %d", request.operation, request.model, held.revision + 1)
         else:
-            await store.copy_held(held)  # the write of this entry may have ended after the bucket and before the copy
+            await store.copy_held(held)  # the write of `held` may have ended before it reached the copy
             if reply is not None:
                 await store.remember(reply)
         return WriteReply(body, created)
@@ -266,9 +268,9 @@ class Edits:
         return edit
 
     async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
-        """Translate a model file of the open-source SIE project into a document of this catalogue. Return it, and the
-        ignored fields with the reasons. `model`: its id if the file has none. A document in another format is returned
-        unchanged. Raises ValidationFailed.
+        """Translate a model file of the open-source SIE project into a document of this catalogue. Return the document,
+        and the ignored fields with the reasons. `model`: id of the model if the file has no id. A document in another
+        format is returned unchanged. Raises ValidationFailed.
         """
         if not is_public(document.value):
             return document, ()
@@ -290,8 +292,9 @@ class Edits:
         return ParsedDocument({"id": model, **translation.entry}, document.node), translation.ignored
 
     def put(self, model: str, document: ParsedDocument, sent: ParsedDocument) -> Edit:
-        """Return an edit that replaces a model by `document`. If `sent`, the document of the request, is a public file,
-        the edit translates it again, for the model as it is at the time of the write.
+        """Return an edit that replaces a model by `document`. If `sent`, the document of the request, is a model file
+        of the open-source SIE project, the edit translates `sent` again, with the values that the stored model has at
+        the time of the write.
         """
 
         def desired(document: ParsedDocument) -> dict[str, Any]:

@@ -53,16 +53,18 @@ class Job(SeenJob[ThreadDriver]):
         return self
 
     def wait(self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None) -> Job:
-        """Wait until the job is completed. Return this object. `on_progress` is called at least every few seconds.
-        Raises JobFailedError if the job fails, expires or is cancelled. Raises JobTimeoutError after `timeout_s`; the
-        job continues.
+        """Wait until the job is completed. Return this object. `on_progress` is called with the job after each poll,
+        that is every 0.5 to 5 seconds. Raises JobFailedError if the job fails, expires or is cancelled. Raises
+        JobTimeoutError after `timeout_s` (seconds; None: never); the job continues.
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     def pause(self) -> Job:
-        """Pause the job. Running parts of the input are stopped and run again after `resume`; finished parts stay."""
+        """Pause the job. Parts of the input that are running are stopped, and run again after `resume`. The output of
+        finished parts is not lost.
+        """
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 

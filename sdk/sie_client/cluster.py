@@ -95,7 +95,7 @@ def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
     """Send the smallest input that the model accepts, so that a worker loads the model. Return the model's description.
-    Raises the errors of a call, and InvalidInputError if the model accepts only inputs that the client cannot build.
+    Raises the errors of `core.call`, and InvalidInputError if the client can build no input that the model accepts.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)

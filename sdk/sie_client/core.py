@@ -28,7 +28,7 @@ from sie_contracts import __version__, url_names
 from sie_contracts.errors import UNDECODABLE
 
 CONNECTION_BUDGET_S = 120.0
-# seconds of retries if a port of this machine refuses connections and no server has answered there before
+# seconds of retries if a port of this machine refuses connections and no server has answered on this port before
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
@@ -69,10 +69,11 @@ class BodySink(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request; `path` is relative to the base URL. The request fails if no byte of the response arrives for
-    `within_s` seconds. After `hedge_after_s` seconds without a response, the driver may send a second copy; the first
-    success counts. `sink` receives the body of a successful response; the body of `Received` is then empty. After an
-    attempt without a response of SIE, `call` sends the request again only if `may_repeat` returns True.
+    """Step to send an HTTP request. `path`: relative to the base URL. `within_s`: the attempt fails if no byte of the
+    response arrives for this number of seconds. `hedge_after_s`: after this number of seconds without a response, the
+    driver may send a second copy of the request, and uses the first successful response; None: no copy. `sink`: gets
+    the body of a successful response; `Received.body` is then empty. `may_repeat`: after a broken connection or the
+    error of a proxy, SIE may have run the request; `call` sends it again only if this function returns True.
     """
 
     method: str
@@ -100,7 +101,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call `function`, which may block; the asyncio driver uses a thread. Its result is that of `function`."""
+    """Step to call `function`, which may block; the asyncio driver uses a thread. The result is the return value."""
 
     function: Callable[[], Any]
 
@@ -114,8 +115,8 @@ class HttpAnswer:
 
 @dataclass(frozen=True)
 class Together:
-    """Step to run plans, at most `concurrency` at a time. Its result is the list of the plans' results, in order. If
-    one plan raises, all others are stopped. The iterator `plans` may block, for example to read files.
+    """Step to run plans, at most `concurrency` at a time. The result of the step is the list of the plans' results, in
+    order. If one plan raises, all others are stopped. The iterator `plans` may block, for example to read files.
     """
 
     plans: Iterator[Plan[Any]]
@@ -134,9 +135,9 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may nevertheless have run the request. If `is_permanent`,
+    """Failure of a request: no response arrived. The server may nevertheless have run the request. If `is_permanent`,
     another attempt is useless. `address`: the server's address. `is_nobody`: a port of this machine refused the
-    connection, and no server has answered there before.
+    connection, and no server has answered on this port before.
     """
 
     cause: Exception
@@ -152,8 +153,9 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """Waiting state that all requests of a call share. A request that succeeds replaces `mark` by a new object. Any
-    other request sees the new object after its next failure, and sets its waiting time back to 0: the server works.
+    """State of waiting that all requests of a call share. A request that succeeds replaces `mark` by a new object. If
+    another request of the call then fails and sees the new object, it sets its waiting time back to 0, because the
+    server works.
     """
 
     def __init__(self) -> None:
@@ -179,8 +181,8 @@ class LoggedWarnings:
 
 
 class Hedges:
-    """Permits for second copies of slow requests. A session begins with one permit, gets one more for every five
-    requests, and has at most MAX_HEDGES. So second copies add at most a fifth to the server's load.
+    """Permits for second copies of slow requests (`Send.hedge_after_s`). A session begins with one permit, gets one
+    more for every five requests, and has at most MAX_HEDGES. So second copies add about a fifth to the server's load.
     """
 
     def __init__(self) -> None:
@@ -244,7 +246,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return (session of a call, parameters). Client options change the session, all others are parameters."""
+        """Return (session of a call, parameters). The fields of Session are options; all other names are parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -252,7 +254,7 @@ class Session:
 
     @property
     def within_s(self) -> float:
-        """Return the seconds after which the client stops waiting for an answer."""
+        """Return how many seconds the client waits for the answer to a request: the server's deadline and GRACE_S."""
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
@@ -342,8 +344,8 @@ def _connection_budget_s(session: Session, answer: Answer) -> float:
 
 _OF_PROXIES = (502, 503, 504)
 MAX_ERROR = 200  # characters of a library's error text that are logged
-# Error codes after which the device may have computed results that nobody received. The pauses between attempts grow to
-# MAX_COSTLY_PAUSE_S; after other errors of the server the pauses stay equal.
+# Error codes after which the device may have computed results that nobody received. To waste less work of the device,
+# the pauses between attempts grow to MAX_COSTLY_PAUSE_S; after other errors of the server the pauses stay equal.
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
@@ -360,7 +362,7 @@ def _judged(answer: Answer) -> tuple[SIEError, float, float, bool]:
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    # a 502, 503 or 504 without an error code of SIE comes from a proxy whose server does not run
+    # a 502, 503 or 504 without an error code of SIE comes from a proxy that cannot reach SIE: as without a connection
     if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True

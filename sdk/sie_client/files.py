@@ -161,9 +161,10 @@ class Fetching:
 
 
 class Arriving:
-    """Sink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to `path`.
-    `tell` gets the size of each piece, and before a new attempt minus the bytes of the failed attempt. If another
-    download to `path` begins meanwhile, that download replaces the hidden file, and only that download can finish.
+    """BodySink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to
+    `path`. `tell` is called with the bytes of each piece, and before a new attempt with minus the bytes of the failed
+    attempt. If another download to `path` begins meanwhile, that download replaces the hidden file, and only that
+    download can finish.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:

@@ -19,8 +19,8 @@ def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np
     largest dot product with a token of the document.
 
     `query`: [tokens, width]. `documents`: one matrix [tokens, width] for each document. All arrays may have floats of
-    any precision. A document or a query without tokens scores 0. For a multivector model, `score` computes the same
-    value (ColBERT, Khattab and Zaharia 2020, equation 3). Raises InvalidInputError.
+    any precision. A document or a query without tokens scores 0. For a multivector model, `SIEClient.score` returns the
+    same value (ColBERT, Khattab and Zaharia 2020, equation 3). Raises InvalidInputError.
     """
     left = _matrix(query, "query").astype(np.float32, copy=False)
     matrices = [_matrix(document, f"documents[{number}]") for number, document in enumerate(documents)]

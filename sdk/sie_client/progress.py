@@ -17,7 +17,7 @@ LOG_EVERY_S = 60.0
 BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show no bar
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
-TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; it has a log text of its own
+TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; `_log` has a special text for it
 _logger = logging.getLogger("sie_client")
 
 
@@ -25,8 +25,8 @@ class Meter:
     """Progress of one call. Thread-safe. `total`: number of items; None if unknown, 0 for a call without items.
 
     Waits are logged as warnings of `sie_client`, at most one per minute. A call of several items gets a bar, one line
-    on standard error, if some items have no result after BAR_AFTER_S. The end of a `with` block draws the bar for the
-    last time and adds a line break. The callback `on_progress` is called only in calls with items.
+    on standard error, if some items have no result after BAR_AFTER_S. The end of the meter's `with` block draws the bar
+    for the last time and adds a line break. The callback `on_progress` is called only in calls with items.
     """
 
     def __init__(

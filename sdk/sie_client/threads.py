@@ -19,15 +19,15 @@ from sie_client.progress import Meter
 T = TypeVar("T")
 Sender: TypeAlias = "Callable[[Send, threading.Event], Answer]"
 
-# Guards the state of all drivers. No thread has the lock while it waits for a response. A fork waits for the lock: a
-# child process that inherits a locked lock could never release it.
+# Guards the state of all drivers. No thread has the lock while it waits for a response. `os.fork` waits for the lock,
+# because a child process that inherits a locked lock could never acquire it.
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread, so that the interpreter exits without waiting for it. Return its future."""
+    """Run a function in a thread, and return its future. The interpreter does not wait for the thread at its exit."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -56,8 +56,8 @@ class ThreadDriver:
         self._process = os.getpid()
 
     def close(self) -> None:
-        """Close the connections and refuse new requests. If other threads have running requests, the last of them
-        closes the connections: an earlier close would leak a connection that httpx is opening.
+        """Refuse new requests and close the connections. If other threads have running requests, the last of these
+        requests closes the connections: an earlier close would leak a connection that httpx is opening.
         """
         with _lock:
             self._is_closed = True

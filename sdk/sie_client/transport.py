@@ -18,7 +18,7 @@ from sie_contracts import client_environment
 from sie_contracts.loopback import causes, client_options, is_local, is_refused
 
 CONNECT_S = 10.0
-PIECE_BYTES = 1 << 20  # largest number of bytes of a response's body that are given to a sink at once
+PIECE_BYTES = 1 << 20  # largest number of bytes of a response's body that a BodySink gets in one call
 CLOSE_S = 5.0  # seconds that the end of a `with client.reserve()` block waits for a renewal that is running
 _logger = logging.getLogger("sie_client")
 
@@ -62,7 +62,9 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return client options. Without `api_key`, the key of the environment is used; with None, no key is sent."""
+    """Return client options with an `api_key`. If the option is missing, the key of the environment is used; if it is
+    None, no key is sent.
+    """
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -90,7 +92,7 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
     or a header cannot be sent, the host is unknown, its certificate is not trusted, or the URL is https and the port
     speaks plain http. `is_nobody` is True if a port of this machine refuses the connection and no server has answered
-    there before (`has_answered`): a server that has answered before may only be restarting.
+    on this port before (`has_answered`): a server that has answered before may only be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_refused_by_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)
@@ -141,7 +143,7 @@ def best(answers: Iterable[Answer]) -> Answer:
 
 
 def log_of_background(error: BaseException | None) -> None:
-    """Log the error of a background plan. A plan that was only stopped is not logged."""
+    """Log the error of a background plan. Nothing is logged for a plan that the driver has stopped."""
     if error is not None and not isinstance(error, Ended):
         _logger.error("the renewal of a pool stopped with an error", exc_info=error)
 

@@ -31,8 +31,8 @@ Sound: TypeAlias = "_File | Mapping[str, Any]"
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
     possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, the chunk ends
-    at a smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous
-    chunk.
+    after a smaller unit of the text, such as a word. A chunk begins with at most `overlap_tokens` tokens from the end
+    of the previous chunk.
     """
 
     max_tokens: Required[int]
@@ -66,9 +66,9 @@ class Item(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a call: `done` of `total` items, or of bytes if files are sent. `total` is 0 if the number is
-    unknown, as for an iterator. While the call waits, `cause` is an error code of the server or `connection`, and
-    `remaining_s` is the number of seconds until the call fails.
+    """Progress of a call: `done` of `total` items have an answer; for an upload or a download, both numbers are bytes.
+    `total` is 0 if the number is unknown, as for an iterator. While the call waits, `cause` is an error code of the
+    server or `connection`, and `remaining_s` is the number of seconds until the call fails.
     """
 
     done: int

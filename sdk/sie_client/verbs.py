@@ -81,7 +81,9 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: name of the reply's list."""
+    """Request of a call, without its items. `fixed`: body fields that all parts have. `answers`: name of the list in a
+    reply, `items` or `scores`.
+    """
 
     path: str
     fixed: Mapping[str, Any]
@@ -118,7 +120,7 @@ class _VerbRequest:
         return cast(_PartReply, reply)
 
     def send_one_of_several(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply | SIEError]:
-        """Send one part. If all items of the part failed, return the error: items of other parts may succeed."""
+        """Send one part. If all its items failed, return the error and do not raise it: other parts may succeed."""
         count = len(part.items)
         try:
             return (yield from self.send(part, by_place=by_place))
@@ -145,15 +147,17 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. From ASIDE_BYTES on, the asyncio client calls the function in a thread."""
+    """Call a function and return its result. If `size_bytes`, the size of the data that the function encodes or
+    decodes, is at least ASIDE_BYTES, the asyncio client calls the function in a thread.
+    """
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield a list in parts; an empty list gives one part. `each_tokens`: tokens that the server adds to each item, for
-    example the tokens of the query.
+    """Yield a list in parts; an empty list gives one part without items. `each_tokens`: tokens that the server adds to
+    each item, for example the tokens of the query.
     """
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
@@ -187,7 +191,7 @@ def _send_parts(
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
-    # entries of a score reply are sorted by score, and item ids may be equal: only positions identify the item
+    # score: a reply is sorted by score, and ids of items may be equal, so the items' positions are sent as ids
     plans = (request.send_one_of_several(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     outcomes: list[_PartReply | SIEError] = yield Together(plans, session.concurrency)
     replies = [outcome for outcome in outcomes if isinstance(outcome, _PartReply)]
@@ -295,7 +299,7 @@ def embed(
 ) -> Plan[NDArray[Any]]:
     """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts; None for an
     iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError for
-    `chunks` and for vectors with a scale or an offset, which have no place in the array.
+    `chunks` and for integer vectors with a scale or an offset, because the array cannot have these values.
     """
     session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)
@@ -324,7 +328,7 @@ class _VectorRows:
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]), self._lock:
             if any({"scale", "offset"} & slot["outputs"]["dense"].keys() for slot in reply.body["items"]):
-                raise invalid("output_dtype: embed returns no scale; call encode")
+                raise invalid("output_dtype: embed cannot return the scale of these vectors; call encode instead")
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
             end, shape = reply.start + len(vectors), vectors.shape[1:]
             if self._whole is None:
@@ -479,7 +483,9 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
 def redact(
     model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
 ) -> Plan[Results[RedactResult]]:
-    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts are hashed with the same key."""
+    """Send `POST /v1/redact/{model}`. Return the results in input order. For the style `hash` without a `key`, all
+    parts of the list get the same random key, so that equal values get equal hashes.
+    """
     if not items:
         return Results()
     session, params = session.for_call(params)
@@ -548,7 +554,7 @@ _PATH = re.compile(r"\bitems\[(\d+)\]")
 
 
 def _place(error: SIEError, start: int) -> None:
-    """Add `start` to the item positions in an error about a part, so that they are positions in the whole list."""
+    """Change the item positions in an error about a part to positions in the whole list, by adding `start`."""
 
     def moved(text: Any) -> str:
         return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))

@@ -1,7 +1,8 @@
 """Status of the cluster over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-The client opens a connection with the retries and waits of a request; the first frame counts as the response. If the
-connection breaks, the client opens a new connection; frames that the server sent meanwhile are lost.
+The client opens a connection with the same retries and waits as for an HTTP request (`core.call`); the first frame
+counts as the response. If the connection breaks, the client opens a new one; frames that the server sent meanwhile are
+lost.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def request(path: str, session: Session) -> Send:
 
 
 def decoded(frame: bytes) -> dict[str, Any]:
-    """Decode a frame of JSON. Raises ServerError if it is not an object."""
+    """Decode a frame. Raises ServerError if the frame is not a JSON object."""
     with reading({}):
         return msgspec.json.decode(frame, type=dict[str, Any])
 
@@ -84,7 +85,7 @@ class StatusSocket(_Url):
         self._connection: Any = None
 
     def open(self, request: Send) -> Answer:
-        """Connect and wait for the first frame. Return it as the body of a response."""
+        """Connect, wait for the first frame, and return this frame as the body of a response."""
         try:
             from websockets.sync.client import connect
         except ImportError as error:
@@ -100,7 +101,7 @@ class StatusSocket(_Url):
             return self._refusal(error, started_s)
 
     def next(self) -> bytes | None:
-        """Return the next frame. If the connection is broken or silent, close it and return None."""
+        """Return the next frame. If the connection breaks, or sends nothing for SILENCE_S, close it and return None."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
@@ -136,7 +137,7 @@ class AsyncStatusSocket(_Url):
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives together with a frame.
+            # not asyncio.wait_for: before Python 3.12, it loses a cancellation that arrives together with a frame
             await asyncio.wait({receiving}, timeout=SILENCE_S)
             if not receiving.done():
                 raise OSError(f"no frame within {SILENCE_S:g} s")

@@ -1,5 +1,5 @@
-"""Encode items and decode replies. For speed, an item is encoded only once for all attempts, and an array is copied
-only once from a reply.
+"""Encode items and decode replies. For speed, an item is encoded only once for all attempts to send it, and an array is
+copied only once from a reply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """Return an item in the form for a request, with the content of its files. Raises InvalidInputError with `path`."""
+    """Return an item in the form for a request, with the content of its files. `path`: place of the item in the call,
+    such as `items[3]`, for the message of InvalidInputError.
+    """
     if isinstance(value, str):
         # msgspec cannot encode subclasses of str, such as numpy.str_
         return value if type(value) is str else str(value)
@@ -105,7 +107,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Encode a request as msgpack. Raises InvalidInputError with `subject` if msgpack cannot encode a value."""
+    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value of an unsuited type."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:

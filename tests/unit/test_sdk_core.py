@@ -672,7 +672,7 @@ def test_every_output_is_an_array_that_outputs_describes() -> None:
 def test_embed_refuses_vectors_that_need_a_scale_or_an_offset(lost: str) -> None:
     vectors = {"dims": 1, "dtype": "uint8", "values": arrays.pack(np.zeros(1, np.uint8)), lost: 0.25}
     steps = verbs.embed("m", ["a"], 1, {"output_dtype": "uint8"}, Session())
-    with pytest.raises(sie_client.InvalidInputError, match="output_dtype: embed returns no scale; call encode"):
+    with pytest.raises(sie_client.InvalidInputError, match="output_dtype: embed cannot return the scale"):
         outcome(steps, replied(items=[{"dense": vectors}]))
 
 

@@ -1,10 +1,10 @@
 """Estimate of the broker's clock, by which all machines judge ages and deadlines.
 
-    8 requests for the time ──► the reply with the shortest round trip ──► offset of this process's monotonic clock;
-    half of this round trip is the margin of error
+    8 requests for the time ──► the reply with the shortest round trip ──► offset of this process's monotonic clock
+                                                                     └─► half of this round trip: margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). After the first measurement, `now_s` does not use the
-wall clock of this machine any more.
+Method: Cristian, "Probabilistic clock synchronization" (1989). After the first measurement, `now_s` uses only the
+monotonic clock and this offset, so a change of this machine's wall clock has no effect on it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return (broker's time minus monotonic time, margin of error) in seconds, from the shortest round trip."""
+    """Return (broker's time minus monotonic time, margin of error) in seconds, from the sample with the shortest round
+    trip. The broker's time in a sample is taken as the time in the middle of the round trip.
+    """
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 
 
 class BrokerClock:
-    """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
+    """Clock of the broker. One task runs `run`; every task of the process may use `now_s` and `margin_s`.
 
-    `stream`: the server that leads this stream is the source of the time, because it sets the timestamps of messages.
-    Before the first measurement, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no
-    message is dropped as too old.
+    `stream`: the source of the time is the broker's server that leads this stream, because this server sets the
+    timestamps of messages. Before the first measurement, `now_s` is the wall clock of this machine and `margin_s` is
+    infinite, so that callers drop no message as too old.
     """
 
     def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +64,9 @@ class BrokerClock:
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return the wall clock minus the broker's clock, in s (error: `margin_s`); None before a measurement."""
+        """Return the wall clock minus the broker's clock, in seconds; None before the first measurement. The error is
+        at most `margin_s`.
+        """
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
@@ -88,7 +92,7 @@ class BrokerClock:
 
     async def run(self) -> None:
         """Measure the broker's time now, every EVERY_S seconds and after each reconnect, until cancelled."""
-        trouble = Trouble(_logger, "the broker's time could not be read; the offset of the last measurement is used")
+        trouble = Trouble(_logger, "the broker's time could not be read; the last estimate of it stays in use")
         while True:
             self._again.clear()
             pause_s = EVERY_S

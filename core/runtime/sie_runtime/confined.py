@@ -34,7 +34,8 @@ def serve(
     process id, and the memory limit in bytes.
 
     `make` is called once, after the limits are set. It returns the function that answers a job. For an unusable file,
-    this function raises an error built by `media.fault`.
+    the returned function raises an error built by `media.fault`, and the parent gets an Unusable. `max_job_bytes`:
+    limit for a job frame. `max_answer_bytes`: limit for an answer; a larger answer is replaced by an Unusable.
     """
 
     def answered(job: Any) -> tuple[bytes, bytes]:
@@ -54,10 +55,10 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # these errors mean that the parent has ended; a FrameError may also mean an incomplete or too large frame
+    # these errors end the loop: the parent has ended, or (FrameError) has sent an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
-        while True:  # a variable for the job or its answer would keep it in memory until the next job
+        while True:  # no variable holds the job or its answer, which would stay in memory until the next job
             _send(connection, answered(frames.job(receive_frame(connection, max_job_bytes))))
 
 
@@ -73,7 +74,7 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain input of clients
     if sys.platform.startswith("linux"):  # other systems refuse or ignore RLIMIT_AS
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        with contextlib.suppress(OSError):  # at 1000, the highest score, the kernel kills this process first
+        with contextlib.suppress(OSError):  # 1000 is the highest score: the kernel kills this process before others
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 

@@ -16,14 +16,14 @@ _NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 report at least this number of
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a control group. `used_bytes` does not count file pages that the kernel can free."""
+    """Memory of a control group. `used_bytes` does not count inactive pages of files, which the kernel can free."""
 
     used_bytes: int
     limit_bytes: int
 
 
 def memories() -> list[Memory]:
-    """Return the memory of this process's group and of its parent groups. Groups without a known limit are omitted."""
+    """Return the memory of this process's group and of its parent groups. Groups without a limit are omitted."""
     groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (
@@ -85,7 +85,8 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
             root, version = _MOUNTS / controller, 1
         else:
             continue
-        # in a container, `root` is the container's own group, and the folder for `path` may exist only on the host
+        # In a container, `root` is the container's own group. The folder for `path` may exist only on the host: callers
+        # skip a folder that does not exist, and `root` comes last.
         folder = root / path.strip("/")
         while True:
             yield folder, version

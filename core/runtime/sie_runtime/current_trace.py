@@ -7,10 +7,11 @@ from contextvars import ContextVar
 
 from sie_contracts.wire.trace_context import NONE, Context
 
-# largest number of characters of tracestate; the specification asks for support of at least 512
+# largest number of characters of a `tracestate` header; a longer one is left out. The W3C specification asks to support
+# at least 512.
 MAX_STATE_CHARS = 512
-# span attribute with the measured stage of a request: queue, load, preprocess, batch_wait, device_wait, inference,
-# postprocess
+# name of the span attribute that says which stage of a request the span measures: queue, load, preprocess, batch_wait,
+# device_wait, inference, postprocess
 STAGE = "sie.stage"
 _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
@@ -47,5 +48,5 @@ def _flags(match: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """Use the trace of a request in this task, and in the tasks that this task starts."""
+    """Set TRACE_ID to the trace of a request, in this task and in the tasks that this task starts."""
     TRACE_ID.set(trace_id_of(context.traceparent))

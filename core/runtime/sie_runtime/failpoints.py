@@ -1,7 +1,7 @@
-"""Failpoints: named lines of the code at which a test can kill, stop or fail a process. They work only with
---failpoints.
+"""Failpoints: named lines of the code at which a test can kill, stop or fail a process. They do nothing in a process
+that was started without the option --failpoints.
 
-    --failpoints sidecar.before_ack=crash,gateway.published=error:2     the second one fails twice, then does nothing
+    --failpoints sidecar.before_ack=crash,gateway.published=error:2     `:2`: only the first two calls raise the error
 
 crash: exit at once with status 70, without flushing any file. stop: SIGSTOP to the process itself. error: raise
 FailpointError. tests/armed.py lists every failpoint and the test setup that reaches it; tests/system/test_failpoints.py
@@ -45,8 +45,8 @@ def arm(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Do the action of the failpoint `name`, if this failpoint is armed. If none is armed, a call only tests an empty
-    dict.
+    """Do the action of the failpoint `name`, if this failpoint is armed. Calls are cheap in production: if no failpoint
+    is armed, a call only tests an empty dict.
     """
     if _ARMED and name in _ARMED:
         _hit(name)

@@ -1,11 +1,11 @@
-"""Copy of the catalogue in gateways and sidecars. A full export is read first. Then each write arrives as a message
-(delta). A poll of the catalogue's epoch (its version) detects missed deltas.
+"""Copy of the catalogue of models in gateways and sidecars. `CatalogueFeed` first reads a full export from the config
+service. Then it gets a message (delta) for each write. It polls the catalogue's epoch (version) to find missed deltas.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect
                               └── epoch differs ◄────┴── poll
 
-A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. The present
+A snapshot is replaced as a whole and never edited, so a request uses one snapshot from start to end. The present
 snapshot stays in use if a new export is older, empty or cannot be decoded, or if the config service cannot be reached.
 """
 
@@ -40,13 +40,14 @@ FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to t
 # do not all read at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a valid delta. untrusted: unknown sender. gap: an earlier delta is missing. stale: a known write
+# results of a valid delta. untrusted: its sender is not trusted. gap: an earlier delta is missing. stale: the snapshot
+# already contains the write
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
 
 class RawModel(msgspec.Struct, frozen=True):
-    """Fields of a ConfigModel that this reader needs. `model_config` is decoded later."""
+    """Fields of a ConfigModel that CatalogueFeed needs. `_document` decodes `model_config`, one model at a time."""
 
     model_id: str
     model_config: msgspec.Raw
@@ -55,7 +56,7 @@ class RawModel(msgspec.Struct, frozen=True):
 
 
 class RawExport(msgspec.Struct, frozen=True):
-    """Fields of a ConfigExport that this reader needs."""
+    """Fields of a ConfigExport that CatalogueFeed needs."""
 
     epoch: str
     models: tuple[RawModel, ...]
@@ -83,7 +84,7 @@ class ConfigSource(Protocol):
 
 
 class HttpConfigSource:
-    """Client of the config service over HTTP, with the read token. Its methods raise ConfigUnavailable."""
+    """HTTP client of the config service. `token`: SIE_CONFIG_READ_TOKEN. The methods raise ConfigUnavailable."""
 
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
@@ -156,8 +157,8 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
 class CatalogueFeed:
     """Keeps the catalogue of this process up to date. Calls the listeners of `on_change` after each new snapshot.
 
-    `initial`: snapshot that is used until the first export is read. `bundle`: only deltas of this bundle are read;
-    None: all deltas.
+    `initial`: snapshot that is used until the first export is read. `bundle`: only deltas of models that this bundle
+    serves are read; None: all deltas. `trusted`: senders whose deltas are applied.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class CatalogueFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the last request to the config service failed; False before the first snapshot."""
+        """Return whether the last request to the config service failed; False before the first export is read."""
         return self._trouble.lasting
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -214,7 +215,7 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Subscribe to deltas, request the first full export, then follow the catalogue until `stop`."""
+        """Subscribe to deltas, request the first full export, then follow the catalogue until `stop` is requested."""
         await retry(
             lambda: self._bus.subscribe(self._subject, self._on_delta),
             errors=(BrokerError,),
@@ -259,8 +260,8 @@ class CatalogueFeed:
         self._refresh.set()
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Return whether the whole catalogue must be read again because this reader has missed a write. If no missed
-        write concerns the bundle of this reader, set only the epoch of the snapshot, and return False.
+        """Return whether the whole catalogue must be read again because this process has missed a write. If no missed
+        write concerns a model of `_bundle`, set only the epoch of the snapshot, and return False.
         """
         before = self.catalogue.epoch
         state = await source.epoch()
@@ -289,12 +290,13 @@ class CatalogueFeed:
         self.first.set()
 
     def _refuse_older(self, epoch: str, before: str) -> None:
-        """Raise ConfigUnavailable if the config service has an older catalogue than this reader, because the store of
-        the service lost writes. `epoch`: epoch of the service. `before`: epoch of this reader when the request was
+        """Raise ConfigUnavailable if the config service has an older catalogue than this process, because the store of
+        the service lost writes. `epoch`: epoch of the service. `before`: epoch of this process when the request was
         sent.
 
-        The service may give a new write an epoch under which this reader already has another catalogue. So this reader
-        reads the whole catalogue again as soon as the service has a newer epoch.
+        After such a loss, a new write may get an epoch that a lost write had, so equal epochs may mean different
+        catalogues. `_is_rewound` therefore makes `run` read the whole catalogue again as soon as the service has an
+        epoch that is not older than `before`.
         """
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
@@ -334,7 +336,7 @@ class CatalogueFeed:
         between = (
             bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
         )
-        # a delta has the change of one model: without a snapshot, the new catalogue would have this model only
+        # a delta has the change of one model: without a snapshot, the new catalogue would have only this model
         if not self.first.is_set() or (present != delta.previous and not between):
             self._ask_soon()
             return "gap"
@@ -343,7 +345,7 @@ class CatalogueFeed:
 
 
 def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
-    """Return all entries in the `*.yaml` files below `folder`, by id; none if the folder is missing. Raises
+    """Return the model entries in all `*.yaml` files below `folder`, by id; no entry if the folder is missing. Raises
     ValidationFailed, which names the file, for an unreadable file or an invalid entry.
     """
     from sie_contracts import yaml_text
@@ -369,7 +371,7 @@ def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
 
 
 def packaged_catalogue() -> Catalogue:
-    """Return the catalogue that is part of the installed package, for a process without a config service."""
+    """Return the catalogue of the installed package, for a process without a config service. All revisions are 0."""
     folder = packaged_folder()
     entries = read_folder(folder / "models")
     return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")

@@ -35,7 +35,7 @@ from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
 CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or recreated
-RETRY_S = 0.5  # seconds between two checks while the keys of a bucket could not be read
+RETRY_S = 0.5  # seconds between two checks while the keys of a bucket cannot be read
 MAX_NAMED = 10  # largest number of keys that one log line names
 _logger = logging.getLogger("sie.keys")
 
@@ -110,7 +110,7 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """Return the key in an entry. Raises ValueError if the entry was removed, is not a key, or has another id."""
+    """Return the key in an entry. Raises ValueError if the entry was removed, is no key, or has another key's id."""
     if entry.value is None:
         raise ValueError("the key was removed")
     key = msgspec.json.decode(entry.value, type=Key)
@@ -147,7 +147,7 @@ def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) ->
 
 
 class KeyBuckets:
-    """Bucket of keys and its copy, for commands that change both."""
+    """Bucket of keys and its copy, for commands such as `sie keys revoke`, which change both buckets."""
 
     def __init__(self, bucket: KeyValue, copy: KeyValue) -> None:
         self.bucket = bucket
@@ -179,7 +179,9 @@ class KeyBuckets:
         return [(key, revisions.get(key.id, 0)) for key in keys.values()]
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a key from both buckets. Raises BrokerError, and WrongRevision under the conditions of `write`."""
+        """Remove a key from both buckets. Raises BrokerError, and WrongRevision if the record in `bucket` does not have
+        this `revision`; the record in the copy is removed even then.
+        """
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
@@ -187,8 +189,8 @@ class KeyBuckets:
 class Keys:
     """Keys that this process has read from the broker.
 
-    `loaded` is true when the bucket has been read, even if its copy has not. Before that, an unknown token may be
-    valid. If both buckets are lost, all keys are lost.
+    `loaded` is true when the bucket has been read, even if its copy has not. While `loaded` is false, a token that
+    `find` does not know may be valid. If both buckets are deleted, no key is valid any more.
     """
 
     def __init__(self, broker: Store, replicas: int, clock: BrokerClock) -> None:
@@ -213,7 +215,7 @@ class Keys:
     def find(self, token: str) -> Key | None:
         """Return the key that belongs to a token, even if it is not valid any more; None if the token is unknown.
 
-        The time of the look-up in the table reveals nothing useful, because an attacker cannot choose the bits of a
+        How long the look-up in the dict takes reveals nothing useful, because an attacker cannot choose the bits of a
         digest. The comparison that follows takes constant time.
         """
         digest = digest_of(token)
@@ -224,7 +226,9 @@ class Keys:
         return self._by_id.get(key_id)
 
     def ended(self, key: Key) -> str:
-        """Return why a key is not valid; empty for a valid key. Raises NotReady if an expiry time cannot be checked."""
+        """Return why a key is not valid; empty for a valid key. Raises NotReady if the key has an expiry time and the
+        broker's time has not been read.
+        """
         if key.expires_s and math.isinf(self._clock.margin_s):
             raise NotReady("this key may have expired: the broker's time has not been read yet")
         return key.ended(self._clock.now_s())
@@ -233,8 +237,10 @@ class Keys:
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow both buckets until `stop`. Check every CHECK_S seconds whether a bucket was deleted or recreated."""
-        troubles = [Trouble(_logger, f"the last keys of {record.bucket.name} stay in use") for record in self._records]
+        """Watch both buckets until `stop` is requested. Every CHECK_S seconds, check whether a bucket was deleted or
+        recreated.
+        """
+        troubles = [Trouble(_logger, f"{record.bucket.name}: the last keys stay in use") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
         try:
@@ -245,7 +251,7 @@ class Keys:
                             _logger.info("bucket %s was read; %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                if not self._records[0].is_stale:  # while the bucket's records are stale, keys may look lost
+                if not self._records[0].is_stale:  # until the bucket is read after a reconnect, keys may look lost
                     lost = self.lost()
                     # a key counts as lost only after two checks in a row, because the watches of the two buckets may
                     # deliver a change at different times

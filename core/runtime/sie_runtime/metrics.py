@@ -2,8 +2,8 @@
 values). Values that other objects store are read only at a scrape.
 
     each request of a name ── met(name) ──► MetricMaker.traffic
-    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the
-    series of names that are no longer among the busiest end
+    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own; series of
+    other names are removed
 
 A name is the value of a metric's first label: a model or a key.
 """
@@ -32,7 +32,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody uses the `_
 
 
 class Fold:
-    """Limits the number of label sets of one metric: further label values are counted under `other`."""
+    """Limits the number of label sets of one metric. Above the limit, the label value `other` replaces new values."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
@@ -44,7 +44,8 @@ class Fold:
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
         """Return the label set under which `values` are counted: `values`, if the limit allows another label set. Above
-        the limit, labels in FOLDED get the value `other`; if the limit does not allow this either, all labels get it.
+        the limit, labels in FOLDED get the value `other`. If the `rest` label sets that are reserved for this are used
+        up, all labels get the value `other`.
         """
         if values in self._known or values in self._folded:
             return values
@@ -135,8 +136,8 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series to the busiest names (values of the first label), among the names that have or need series. All
-        other names lose their series. A name keeps its series until another name is KEEPS times as busy.
+        """Give series of their own to the busiest names (values of the first label) of those that have or need series.
+        All other names lose their series. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return
@@ -222,7 +223,7 @@ class MetricMaker:
 
 
 class Scrape:
-    """Builds metric families at a scrape from values of other objects. It remembers label sets between scrapes."""
+    """Builds metric families at a scrape from values of other objects. `_folds` keeps label sets between scrapes."""
 
     def __init__(self, process: Process) -> None:
         self._table = TABLE[process]

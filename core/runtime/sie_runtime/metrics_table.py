@@ -1,11 +1,12 @@
 """Table of all metrics of all processes. Each process creates its metrics from this table; dashboards, alerts and
 docs/metrics.md are checked against it.
 
-`most`: largest number of label sets (combinations of label values) of a metric. It is limited because clients may name
-ten thousand models. Above this number, values are counted with `other` in the labels that FOLDED lists; `rest` label
-sets are reserved for `other`. In a metric with `series_per_name`, the busiest values of the first label (names) keep
-their own series: `series_per_name` series are reserved for each name, and a name may use further free series. In any
-other metric, the label sets that occur first are kept. A process has at most MAX_SERIES series in total.
+`Metric.most`: largest number of label sets (combinations of label values) of a metric. There is a limit because clients
+may name ten thousand models. Above this number, values are counted with `other` in the labels that FOLDED lists;
+`Metric.rest` label sets are reserved for `other`. In a metric with `series_per_name`, the busiest values of the first
+label (names) keep their own series: `series_per_name` series are reserved for each name, and a name may use further
+free series. In any other metric, the label sets that occur first keep their own series. A process has at most
+MAX_SERIES series in total.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 signal, a process with an HTTP API still serves until load balancers have noticed that it will end.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
-                                      a second signal during the lame-duck time ends that time; later it ends the
-                                      process at once
+                                      a second signal during the lame-duck time ends that time; at any other time it
+                                      ends the process at once
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits for this time several times. With Python's default of 5 ms, these waits were most of the p99
 # latency of short requests.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # for these seconds after a first failure, the cause may be another process that is still starting
+# seconds after a first failure without a warning (`Trouble.grace_s`): another process may still be starting
+START_S = 30.0
 # seconds that a failure must last before it is logged at level info: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
-_SHOWN = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
+_SHOWN = ("model", "worker", "key", "request_id", "trace_id")  # fields that a text log line shows (`_Plain`)
 # id of the worker to which the current task belongs; tasks that this task starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
@@ -80,7 +81,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Plain(logging.Formatter):
-    """Formats log lines for people. The fields of a request follow the message."""
+    """Formats log lines as text for people. The fields in _SHOWN follow the message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -278,9 +279,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record that the failure has occurred. Log it if it has lasted long enough for a level (see the class) and was
-        not logged at this level yet.
-        """
+        """Record that the failure has occurred. Log it at the level that the class describes, once at each level."""
         if not self.lasting:
             self.lasting, self._is_logged, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
@@ -308,8 +307,8 @@ class Trouble:
 
 @contextlib.asynccontextmanager
 async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. No `except*`
-    clause raises this error, because Python before 3.11.4 would wrap the error in an ExceptionGroup.
+    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. This code
+    avoids `except*`: before 3.11.4, Python wraps an error that is raised there in an ExceptionGroup.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -322,8 +321,8 @@ async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGr
 
 class Tasks:
     """Long-lived tasks of a component. If a task ends with an exception, the exception is logged, `failed` becomes
-    true, and `on_failure` is called, which must end the component. Every background task must be in such a group: a
-    task outside of a group could end unnoticed, and the component would do no work.
+    true, and `on_failure` is called, which must end the component. Every background task must be started by `start`:
+    any other task could end unnoticed, and the component would do no work.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:

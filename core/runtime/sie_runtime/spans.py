@@ -2,9 +2,9 @@
 
     Span.end ──► queue of 2,048, the oldest are dropped first ──► a separate thread ──► collector, console or nowhere
 
-Only `Tracer.close` waits for a collector, for at most FLUSH_S + GIVE_UP_S. The SDK itself reads more environment
-variables: OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES,
-and the limits of spans.
+Only `Tracer.close` waits for a collector, for at most FLUSH_S + GIVE_UP_S. The SDK itself reads environment variables
+that `settings.Tracing` does not have: OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT,
+OTEL_RESOURCE_ATTRIBUTES, and the limits of spans.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """Return the trace id as 32 hex digits; None if the trace is not sampled: no collector stores it then."""
+        """Return the trace id as 32 hex digits; None if the trace is not sampled, so that no collector stores it."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -99,7 +99,9 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link from this span to `span`: the span of an earlier request whose run this request continues."""
+        """Add a link from this span to `span`. A repeated request that takes over the running work of an earlier one
+        links to the span of the earlier request.
+        """
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:

@@ -31,7 +31,8 @@ _logger = logging.getLogger("sie.tracing")
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
-    """Return the tracer of a component; None if tracing is off. Call it after a fork, because it starts a thread.
+    """Return the tracer of a component; None if tracing is off. Call this after a fork, because the tracer starts a
+    thread, which a fork would not copy.
 
     `instance`: name that distinguishes components of the same name; by default the host name. Raises SettingError if
     OpenTelemetry is not installed. If the SDK refuses one of its environment variables, a warning is logged and tracing

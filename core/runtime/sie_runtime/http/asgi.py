@@ -1,4 +1,6 @@
-"""Builds HTTP replies: the headers that all replies have, error bodies, and the policy of the OpenAPI page."""
+"""Builds HTTP replies: the headers of all replies, error bodies, and the Content-Security-Policy of the page that shows
+the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
 
 
 def error_headers(error: SIEError) -> dict[str, str]:
-    """Return the headers of a reply with an error."""
+    """Return the headers of an error reply: error code, whether to retry and after how many seconds."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
@@ -105,14 +107,14 @@ def error_headers(error: SIEError) -> dict[str, str]:
 
 
 def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of a reply with an error in the native format."""
+    """Return the body and the headers of an error reply in SIE's own format (`envelope`)."""
     return msgspec.json.encode(envelope(error, request_id)), error_headers(error)
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
     """Return a `send` that adds a Content-Security-Policy to the page that shows the OpenAPI document. The page may
-    load files and run scripts of this server and of the origins `elsewhere`. Digests in the policy allow its inline
-    scripts.
+    load files and run scripts of this server and of the origins `elsewhere`. The policy allows the inline scripts of
+    the page by their digests.
     """
     start: MutableMapping[str, Any] = {}
 

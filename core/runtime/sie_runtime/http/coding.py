@@ -3,8 +3,8 @@
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
     reply   ──► compressed, if `CompressedReply` decides so ──► connection
 
-Limits on a body count decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
-more than an uncompressed body of that size.
+Limits on a body count decompressed bytes. A body is decompressed in pieces, and reading stops at the piece that exceeds
+the limit. So a small gzip body that decompresses to a huge size cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receiv
     """Return a `receive` that decompresses the body, if Content-Encoding is gzip. Return `receive` itself for a body
     without an encoding, and for GET, HEAD and OPTIONS.
 
-    Raises UnsupportedMediaType for another encoding. The returned function raises InvalidInput for invalid gzip and for
-    more than MAX_MEMBERS members.
+    Raises UnsupportedMediaType for any other encoding. The returned function raises InvalidInput for invalid gzip data,
+    and for more than MAX_MEMBERS gzip members.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -146,8 +146,8 @@ class CompressedReply:
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
-        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. A reply
-        that already has a Content-Encoding, and a reply with a part of a resource (206), stay unchanged too.
+        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. Not
+        compressed are also a reply that already has a Content-Encoding, and a reply with a part of a resource (206).
         """
         names = {name for name, _ in start["headers"]}
         return (

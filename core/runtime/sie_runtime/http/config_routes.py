@@ -92,8 +92,8 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 def rendered(document: Any, accept: str, default: str) -> tuple[bytes, str]:
     """Return (encoded document, content type) in JSON or YAML. `document`: maps, lists, texts and numbers. `accept`: an
-    Accept header. Its format with the highest weight is used; if weights are equal, the first of these formats.
-    `default`: content type if `accept` names neither format.
+    Accept header, of which the format with the highest weight is used; if weights are equal, the format named first.
+    `default`: content type if `accept` names neither JSON nor YAML.
     """
     weights = {
         name: weight for name, weight in accept_weights(accept).items() if name in _DOCUMENT_TYPES and weight > 0

@@ -49,8 +49,8 @@ class Schemas:
 
 
 def statuses(*shapes: Shape) -> Statuses:
-    """Return the HTTP statuses of errors in the given API formats (`shapes`, for example OpenAI's), with the error
-    codes of each status.
+    """Return the HTTP statuses that errors have in API formats such as OpenAI's, with the error codes of each status.
+    `shapes`: one function for each API format.
     """
     codes_of_status: dict[int, dict[str, None]] = {}
     for error in each_error():

@@ -4,10 +4,10 @@
     response before the end of the body ──► no further request; input is discarded for at most LINGER_S
     client closes its sending side after a whole request ──► response, if the client still reads
 
-The head and the trailers of a request have together at most MAX_HEAD_BYTES, and so have the chunk headers between two
-pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at least at the
-minimum rate of the server; time in which the server does not read the body is not counted. `Protocol._refuse` sends an
-error body only if the client cannot take this body for the response to another request.
+The head and the trailers of a request have together at most MAX_HEAD_BYTES. The same limit applies to the chunk headers
+between two pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at
+least at the minimum rate of the server; time in which the server does not read the body is not counted.
+`Protocol._refuse` sends an error body only if the client cannot take this body for the response to another request.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
@@ -63,8 +63,8 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. If the
-# parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
+# Largest number of bytes of a chunked body, and of the start of each received piece of input, that are parsed at a
+# time. If the parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
 # Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
 # may return tens of thousands of chunks of one byte.
@@ -77,7 +77,7 @@ LINGER_S = 5.0
 HALF_CLOSED_S = 1.0
 # shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
-MAX_PIPELINED = 128  # largest number of unanswered requests of one connection
+MAX_PIPELINED = 128  # largest number of unanswered requests of one connection; a further one closes the connection
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
 _CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # control characters except the tab
@@ -94,7 +94,7 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
         return None
     lines = [b": ".join(pair) for pair in headers]
     text = b"".join(lines)
-    # deleting bytes is twice as fast as a search with a regular expression
+    # unusual: names with other bytes, or control characters. Deletion finds them twice as fast as a regular expression.
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
@@ -185,7 +185,8 @@ class _Cycle(RequestResponseCycle):
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on slow, incomplete and large requests. It replaces uvicorn's class of the request
-    cycle by `_Cycle`, because uvicorn has no option for this. A head that arrives in one piece starts no timer.
+    cycle by `_Cycle`, because uvicorn has no option for this. To save time, a head that arrives in one piece starts no
+    timer.
     """
 
     server_state: SharedState
@@ -227,7 +228,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.pipeline:  # uvicorn tells only the newest request that its client has disconnected
+        if self.pipeline:  # uvicorn informs only the newest request, not the oldest, that the client has disconnected
             self._oldest.abandon()
         # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
@@ -238,7 +239,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._unread is None:
             self._parse(data)
-        else:  # the application resumed reading before `_parse_unread` has parsed the earlier input
+        else:  # `_parse_unread` has not parsed the earlier input yet, although the application resumed reading
             self._unread += data
             self.transport.pause_reading()
 
@@ -437,9 +438,9 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Send an error for input that is malformed, too slow or on a connection above the limit, after the responses
-        to earlier requests; then close the connection. Send no error if the response to this request has begun, or if
-        the last request was read completely and awaits its response: the client would take the error for this response.
+        """Send an error, after the responses to earlier requests, and close the connection: its input is malformed or
+        too slow, or there are too many connections. Send no error if the response to this request has begun, or if the
+        last request was read completely and awaits its response: the client would take the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -570,8 +571,8 @@ _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 # names that do not exist in public DNS, so that no foreign web page can have them as host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
-# largest number of bytes of a Host header whose check is cached; longer headers, which are no DNS names, would fill
-# memory
+# largest number of bytes of a Host header whose check is cached. A longer header is no DNS name, and a cache of long
+# headers would fill memory.
 _MAX_CACHED_HOST = 255
 
 
@@ -622,7 +623,9 @@ class HostNames:
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDenied for a foreign host name, and if a foreign page may change or compute something."""
+        """Raise PermissionDenied for a foreign host name, and for a request by which a foreign page would change or
+        compute something.
+        """
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
@@ -676,7 +679,9 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Return (name, port) of a Host header. The name has no brackets (IPv6), no final dot; a missing port is empty."""
+    """Return (name, port) of a Host header. The brackets of an IPv6 address, and the final dot of any other name, are
+    removed. The port is empty if the header has none.
+    """
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
         return name, rest.removeprefix(":")

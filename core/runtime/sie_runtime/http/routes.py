@@ -63,8 +63,8 @@ class Route:
 
     `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if only the config service serves the route and a
     gateway answers with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
-    `handler` has a different type in each process. `local`: the route needs no token if a gateway with auth mode none
-    listens only on loopback.
+    `handler` has a different type in each process. `local`: whatever its scope, the route needs no token at a gateway
+    that has auth mode none and listens only on loopback.
     """
 
     method: str
@@ -163,12 +163,12 @@ class Table(Generic[R]):
         if none is similar.
 
         Only routes of at most four segments are compared, and only their parts before the placeholder. Three forms of
-        the path are tried: unchanged, with `/v1` in front, and with one `/v1` removed if it begins with two.
+        the path are tried: unchanged, with `/v1` in front, and, if it begins with `/v1/v1`, with one `/v1` removed.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # prefer a route with the same beginning; compare similar beginnings only if no route has the same
+        # prefer a route with the same beginning; look for similar beginnings only if there is no such route
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
@@ -187,7 +187,7 @@ def plain_path(path: str, raw_path: bytes = b"") -> str:
 
 
 def bearer(authorization: str) -> str:
-    """Return the token of an Authorization header, with or without its scheme."""
+    """Return the token of an Authorization header. The scheme `Bearer` in front of the token is optional."""
     return (authorization[7:] if authorization[:7].lower() == "bearer " else authorization).strip()
 
 

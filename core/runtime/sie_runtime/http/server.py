@@ -27,8 +27,8 @@ from sie_runtime.metrics import Registry
 
 # largest number of bytes of a websocket message from a client; these messages are discarded
 WEBSOCKET_MESSAGE_BYTES = 4096
-# seconds that an idle connection stays open: longer than the idle timeout of common load balancers, so that the load
-# balancer closes it first
+# seconds that an idle connection stays open: longer than the idle timeout of common load balancers. So a load balancer
+# closes the connection first, and does not send a request on a connection that the server is closing.
 KEEP_ALIVE_S = 120
 STOP_S = 5.0
 # largest number of iterations of the event loop in which `hang_up` waits for requests that have already arrived
@@ -127,7 +127,7 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # lets the event loop start the tasks of the requests that arrived last
+        await asyncio.sleep(0)  # the event loop starts the tasks of the requests that arrived last
 
     async def stop(self, within_s: float = STOP_S) -> None:
         """Stop listening. Wait at most `within_s`, rounded up to whole seconds, for running requests and for clients
@@ -163,7 +163,9 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """Return (metrics, content type): OpenMetrics with exemplars if the Accept header names it, else plain text."""
+    """Return (metrics, content type): OpenMetrics with exemplars if the Accept header names this format, else the plain
+    text format of Prometheus. Afterwards, call `registry.scraped`.
+    """
     encode, content_type = choose_encoder(accept)
     text = encode(registry)
     registry.scraped()

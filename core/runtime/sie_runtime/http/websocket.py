@@ -4,8 +4,8 @@
                    └─► accept ──► a frame at once ──► the next frame an interval later ──► ...
 
 There is no queue of frames for a slow client: the next frame is built only after the previous frame was sent, and the
-frames in between are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients are
-discarded, and their input is read slowly.
+frames in between are skipped. A client is disconnected if the send buffer of its connection stays full for PATIENCE_S.
+Messages of clients are read slowly and discarded.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 class Seats:
-    """Limits on open websockets: `most` in total, and a quarter of `most` for each client address and for each key."""
+    """Limits on open websockets: `most` in total, and a quarter of `most` for each client address and for each key.
+    `where`: name of the component in the error message, such as gateway.
+    """
 
     def __init__(self, most: int, where: str) -> None:
         self._most = most
@@ -162,8 +164,8 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Context manager that counts one open websocket of the credential `key`. Raises ResourceExhausted above a
-        limit.
+        """Context manager that counts one open websocket. `key`: id of the client's API key; empty: no limit for a key.
+        Raises ResourceExhausted above a limit.
         """
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
@@ -198,13 +200,13 @@ def _network(address: str) -> str:
 
 
 class ViewerFrames:
-    """Sends text frames to the websockets of one page, to each at most one frame per `interval_s`. All websockets share
-    a frame, which is built again after half of this interval.
+    """Sends text frames to the websockets of one page, to each websocket at most one frame per `interval_s` (seconds).
+    All websockets share a frame. A new frame is built if the shared frame is at least half of this interval old.
     """
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame. The same object is not sent to a websocket twice in a row. If `make`
-        returns None, the websocket is closed with code 1013.
+        """`make` builds a frame. If it returns the same object as before, a websocket that has this frame gets nothing.
+        If it returns None, each websocket is closed with code 1013.
         """
         self._make = make
         self._interval_s = interval_s
