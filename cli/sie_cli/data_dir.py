@@ -73,7 +73,7 @@ def locked_data_dir(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # the mode of an existing folder is not changed, since its contents are private in any case
+            # an existing folder keeps its mode, because each file and folder in it is created as private
             path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(path):
                 raise SettingError(

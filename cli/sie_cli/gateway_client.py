@@ -46,7 +46,7 @@ def checked_url(url: str) -> str:
     """Return `url` if it is a valid address of an HTTP server. The host need not exist. Raises CommandRefused."""
     try:
         parsed = httpx.URL(url)
-        # Encode the host here. At its lookup, an invalid host would raise a UnicodeError, which is no error of httpx.
+        # Encode the host here: during a request, an invalid host would raise UnicodeError, which is no httpx error.
         is_usable = parsed.scheme in ("http", "https") and bool(parsed.host.encode("idna"))
     except (httpx.InvalidURL, UnicodeError):
         is_usable = False

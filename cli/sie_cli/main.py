@@ -75,7 +75,7 @@ class _Program(AnyPosition):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the file was closed before the start
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the file was closed before the start
                 with contextlib.suppress(OSError):  # the reader of a pipe may have closed it, or the disk is full
                     stream.flush()
             os._exit(ended.code or 0)

@@ -32,7 +32,8 @@ FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # larger sizes, and this size, exceed the header's 11 octal digits, so they are in base 256
+# bytes; a file of this size or more exceeds the 11 octal digits of the ustar header, so its size is stored in base 256
+_USTAR_LIMIT = 1 << 33
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -114,7 +115,7 @@ def write(
     (changed or damaged), or if a file name is too long. Raises OSError.
     """
     raw = encode(index)
-    decode(raw)  # raises for an index that no reader would accept
+    decode(raw)  # raises CommandRefused for an index that no reader would accept
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):

@@ -267,8 +267,8 @@ def _refusing() -> Iterator[None]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield a file for an archive of files with `size` bytes, or standard output for `-`. At the end of the context,
-    rename the complete file to `output`. Raises CommandRefused, OSError.
+    """Yield a file for an archive, or standard output if `output` is `-`. At the end of the context, rename the
+    complete file to `output`. `size`: bytes that the archive needs on the disk. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

@@ -5,8 +5,8 @@
           ─► golden vectors ─► golden/..
           ─► the entry itself: only weights.path and golden change, and a missing licence is added
 
-An entry keeps its hub id, revision and package. So its fingerprint does not change, and vectors that were computed
-elsewhere stay valid.
+An entry keeps its hub id, revision and package. So its fingerprint does not change, and vectors that the model computed
+on another machine stay valid.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sie_store.weights.manifest import digest as digest_of_file
 from sie_store.weights.selection import LORA_FILES, wanted_by
 from sie_store.weights.sources import WeightSources
 
-# files of a backbone: its configuration and its tokenizer
+# configuration and tokenizer of a backbone, which is the encoder that a model such as GLiNER names by repository
 _BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 
@@ -74,7 +74,7 @@ class FileGathering:
         self.files: dict[str, Path | bytes] = {}
         # name in the archive -> size and digest that are already known, so that `facts` does not read the file
         self._known: dict[str, FileFact] = {}
-        # locks on the files of models, so that no other process removes them to free space
+        # locks on the files of models, so that no other process removes these files to free space
         self._leases: list[Lock] = []
         self._sources = sources
         self._models_dir = models_dir

@@ -99,7 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """mteb.EncoderProtocol for a source. The source adds its own prompts to the texts; those of mteb's task are unused."""
+    """mteb.EncoderProtocol for a source. The source adds its own prompts to the texts, not those of mteb's task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_batch_texts(inputs))

@@ -47,7 +47,7 @@ class VectorOutput:
 
 
 def find(name: str) -> VectorOutput:
-    """Return the kind of vectors with this name. Raises CommandRefused for an unknown name; the error lists all names."""
+    """Return the kind of vectors with this name. Raises CommandRefused for an unknown name, and lists all names."""
     if output := _KNOWN.get(name):
         return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):

@@ -1,7 +1,7 @@
 """Migration of a live collection. The database has the texts, the vectors of both models, and the progress.
 
-check ──► embed ──► quality ──► flip (store, then alias) ──► rows that were written meanwhile
-                                 back, clean-up
+check ──► embed ──► quality ──► flip (database, then alias) ──► embed the rows that were written during the flip
+                                 └──► back (undo the flip), clean-up (remove the vectors that are not in use)
 
 A scan embeds the rows that have no vector of their present text. Clients may write rows during a scan, so the command
 repeats the scan until a scan embeds only few rows. A side (`old` or `new`) is one of the two models with its vectors.

@@ -220,7 +220,8 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        # The key contains only the digest of a local file, so a user may move the file between two commands.
+        # For a local file, the key contains the digest of the file but not its path, so that a user may move the file
+        # between two commands.
         source = plan.corpus.source if plan.corpus.is_url else ""
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
@@ -510,7 +511,8 @@ class Earlier:
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
         """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job. Without
-        this id, a command repeated after a failed job would get this job back and submit no new job.
+        this id, a repeated command would have the same key as before: the server would return the failed job and start
+        no new job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -705,7 +707,9 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if no stored one changed it."""
+    """Return the Unix time (s) of the last revision that changed the shadow. If no stored revision changed the shadow,
+    return the time of the oldest stored revision.
+    """
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 

@@ -87,5 +87,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the file users.conf: the users of the server and their permissions. The Helm chart uses it too."""
+    """Return the file users.conf, with the broker's users and their permissions. The Helm chart uses the same file."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

@@ -328,7 +328,9 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print and publish the stream that the broker still reads. If its files are damaged, this may never end."""
+        """Print and publish the name of the stream that the starting broker reads. If the stream's files are damaged,
+        the broker may read for ever.
+        """
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
