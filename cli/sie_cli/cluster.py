@@ -1,4 +1,4 @@
-"""Cluster of a command: the addresses of its processes, the credentials for them, and the advice if none runs.
+"""Cluster of a command: the addresses of its processes, the credentials for them, and the advice if no cluster runs.
 
     --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
 
@@ -76,8 +76,9 @@ class Cluster:
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
         """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: data
-        directory of this `sie serve`, or None to try the default directory if `looks_around`. Raises SettingError if
-        the file of a `sie serve` is invalid, or if `required` and no `sie serve` runs with `named`.
+        directory of this `sie serve`. If it is None, look into the default directory, but only if `looks_around`.
+        Raises SettingError if the access file in the directory is invalid, or if `required` and no `sie serve` runs
+        with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -140,7 +141,7 @@ class Cluster:
 
     @property
     def gateway_urls(self) -> list[str]:
-        """Addresses of the gateways without a final slash, by default that of this machine's gateway."""
+        """Addresses of the gateways without a final slash; the address GATEWAY on this machine if none is set."""
         return [url.strip().rstrip("/") for url in (self.settings.gateway_url or GATEWAY).split(",")]
 
     @property

@@ -105,5 +105,5 @@ def locked_data_dir(path: Path) -> Iterator[None]:
             # remove the sockets' folder before the lock is released: afterwards the next `sie serve` may use this
             # folder
             if sockets.parent != path:
-                with contextlib.suppress(OSError):  # a killed process may have left its socket there
+                with contextlib.suppress(OSError):  # rmdir fails if a killed process has left its socket in the folder
                     sockets.rmdir()

@@ -173,8 +173,8 @@ class ArchiveReader:
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
-        """Copy each file of the archive into the file that `sink` opens for its name, and compare its size and SHA-256
-        with the index. If a comparison or a copy raises, the caller must discard the copies.
+        """Copy each file of the archive into the file that `sink` opens for its name, and compare the size and SHA-256
+        of the content with the index. If this method raises an error, the caller must discard the copies.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
@@ -192,7 +192,8 @@ class ArchiveReader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # may be NUL bytes, because other tar programs pad the last record
+        # other tar programs fill the last record with NUL bytes, so accept up to one record of NUL bytes
+        rest = self._stream.read(_RECORD + 1)
         if len(rest) > _RECORD or any(rest):
             raise CommandRefused(
                 f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"

@@ -81,7 +81,8 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
         seeded({**{entry.id: entry for entry in entries}, **{alias.id: alias for alias in chosen.aliases}})
-        downloads = logging.getLogger("sie.store")  # logs the progress of downloads every few seconds
+        # show the log lines of level INFO, which report the progress of a download every few seconds
+        downloads = logging.getLogger("sie.store")
         downloads.setLevel(logging.INFO)
         downloads.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)

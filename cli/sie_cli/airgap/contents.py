@@ -175,7 +175,8 @@ class FileGathering:
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
         """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused for a LoRA with a local path
-        or in the models folder: the other site lacks this path, and another name would change the model's fingerprint.
+        or in the models folder: the site without a network lacks this path, and a new path would change the model's
+        fingerprint.
         """
         is_path = Path(name).is_absolute() or name.startswith((".", "~"))
         located = None if is_path else self._sources.locate_lora(name, entry, self._models_dir)
@@ -277,7 +278,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Return whether every installation has this bundle. Ignore families that installed plug-ins added to it."""
+    """Return whether every installation has this bundle. Families that plug-ins added to the bundle are ignored."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
@@ -323,7 +324,7 @@ def _stated_licence(folder: Path) -> str:
 
     try:
         card = metadata_load(folder / "README.md") or {}
-    # PyYAML lets the errors of Python's constructors through, such as KeyError for !!bool
+    # PyYAML does not convert the errors of Python's constructors, such as KeyError for a value with the tag !!bool
     except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         return ""
     return str(card.get("license_name") or card.get("license") or "")

@@ -100,7 +100,7 @@ def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
 
 
 def _characters(text: str, facts: Iterable[Fact]) -> set[int]:
-    """Return the indices of the letters and digits within the facts of a text. Other characters reveal no data."""
+    """Return the indices of the letters and digits within the facts of a text; other characters reveal no data."""
     return {
         place for start, end, *_ in facts for place in range(int(start), int(end)) if text[place : place + 1].isalnum()
     }

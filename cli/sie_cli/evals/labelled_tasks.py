@@ -114,7 +114,7 @@ def entities() -> FactTask:
 
 
 def _filled(kinds: Sequence[str]) -> list[LabelledText]:
-    """Fill each template FILLINGS times. Return the texts, each with its facts of these kinds."""
+    """Fill each template FILLINGS times. Return the texts, each with those of its facts whose kind is in `kinds`."""
     (file,) = _files(TEMPLATES_PACKAGE, "templates.txt")
     lines = file.read_text("utf-8", "replace").splitlines()
     templates = [line.replace("\\n", "\n") for line in lines if line.strip()]

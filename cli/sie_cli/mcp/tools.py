@@ -248,7 +248,7 @@ class AgentTools:
             raise ToolRefused("Give either `labels` or `output_schema`, not both.")
         async with self._clients.of_key(caller.api_key) as client:
             model = await self._model(client, arguments.model, self._config.models.extract, "extract")
-            # leave out null parameters, because a model reports a parameter that it lacks as unknown, even a null one
+            # leave out unset parameters: a model that lacks a parameter would report it as unknown, even with a null
             params: dict[str, Any] = {
                 "labels": arguments.labels,
                 "output_schema": arguments.output_schema,

@@ -733,9 +733,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision that undoes the last change of the target when restored. Skip revisions that changed only the
-    shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no revision
-    before this change is stored.
+    """Return the revision to restore in order to undo the last change of the target. Skip revisions that changed only
+    the shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no
+    revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -51,7 +51,7 @@ class EmbeddedBroker:
         port, monitor = free_port(), free_port()
         # The monitor shows clients, streams and subjects, and needs no password. A random path protects it.
         path = f"/{secrets.token_urlsafe(32)}"
-        # JSON escapes quotes and backslashes as the configuration of nats-server does
+        # the configuration of nats-server escapes quotes and backslashes in the same way as JSON
         store = json.dumps(str(private_folder(data_dir / "nats")), ensure_ascii=False)
         file = data_dir / "nats.conf"
         write_private(

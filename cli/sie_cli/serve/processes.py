@@ -89,7 +89,7 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        # name -> probe that checks whether a gateway sees all workers; it runs after the probes of the processes
+        # name -> probe that checks whether a gateway sees all workers; these probes run after those of the processes
         self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model from the command line cannot be loaded; empty if none failed
         self._embedded: EmbeddedBroker | None = None
