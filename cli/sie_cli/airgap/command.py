@@ -104,7 +104,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         click.echo(
             f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(archive.index.bytes)}", err=True
         )
-        click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
+        click.echo(f"index {name}; `sie airgap load --index` refuses any other index", err=True)
 
 
 _index = click.option(

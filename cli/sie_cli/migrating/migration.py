@@ -667,7 +667,7 @@ class Aliases:
         """Flip the alias, wait until every gateway uses the new target, and report the flip. Raises CommandRefused."""
         revision = self.flip(alias, model)
         waiting = self.wait_for_gateways(alias.name)
-        where = f"; not yet at {', '.join(waiting)}" if waiting else ""
+        where = f"; gateways without this revision: {', '.join(waiting)}" if waiting else ""
         report.report_step(
             f"{alias.name} names {model} since revision {revision}, and named {alias.target} before{where}",
             revision=revision,

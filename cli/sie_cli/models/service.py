@@ -171,7 +171,7 @@ class ConfigServiceClient(HttpConnection):
             is_add = method == "POST" and path == MODELS
             only = f"--if-match {error.revision}"
             again = (
-                f"replace it with --force; with {only} too, only if it was not changed meanwhile"
+                f"replace it with --force; add {only} to replace only this revision"
                 if is_add
                 else f"repeat with {only}"
             )

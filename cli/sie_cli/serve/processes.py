@@ -301,8 +301,8 @@ class LocalCluster:
                     failed = await failed_load(client, gateway, self._admin_token, model.name)
                     if failed is not None and failed.is_final:
                         self._lacking = (
-                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without it starts, and the "
-                            "first request for it tries again"
+                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without this MODEL starts, "
+                            "and the first request for the model tries to load it again"
                         )
                         self._stop.set()
                         return
