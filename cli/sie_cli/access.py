@@ -23,8 +23,8 @@ OPERATOR = "operator"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses and credentials that `sie serve` writes for other commands. An address is empty if this `sie serve` did
-    not start that process.
+    """Addresses and credentials that `sie serve` writes for other commands. The address of a process is empty if this
+    `sie serve` did not start that process.
     """
 
     gateway_url: str
@@ -35,7 +35,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # name of the stream whose files the broker is still reading at its start, if the start takes long; else empty
+    # name of the stream whose files the starting broker reads, if the broker's start takes long; else empty
     unread_stream: str = ""
 
     def __repr__(self) -> str:
@@ -68,8 +68,9 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the access file in a data directory. Return None if there is no file, or if the lock file is not locked,
-    because a killed `sie serve` left the access file then. Raises SettingError for a file that cannot be used.
+    """Read the access file in a data directory. Return None if there is no file. Also return None if no process has
+    locked the lock file: then the `sie serve` that wrote the access file was killed. Raises SettingError for a file
+    that cannot be used.
     """
     path = data_dir / FILE
     try:

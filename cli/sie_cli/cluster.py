@@ -1,4 +1,4 @@
-"""Cluster of a command: the addresses of its processes, the credentials for them, and the advice if none runs.
+"""Cluster of a command: the addresses of its processes, the credentials for them, and the advice if no cluster runs.
 
     --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
 
@@ -44,7 +44,7 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Process of a cluster. `field`, `local`: names of the fields with its address, in Settings and in Access."""
+    """Process of a cluster. `field`: name of the field of Settings with its address. `local`: the same for Access."""
 
     name: str
     field: str
@@ -62,7 +62,7 @@ _PARTS: Mapping[str, _ClusterPart] = {
 class Cluster:
     """Addresses of a cluster's processes, and the credentials for them. `sources`: name of a setting -> source of the
     value. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
-    `admin_token`: SIE_ADMIN_TOKEN of the user. `settings.admin_token` may be the token of a `sie serve`.
+    `admin_token`: the user's SIE_ADMIN_TOKEN, while `settings.admin_token` may be the token of a `sie serve`.
     """
 
     settings: Settings
@@ -76,8 +76,9 @@ class Cluster:
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
         """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: data
-        directory of this `sie serve`, or None to try the default directory if `looks_around`. Raises SettingError if
-        the file of a `sie serve` is invalid, or if `required` and no `sie serve` runs with `named`.
+        directory of this `sie serve`. If it is None, look into the default directory, but only if `looks_around`.
+        Raises SettingError if the access file in the directory is invalid, or if `required` and no `sie serve` runs
+        with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -140,7 +141,7 @@ class Cluster:
 
     @property
     def gateway_urls(self) -> list[str]:
-        """Addresses of the gateways without a final slash, by default that of this machine's gateway."""
+        """Addresses of the gateways without a final slash; the address GATEWAY on this machine if none is set."""
         return [url.strip().rstrip("/") for url in (self.settings.gateway_url or GATEWAY).split(",")]
 
     @property
@@ -174,7 +175,9 @@ class Cluster:
         return f"no gateway answers at {public_url(url)}{cause}: {advice}"
 
     def config_token(self, *, writes: bool) -> Secret | None:
-        """Return the token with the fewest rights that suffices for the config service; None if there is none."""
+        """Return the token for the config service: the read token if it is set and `writes` is False, else the admin
+        token. None if neither token is set.
+        """
         read_token = None if writes else self.settings.config_read_token
         return read_token or self.settings.admin_token
 
@@ -210,7 +213,8 @@ class Cluster:
             finally:
                 await broker.close()
 
-        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # no log lines: the error has all information
+        # hide the broker client's log lines, because the raised error has all their information
+        logging.getLogger("sie.broker").addHandler(logging.NullHandler())
         try:
             with refusing():
                 return asyncio.run(run())

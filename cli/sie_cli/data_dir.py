@@ -73,7 +73,7 @@ def locked_data_dir(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # the mode of an existing folder is not changed, since its contents are private in any case
+            # an existing folder keeps its mode, because each file and folder in it is created as private
             path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(path):
                 raise SettingError(
@@ -105,5 +105,5 @@ def locked_data_dir(path: Path) -> Iterator[None]:
             # remove the sockets' folder before the lock is released: afterwards the next `sie serve` may use this
             # folder
             if sockets.parent != path:
-                with contextlib.suppress(OSError):  # a killed process may have left its socket there
+                with contextlib.suppress(OSError):  # rmdir fails if a killed process has left its socket in the folder
                     sockets.rmdir()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-TIMEOUT_S = 15.0  # seconds to wait for an answer; a config service itself ends a write after 10 s
+TIMEOUT_S = 15.0  # seconds to wait for an answer; longer than the 10 s after which a config service ends a write
 _OTHER_FORM = "not in the form of a gateway: name the address of a gateway with --url"
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
@@ -46,7 +46,7 @@ def checked_url(url: str) -> str:
     """Return `url` if it is a valid address of an HTTP server. The host need not exist. Raises CommandRefused."""
     try:
         parsed = httpx.URL(url)
-        # Encode the host here. At its lookup, an invalid host would raise a UnicodeError, which is no error of httpx.
+        # Encode the host here: during a request, an invalid host would raise UnicodeError, which is no httpx error.
         is_usable = parsed.scheme in ("http", "https") and bool(parsed.host.encode("idna"))
     except (httpx.InvalidURL, UnicodeError):
         is_usable = False
@@ -116,8 +116,9 @@ class AdminClient(HttpConnection):
 
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
-    """Open a client for a command that needs a token with these scopes. Errors are handled by `gateway_errors`.
-    `is_patient`: wait while the gateway restarts; else wait only as long as a starting `sie serve` needs.
+    """Open a client for a command. `gateway_errors` handles its errors. `scopes`: the scopes that the token needs, in
+    words for an error message. `is_patient`: True to wait while the gateway restarts, False to wait at most
+    `Cluster.first_patience_s`.
     """
     from sie_client import SIEClient
 
@@ -135,8 +136,8 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End the command with status 2 if no gateway answers or if it refuses the token. Raises CommandRefused for other
-    errors of the client.
+    """End the command with status 2 if no gateway answers, or if the gateway refuses the token. Raises CommandRefused
+    for other errors of the client.
     """
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
@@ -154,7 +155,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Hide the client's warnings about retries: they would disturb the display, and the last error has the reason."""
+    """Hide the client's warnings about retries. They would disturb the display, and the final error has the reason."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -43,7 +43,7 @@ def settle(environ: MutableMapping[str, str]) -> None:
     except OSError:  # no folder is writable; a command that needs a folder reports the setting to change
         return
     state = "is unset" if not named else f"is {named}, where this user may not write"
-    sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until it is cleared\n")
+    sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until this folder is cleared\n")
 
 
 def _is_usable(home: str) -> bool:

@@ -44,7 +44,9 @@ class _Program(AnyPosition):
     """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command. Raises UsageError, which suggests a group with such a command or a similar name."""
+        """Return the command. Raises UsageError, which suggests a group with this command, or a command of a similar
+        name.
+        """
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -75,7 +77,7 @@ class _Program(AnyPosition):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the file was closed before the start
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the file was closed before the start
                 with contextlib.suppress(OSError):  # the reader of a pipe may have closed it, or the disk is full
                     stream.flush()
             os._exit(ended.code or 0)
@@ -94,7 +96,7 @@ class _Program(AnyPosition):
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except OSError as error:
             is_output = error.errno in _UNWRITABLE
-            # a process of the cluster has an excepthook of its own, which logs this error with the place in the code
+            # In a process of the cluster, raise: its own excepthook logs the error with the place in the code.
             if not (is_output or error.filename) or sys.excepthook is not sys.__excepthook__:
                 raise
             place = error.filename or "the output cannot be written"

@@ -83,8 +83,8 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        # Read the shards first: if a job begins between the two reads, the backup has the job without its shards, and
-        # not the shards without their job.
+        # Read the shards first: if a job begins between the two reads, the backup has the job without its shards. In
+        # the other order it would have shards without their job, which `sie doctor` reports as damage.
         for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
@@ -176,7 +176,8 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
     for bucket in (buckets.copy, buckets.bucket):
         entries = await bucket.entries()
         present = {key.id: key for key, _ in key_records.readable(entries)}
-        revisions = {entry.key: entry.revision for entry in entries}  # contains undecodable records too
+        # has the revisions of undecodable records too, so that the code below can replace these records
+        revisions = {entry.key: entry.revision for entry in entries}
         written = 0
         for key in keys:
             if key.id in removed:

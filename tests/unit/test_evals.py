@@ -619,7 +619,7 @@ def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
         ("foo", "there is no source foo: expected some of sie, st, patterns, targets"),
         ("tei:localhost", "there is no source tei:localhost"),
         ("st:http://x", "there is no source"),
-        ("sie,sie", "a source is named twice"),
+        ("sie,sie", "name each source only once"),
         ("targets", "name a source that is measured"),
         (",", "name a source that is measured"),
     ],

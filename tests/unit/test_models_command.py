@@ -477,7 +477,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         (
             "  max_tokens: 8 -> 16",
             "PUT replaces, PATCH changes",
-            "replace it with --force; with --if-match {revision} too, only if it was not changed meanwhile",
+            "replace it with --force; add --if-match {revision} to replace only this revision",
         ),
     ),
     "an unknown revision": (

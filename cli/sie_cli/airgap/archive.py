@@ -32,7 +32,8 @@ FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # larger sizes, and this size, exceed the header's 11 octal digits, so they are in base 256
+# bytes; a file of this size or more exceeds the 11 octal digits of the ustar header, so its size is stored in base 256
+_USTAR_LIMIT = 1 << 33
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -114,7 +115,7 @@ def write(
     (changed or damaged), or if a file name is too long. Raises OSError.
     """
     raw = encode(index)
-    decode(raw)  # raises for an index that no reader would accept
+    decode(raw)  # raises CommandRefused for an index that no reader would accept
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
@@ -172,8 +173,8 @@ class ArchiveReader:
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
-        """Copy each file of the archive into the file that `sink` opens for its name, and compare its size and SHA-256
-        with the index. If a comparison or a copy raises, the caller must discard the copies.
+        """Copy each file of the archive into the file that `sink` opens for its name, and compare the size and SHA-256
+        of the content with the index. If this method raises an error, the caller must discard the copies.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
@@ -191,7 +192,8 @@ class ArchiveReader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # may be NUL bytes, because other tar programs pad the last record
+        # other tar programs fill the last record with NUL bytes, so accept up to one record of NUL bytes
+        rest = self._stream.read(_RECORD + 1)
         if len(rest) > _RECORD or any(rest):
             raise CommandRefused(
                 f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"

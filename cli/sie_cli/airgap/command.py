@@ -81,7 +81,8 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
         seeded({**{entry.id: entry for entry in entries}, **{alias.id: alias for alias in chosen.aliases}})
-        downloads = logging.getLogger("sie.store")  # logs the progress of downloads every few seconds
+        # show the log lines of level INFO, which report the progress of a download every few seconds
+        downloads = logging.getLogger("sie.store")
         downloads.setLevel(logging.INFO)
         downloads.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)
@@ -103,7 +104,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         click.echo(
             f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(archive.index.bytes)}", err=True
         )
-        click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
+        click.echo(f"index {name}; `sie airgap load --index` refuses any other index", err=True)
 
 
 _index = click.option(
@@ -267,8 +268,8 @@ def _refusing() -> Iterator[None]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield a file for an archive of files with `size` bytes, or standard output for `-`. At the end of the context,
-    rename the complete file to `output`. Raises CommandRefused, OSError.
+    """Yield a file for an archive, or standard output if `output` is `-`. At the end of the context, rename the
+    complete file to `output`. `size`: bytes that the archive needs on the disk. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

@@ -5,8 +5,8 @@
           ─► golden vectors ─► golden/..
           ─► the entry itself: only weights.path and golden change, and a missing licence is added
 
-An entry keeps its hub id, revision and package. So its fingerprint does not change, and vectors that were computed
-elsewhere stay valid.
+An entry keeps its hub id, revision and package. So its fingerprint does not change, and vectors that the model computed
+on another machine stay valid.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sie_store.weights.manifest import digest as digest_of_file
 from sie_store.weights.selection import LORA_FILES, wanted_by
 from sie_store.weights.sources import WeightSources
 
-# files of a backbone: its configuration and its tokenizer
+# configuration and tokenizer of a backbone, which is the encoder that a model such as GLiNER names by repository
 _BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 
@@ -74,7 +74,7 @@ class FileGathering:
         self.files: dict[str, Path | bytes] = {}
         # name in the archive -> size and digest that are already known, so that `facts` does not read the file
         self._known: dict[str, FileFact] = {}
-        # locks on the files of models, so that no other process removes them to free space
+        # locks on the files of models, so that no other process removes these files to free space
         self._leases: list[Lock] = []
         self._sources = sources
         self._models_dir = models_dir
@@ -175,7 +175,8 @@ class FileGathering:
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
         """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused for a LoRA with a local path
-        or in the models folder: the other site lacks this path, and another name would change the model's fingerprint.
+        or in the models folder: the site without a network lacks this path, and a new path would change the model's
+        fingerprint.
         """
         is_path = Path(name).is_absolute() or name.startswith((".", "~"))
         located = None if is_path else self._sources.locate_lora(name, entry, self._models_dir)
@@ -277,7 +278,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Return whether every installation has this bundle. Ignore families that installed plug-ins added to it."""
+    """Return whether every installation has this bundle. Families that plug-ins added to the bundle are ignored."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
@@ -323,7 +324,7 @@ def _stated_licence(folder: Path) -> str:
 
     try:
         card = metadata_load(folder / "README.md") or {}
-    # PyYAML lets the errors of Python's constructors through, such as KeyError for !!bool
+    # PyYAML does not convert the errors of Python's constructors, such as KeyError for a value with the tag !!bool
     except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         return ""
     return str(card.get("license_name") or card.get("license") or "")

@@ -1,4 +1,4 @@
-"""Unpacking of an archive to a folder for `sie airgap serve`. The folder has the whole archive, or is not created.
+"""Unpacking of an archive to a folder for `sie airgap serve`. A failed load creates no folder.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
@@ -86,7 +86,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
     Raises CommandRefused, OSError. The load of a refused archive creates no `folder`.
     """
     check(reader.index)
-    folder = folder.resolve()  # the rename below replaces an empty folder, but not a symbolic link to a folder
+    # resolve symbolic links, because the rename below can replace an empty folder, but not a link to a folder
+    folder = folder.resolve()
     if folder.is_mount():
         raise CommandRefused(
             f"{folder} is a mount point, which a load cannot replace: use --folder {folder / 'airgap'}"
@@ -120,8 +121,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write entries, aliases, bundles and settings into `folder`. The paths in these files are below `at`. Do not write
-    files that are up to date. Raises CommandRefused, OSError.
+    """Write entries, aliases, bundles and settings into `folder`. The paths in these files are below `at`. Files that
+    already have the right content are not written. Raises CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:

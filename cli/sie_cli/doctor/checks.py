@@ -400,7 +400,8 @@ def drift(
 
     An epoch consists of the creation time of the catalogue's bucket and the number of a write. `epoch` has the last
     write of the catalogue, and the last write that affects each bundle. A worker needs only the last write of its
-    bundle. If `epoch` is None, gateways need the newest epoch of all gateways, and workers only its bucket.
+    bundle. If `epoch` is None, gateways need the newest epoch of all gateways, and workers need only an epoch with the
+    same creation time of the bucket.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_order_of_epoch, default="")
     findings = [

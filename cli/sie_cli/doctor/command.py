@@ -54,7 +54,7 @@ def faults_of(
                 fix = f"did you mean {near[0]}? `sie settings` shows all"
             findings.append(Finding(f"{name} is set, but no such setting exists", fix))
     while fault := _contradiction(*readable):
-        findings.append(Finding(fault, "change one of the two that it names"))
+        findings.append(Finding(fault, "change one of the two settings"))
         named = re.findall(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", fault)
         if sum(left.pop(name, None) is not None for left in readable for name in named) == 0:
             raise AssertionError(f"two default values contradict each other: {fault}")
@@ -84,7 +84,7 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
         says = (
             f"{counted(count, 'setting')} given, each of them right"
             if count
-            else "none is given: the defaults are in force"
+            else "no setting is given: the defaults are in force"
         )
         return says, [*faults, *idle]
 

@@ -242,7 +242,7 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
             )
         ]
     if driver is None and "mismatch" in trouble:
-        fix = "restart the machine: its kernel still has the module of the driver before the update"
+        fix = "restart the machine: its kernel runs the module of the old driver until the restart"
         return [Finding(f"the NVIDIA driver does not answer: {trouble}", fix)]
     if driver is None:
         fix = f"install it (`nvidia-smi` has to work), give the container the GPU, {instead}"

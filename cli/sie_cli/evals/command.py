@@ -165,7 +165,7 @@ def run(
     sie eval compare OLD.json NEW.json
     """
     if len(set(models)) != len(models):
-        raise CommandRefused("MODEL: a model is named twice")
+        raise CommandRefused("MODEL: name each model only once")
     if len(models) > 1 and (save_targets or markdown or html):
         raise CommandRefused("--save-targets, --markdown and --html work with one MODEL only")
     if kind == "perf" and (kinds or rerank):

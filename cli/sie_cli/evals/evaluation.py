@@ -60,7 +60,9 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """`machine`: the machine profile. `about`: description of the machine and the software, for the stored result."""
+    """Checked input of one evaluation. `machine`: the machine profile. `about`: description of the machine and the
+    software, for the stored result.
+    """
 
     spec: EvalSpec
     task: Task
@@ -219,9 +221,10 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
-    """Return the targets with this name, and a note about their origin: the file that the user named, the catalogue's
-    file, or the last stored result. Targets and note are empty if the sources lack `targets`. Raises CommandRefused if
-    neither a file nor a stored result has targets.
+    """Return targets, and a note about their origin: the file that the user named, the catalogue's file, or the last
+    stored result. `name`: name of the task in a file of targets. `level`: level of load in a stored result, empty for
+    quality. Targets and note are empty if the sources lack `targets`. Raises CommandRefused if neither a file nor a
+    stored result has targets.
     """
     spec = context.spec
     if "targets" not in spec.sources:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 FactKind = Literal["entities", "relations", "classes", "redaction"]
-# an entity or personal data: (start, end, label); a relation: (head, relation, tail); a class: (class,)
+# kinds entities and redaction: (start, end, label); relations: (head, relation, tail); classes: (class,)
 Fact = tuple[int | str, ...]
 # metric -> numerators and denominators, with one number for each text. A metric over several texts is the sum of their
 # numerators divided by the sum of their denominators
@@ -29,7 +29,7 @@ class KindSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Text with all its facts. `mentions`: entities that a source sends with the text, for models of relations."""
+    """Text with all its facts. `mentions`: entities of the text, which a model of relations receives with the text."""
 
     text: str
     facts: Sequence[Fact]
@@ -38,8 +38,8 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class FactTask:
-    """Task to find facts in texts. `labels`: kinds that a source must find. A fact may have a narrower kind, which the
-    report counts apart.
+    """Task to find facts in texts. `labels`: kinds of facts that a source must find, such as `iban`. A fact itself may
+    have a narrower kind, such as `iban, lower case`; the report has a row for each of these kinds.
     """
 
     name: str
@@ -91,8 +91,8 @@ def _redaction(texts: Sequence[str], truth: Sequence[Sequence[Fact]], answers: S
 
 
 def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
-    """Return F1, precision and recall. `counts`: for each text, how many facts or characters are in both the task and
-    the answer, in the task, and in the answer.
+    """Return F1, precision and recall. `counts`: three numbers for each text: the facts or characters that are in both
+    the task and the answer, all those in the task, and all those in the answer.
     """
     right, truth, answers = map(list, zip(*counts, strict=True))
     both = list(map(sum, zip(truth, answers, strict=True)))
@@ -100,7 +100,7 @@ def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
 
 
 def _characters(text: str, facts: Iterable[Fact]) -> set[int]:
-    """Return the indices of the letters and digits within the facts of a text. Other characters reveal no data."""
+    """Return the indices of the letters and digits within the facts of a text; other characters reveal no data."""
     return {
         place for start, end, *_ in facts for place in range(int(start), int(end)) if text[place : place + 1].isalnum()
     }

@@ -32,7 +32,9 @@ Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the slots of templates by name: kind (empty if the value is no fact), and function that makes a value."""
+    """Return the placeholders of templates: name, such as `city` for {{city}} -> kind of the fact, empty if the value
+    is no fact, and function that makes a value.
+    """
     person = {
         "person": lambda faker: faker.name(),
         "name": lambda faker: faker.name(),
@@ -112,7 +114,7 @@ def entities() -> FactTask:
 
 
 def _filled(kinds: Sequence[str]) -> list[LabelledText]:
-    """Fill each template FILLINGS times. Return the texts, each with its facts of these kinds."""
+    """Fill each template FILLINGS times. Return the texts, each with those of its facts whose kind is in `kinds`."""
     (file,) = _files(TEMPLATES_PACKAGE, "templates.txt")
     lines = file.read_text("utf-8", "replace").splitlines()
     templates = [line.replace("\\n", "\n") for line in lines if line.strip()]
@@ -137,7 +139,9 @@ def _filled(kinds: Sequence[str]) -> list[LabelledText]:
 
 
 class _Values:
-    """Source of random values that are the same in each run. `faker` returns the generator of a random locale."""
+    """Source of random values that are the same in each run. `faker` selects a random locale and returns its generator
+    of values.
+    """
 
     def __init__(self) -> None:
         from faker import Faker
@@ -275,7 +279,7 @@ def _phone(value: str, form: str) -> str:
 
 def redaction_forms() -> FactTask:
     """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
-    of FORMATS. The kind of a fact has the kind of the value and the name of the format, such as `iban, lower case`.
+    of FORMATS. The kind of a fact joins the kind of its value and the name of the format, such as `iban, lower case`.
     """
     values = _Values()
     texts = []
@@ -314,7 +318,8 @@ def _valid(kind: str, values: _Values) -> Iterator[str]:
 
 
 _SLOT = re.compile(r"\{(\w+)\}")
-# relation -> statements. The first statement names the head of the relation before the tail: `relations` relies on this
+# relation -> sentences that state it. The first sentence names the head of the relation before the tail, because
+# `relations` takes the first name as the head and the second as the tail
 _STATEMENTS: Mapping[str, Sequence[str]] = {
     "works for": ("{person} works for {company}.", "{company} has employed {person} for years."),
     "born in": ("{person} was born in {city}.", "{city} is the birthplace of {person}."),
@@ -327,7 +332,7 @@ _LABEL_OF_SLOT = {"person": "person", "company": "organization", "firm": "organi
 
 def relations() -> FactTask:
     """Return a task to find how people, companies and cities are related. A text has two statements about different
-    names, so most pairs of its names have no relation. The mentions of a text are its names.
+    names, so most pairs of its names have no relation. `mentions` of a text has all its names.
     """
     values = _Values()
     texts = []

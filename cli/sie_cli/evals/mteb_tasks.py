@@ -1,5 +1,5 @@
 """Tasks of the library mteb, on the revisions of datasets that mteb names. mteb measures a source (a cluster, a library
-or a server) as if it were a model in this process.
+or a server) as if the source were a model in this process.
 
 mteb/NAME ──► mteb.get_task ──► datasets of the hub ──► Mteb ──► mteb.evaluate with a source as the model
 """
@@ -99,7 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """mteb.EncoderProtocol for a source. Texts get the prompts of the source, not those of mteb's task."""
+    """mteb.EncoderProtocol for a source. The source adds its own prompts to the texts, not those of mteb's task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_batch_texts(inputs))

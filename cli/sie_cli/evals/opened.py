@@ -43,7 +43,7 @@ PLAIN = ("sie", "st", "patterns", "targets")
 
 def names(sources: str) -> list[str]:
     """Return the names of the sources in the value of -s. Raises CommandRefused if a name is unknown or repeated, or if
-    `targets` is the only name.
+    there is no name except `targets`.
     """
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
@@ -52,7 +52,7 @@ def names(sources: str) -> list[str]:
             kinds = ", ".join([*PLAIN, "sie:URL", *(f"{kind}:URL" for kind in DIALECTS)])
             raise CommandRefused(f"-s: there is no source {source[:200]}: expected some of {kinds}")
     if len(set(requested)) != len(requested):
-        raise CommandRefused("-s: a source is named twice")
+        raise CommandRefused("-s: name each source only once")
     if not [name for name in requested if name != "targets"]:
         raise CommandRefused(
             "-s: name a source that is measured; `targets` alone measures nothing. An example: sie,targets"
@@ -62,7 +62,8 @@ def names(sources: str) -> list[str]:
 
 class EvalGateway:
     """Gateway of the command's cluster. If the user names no cluster and no cluster runs, `address` starts a cluster.
-    `held`: the exit stack that stops this cluster. `patience_s`: seconds to wait for the gateway.
+    `held`: exit stack of the command; when it closes, it stops the cluster that `address` started. `patience_s`:
+    seconds to wait until the gateway can be connected.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -89,7 +90,7 @@ class EvalGateway:
 
 
 class OpenSources:
-    """Sources of one model. `held`: the exit stack that closes the sources."""
+    """Sources of one model. `held`: exit stack of the evaluation; when it closes, it closes the sources' clients."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held
@@ -112,10 +113,10 @@ class OpenSources:
         return source
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
-        """Open a model of the cluster at `url`, or of the command's own cluster if `url` is empty, and wait until the
+        """Open a model of the cluster at `url`, or of the cluster of EvalGateway if `url` is empty, and wait until the
         model is loaded. Raises CommandRefused.
         """
-        # the token of this cluster must not be sent to another cluster
+        # the token belongs to the cluster of EvalGateway, so a cluster at another URL must not receive it
         where, token = (url, None) if url else self._gateway.address()
         patience_s = CONNECT_S if url else self._gateway.patience_s
         key = token.reveal() if token else None
@@ -127,7 +128,7 @@ class OpenSources:
             raise CommandRefused(self._gateway.refusal(where, error)) from error
         except SIEError as error:
             hint = "`sie models list` shows its models"
-            raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {hint}") from error
+            raise CommandRefused(f"{error}\nthe error is from the gateway at {public_url(where)}: {hint}") from error
         return source
 
     def _scores_pairs(self) -> bool:
@@ -145,7 +146,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`, with any status."""
+    """Return whether a server at `url` answers a request. An answer with an HTTP error status counts."""
     try:
         with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -155,14 +156,14 @@ def _answers(url: str) -> bool:
 
 
 START_S = 120.0
-END_S = 60.0  # seconds to wait for the cluster's end before it is killed; `sie serve` drains in less time
+END_S = 60.0  # seconds between SIGTERM and SIGKILL for `sie serve`, which finishes its work in less time
 POLL_S = 0.1
 LAST_LINES = 5
 
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Run a cluster on this machine. Raises CommandRefused if it does not start."""
+    """Run a cluster on this machine while the context is open. Raises CommandRefused if the cluster does not start."""
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]

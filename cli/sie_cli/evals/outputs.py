@@ -17,15 +17,16 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# number of documents, nearest by Hamming distance, that `binary+rescore` ranks again: four times quality.DEPTH
+# number of documents per query that `binary+rescore` ranks again, nearest by Hamming distance: four times quality.DEPTH
 RESCORED = 400
 
 
 @dataclass(frozen=True)
 class VectorOutput:
-    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: name of the field with the vector in
-    a result. `similar`: function that returns similarities of shape [queries, documents]; higher is nearer. A document
-    in chunks is one array, with the vector of each chunk as a row.
+    """One kind of vectors. `documents`, `queries`: parameters of SIEClient.encode for texts that are documents, and for
+    texts that are queries. `slot`: key of the vector in the result of one text. `similar`: function from the vectors of
+    queries and of documents to an array of similarities [queries, documents]; a higher number means a nearer document.
+    The vector of a document that is encoded in chunks is an array with one row for each chunk.
     """
 
     name: str
@@ -46,7 +47,7 @@ class VectorOutput:
 
 
 def find(name: str) -> VectorOutput:
-    """Return the output with this name. Raises CommandRefused for an unknown name; the error lists the names."""
+    """Return the kind of vectors with this name. Raises CommandRefused for an unknown name, and lists all names."""
     if output := _KNOWN.get(name):
         return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
@@ -78,13 +79,16 @@ def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the number of equal bits minus the number of different bits, as the product of vectors of -1 and 1."""
+    """Return, for each query and document, the number of equal bits minus the number of different bits. It equals the
+    dot product if each bit is written as -1 or 1.
+    """
     return _signs(queries) @ _signs(documents).T
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the product of each query's floats with each document's bits (as -1 and 1), or -inf for documents that are
-    not among the RESCORED nearest by Hamming distance.
+    """Return similarities [queries, documents]. First select the RESCORED documents nearest to a query by Hamming
+    distance. The similarity of a selected document is the dot product of the query's floats and the document's bits,
+    written as -1 and 1. The similarity of all other documents is -inf.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.

@@ -13,8 +13,8 @@ TEMPLATES_PACKAGE = "presidio-evaluator"
 JAPANESE_PACKAGE = "hironsancorpus"
 _STSB = f"{STSB_PACKAGE}==1.0.3"
 _TEMPLATES = f"{TEMPLATES_PACKAGE}==0.3.2"
-# task -> package with its texts. No extra installs these packages, because they depend on further packages that the
-# texts do not need
+# task -> package with its texts. No pip extra of sie-cluster installs these packages, because each depends on further
+# packages that its texts do not need
 _TEXTS: Mapping[str, str] = {
     "stsb": _STSB,
     "stsb-retrieval": _STSB,

@@ -1,6 +1,6 @@
 """Speed of a source at each level of load: items per second, latency by percentile, errors, and use of devices.
 
-texts of the task ──► requests ──► warm-up │ window ──► LoadPoint of each source and level
+texts of the task ──► requests ──► warm-up │ measured seconds ──► LoadPoint of each source and level
 """
 
 from __future__ import annotations
@@ -142,11 +142,11 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # a source that refuses requests raises the same error in each client's task
+    except ExceptionGroup as group:  # raise one error: a source that refuses requests raises it in each client's task
         raise group.exceptions[0] from group
     client_cores = await used
-    # The throughput counts answers within the window. Latencies and errors count requests that were due in the window,
-    # also if they were answered later, so that a stall at the end of the window is included.
+    # The throughput counts answers that arrive between `start_s` and `end_s`. Latencies and errors count requests that
+    # are due in this time, even if the answer comes after `end_s`, so that a stall near `end_s` is included.
     due = [call for call in calls if start_s <= call.due_s < end_s]
     ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
     tokens = [call.answer.tokens for call in ended]

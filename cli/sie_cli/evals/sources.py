@@ -77,7 +77,9 @@ class EvalSource(Protocol):
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Open a function that sends a request, and raises LoadFailure if the request fails. Calls may overlap."""
+        """Open the source's connections and yield a function that sends a request. The function raises LoadFailure if
+        the request fails. Its calls may overlap.
+        """
 
 
 @runtime_checkable
@@ -390,7 +392,7 @@ class ServerSource:
     ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
-        # Empty, so that responses are not cached: the server's model may change between two evaluations.
+        # empty, so that answers are not cached: the server's model may change between two evaluations
         self.identity: Sequence[str] = ()
         self._client, self._dialect, self._model = client, dialect, model
         self.tokens = 0

@@ -1,5 +1,5 @@
-"""Steps of a measurement. A step is a source with one of its outputs. Answers are cached in files, so that an
-interrupted evaluation can continue.
+"""Steps of a measurement. A step measures one source with one output, which is a kind of vectors. Answers are cached in
+files, so that an interrupted evaluation can continue.
 
 A file has the answers to some texts. Its name is a digest of all data that the answers depend on, such as model,
 fingerprint, output and texts. A completed evaluation removes its files. Each evaluation of quality first removes files
@@ -52,18 +52,19 @@ class ResultCache:
             return compute()
         digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
-        # a file in the cache is always complete, because the code below first writes a file under another name
+        # a file with this name is always complete, because the code below writes another file and then renames it
         with contextlib.suppress(FileNotFoundError, *UNDECODABLE):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
-                if file not in self._files:  # an earlier step of this evaluation may have written or read this file
+                if file not in self._files:  # a listed file was written or counted by a step of this evaluation
                     self.reused_texts += len(texts)
                     self._files.append(file)
                 return earlier
         answers = compute()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            half = file.with_suffix(f".{secrets.token_hex(8)}")  # random, as another evaluation may write this file
+            # a random name, because another evaluation may write the same answers at the same time
+            half = file.with_suffix(f".{secrets.token_hex(8)}")
             half.write_bytes(msgspec.msgpack.encode([_packed(answer) for answer in answers]))
             half.replace(file)
         except OSError as error:

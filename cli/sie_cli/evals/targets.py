@@ -87,7 +87,9 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the first source's metrics, and as METRIC/SOURCE the ratio of each to the same metric of SOURCE."""
+    """Return the metrics of the source `first`, and for each other source an entry METRIC/SOURCE: the metric of `first`
+    divided by the metric of SOURCE. `scores`: source -> metric -> value.
+    """
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
@@ -102,7 +104,7 @@ def speed_task(task: str, machine: str, level: str) -> str:
 
 
 def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
-    """Convert measured values to targets with the default tolerances. NaN, an undefined value, makes no target."""
+    """Convert measured values to targets with the default tolerances. Leave out NaN, which is an undefined value."""
     values = {name: value for name, value in values.items() if not math.isnan(value)}
     if is_speed:
         return {name: ScoreTarget(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}

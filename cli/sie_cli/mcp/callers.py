@@ -11,7 +11,8 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds for which a key stays valid after its last successful check, if later checks fail without refusing the key
+# seconds for which a key stays valid after its last successful check, while later checks fail for a reason other than a
+# refusal of the key, for example if the gateway does not answer
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0
@@ -34,7 +35,7 @@ class KeyNames:
     """Names of API keys, from the gateway's `GET /v1/whoami`. `name_of` requests a name again after CHECK_EVERY_S."""
 
     def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        # this client has no key of its own, because each check sends the key to check
+        # this client has no key of its own, because each check sends the key that is checked
         self._client = SIEAsyncClient(
             gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
         )

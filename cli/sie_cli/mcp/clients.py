@@ -35,7 +35,7 @@ class GatewayClients:
     async def of_key(self, api_key: str | None) -> AsyncIterator[SIEAsyncClient]:
         """Yield the client that sends this key and no other key."""
         if api_key not in self._clients:
-            async with self._opening:  # several first calls with one key may wait here: the first opens the client
+            async with self._opening:  # several calls with a new key may wait here; one of them opens the client
                 if api_key not in self._clients:
                     # in a thread, because a client for https reads all certificates of this machine from the disk
                     self._clients[api_key] = _OpenClient(await asyncio.to_thread(self._opened, api_key))

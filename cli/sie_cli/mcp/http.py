@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.mcp")
 
 
 class _Sessions(StreamableHTTPSessionManager):
-    """Sessions, with a limit for each API key. Only some revisions of the protocol have sessions."""
+    """Sessions of agents, at most MAX_SESSIONS_OF_KEY for an API key. Only some revisions of MCP have sessions."""
 
     def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
         """Open a session. Return None if there are too many sessions."""

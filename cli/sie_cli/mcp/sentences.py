@@ -12,7 +12,7 @@ GATEWAY_AWAY = (
 )
 _BUSY = "The gateway has no capacity at the moment: {message}. Call again in a minute."
 _LOADING = "The model is not ready yet: {message}. Call again in a minute; loading goes on meanwhile."
-# class of errors -> sentences; if an error is of several classes, the first one counts
+# class of errors -> sentences; for an error of several of these classes, the class that comes first counts
 _SENTENCES: dict[type[errors.SIEError], str] = {
     errors.PermissionDeniedError: (
         "The API key may not do this: {message}. Use a key that has this scope; the operator makes one with "

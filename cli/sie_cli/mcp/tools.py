@@ -222,7 +222,7 @@ class AgentTools:
             model = stored.model if stored else await self._model(client, arguments.model, default, "encode")
             dimensions = stored.vectors.shape[1] if stored else None
             texts = [arguments.query, *(arguments.texts or ())]
-            # the query is also encoded as a document: here it is a text of the same kind as the others, not a search
+            # encode the query as a document too: it is compared with texts of its own kind, and does not search
             encoded, _ = await _vectors(client, model, texts, is_query=False, dimensions=dimensions)
         vectors = stored.vectors if stored else encoded[1:]
         similarities = _normalised(vectors) @ _normalised(encoded[:1])[0]
@@ -248,7 +248,7 @@ class AgentTools:
             raise ToolRefused("Give either `labels` or `output_schema`, not both.")
         async with self._clients.of_key(caller.api_key) as client:
             model = await self._model(client, arguments.model, self._config.models.extract, "extract")
-            # leave out null parameters, because a model reports a parameter that it lacks as unknown, even a null one
+            # leave out unset parameters: a model that lacks a parameter would report it as unknown, even with a null
             params: dict[str, Any] = {
                 "labels": arguments.labels,
                 "output_schema": arguments.output_schema,
@@ -470,7 +470,7 @@ class AgentTools:
 
 
 def _tool(title: str, description: str, call: Any) -> AgentTool:
-    """Return the tool that a method runs. The tool's name and types are those of the method."""
+    """Return a tool that runs the method `call`. The method's name and type hints become those of the tool."""
     _, arguments, answer = get_type_hints(call).values()
     return AgentTool(call.__name__, title, description, arguments, answer, call)
 

@@ -26,10 +26,10 @@ BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
 _CORPUS_OPTIONS = ("--input-format", "--output", "--shadow-share", "--shadow-s", "--shadow-requests")
-_STOPPED_LIVE = {"flip": "the same command goes on, and --step back goes back"}
+_STOPPED_LIVE = {"flip": "the same command continues the flip, and --step back undoes it"}
 _STOPPED = {
-    "shadow": "the shadow stays; the same command goes on, and `sie models alias {alias} MODEL` removes the shadow",
-    "flip": "the alias names either the old or the new model; the same command tells which, and goes on",
+    "shadow": "the shadow stays; the same command continues, and `sie models alias {alias} MODEL` removes the shadow",
+    "flip": "the alias names either the old or the new model; the same command says which, and continues",
 }
 
 
@@ -222,7 +222,7 @@ def _migrate_live(
         with service_of(cluster, writes=True) as service, gateway_client(cluster, SCOPE, is_patient=True) as client:
             LiveMigration(client, encoder, Aliases(service, WriteOptions(cluster)), plan, report, echo_line).run()
     except KeyboardInterrupt:
-        note = _STOPPED_LIVE.get(report.step, "searches are as they were; the same command goes on")
+        note = _STOPPED_LIVE.get(report.step, "searches did not change; the same command continues")
         click.echo(f"\nstopped in the step {report.step}: {note}", err=True)
         sys.exit(INTERRUPTED)
     if as_json:
@@ -289,7 +289,7 @@ def _migrate_corpus(
                 clients.append(held.enter_context(gateway_client(one_gateway, SCOPE, is_patient=True)))
             Migration(clients, urls[0], Aliases(service, write), plan, report, as_json).run()
     except KeyboardInterrupt:
-        note = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
+        note = _STOPPED.get(report.step, "the alias did not change; the same command continues")
         click.echo(f"\nstopped in the step {report.step}: {note.format(alias=alias)}", err=True)
         sys.exit(INTERRUPTED)
     if as_json:
@@ -297,4 +297,4 @@ def _migrate_corpus(
     elif report.step == "flip":
         echo_line(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
     else:
-        echo_line("the same command without --step goes on")
+        echo_line("the same command without --step continues")

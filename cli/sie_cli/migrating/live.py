@@ -1,7 +1,7 @@
 """Migration of a live collection. The database has the texts, the vectors of both models, and the progress.
 
-check ──► embed ──► quality ──► flip (store, then alias) ──► rows that were written meanwhile
-                                 back, clean-up
+check ──► embed ──► quality ──► flip (database, then alias) ──► embed the rows that were written during the flip
+                                 └──► back (undo the flip), clean-up (remove the vectors that are not in use)
 
 A scan embeds the rows that have no vector of their present text. Clients may write rows during a scan, so the command
 repeats the scan until a scan embeds only few rows. A side (`old` or `new`) is one of the two models with its vectors.
@@ -49,7 +49,8 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # the first connection fails ea
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
 SEARCHES = 8  # largest number of concurrent searches
-FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows or 0.1 % of all, whichever is more
+# scans end when one scan embeds at most 100 rows or at most 0.1 % of all rows, whichever number is larger
+FEW_ROWS, FEW_SHARE = 100, 0.001
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of 100 characters
 PROGRESS_S = 10.0

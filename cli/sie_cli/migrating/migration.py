@@ -220,7 +220,8 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        # The key contains only the digest of a local file, so a user may move the file between two commands.
+        # For a local file, the key contains the digest of the file but not its path, so that a user may move the file
+        # between two commands.
         source = plan.corpus.source if plan.corpus.is_url else ""
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
@@ -510,7 +511,8 @@ class Earlier:
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
         """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job. Without
-        this id, a command repeated after a failed job would get this job back and submit no new job.
+        this id, a repeated command would have the same key as before: the server would return the failed job and start
+        no new job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -665,7 +667,7 @@ class Aliases:
         """Flip the alias, wait until every gateway uses the new target, and report the flip. Raises CommandRefused."""
         revision = self.flip(alias, model)
         waiting = self.wait_for_gateways(alias.name)
-        where = f"; not yet at {', '.join(waiting)}" if waiting else ""
+        where = f"; gateways without this revision: {', '.join(waiting)}" if waiting else ""
         report.report_step(
             f"{alias.name} names {model} since revision {revision}, and named {alias.target} before{where}",
             revision=revision,
@@ -705,7 +707,9 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if no stored one changed it."""
+    """Return the Unix time (s) of the last revision that changed the shadow. If no stored revision changed the shadow,
+    return the time of the oldest stored revision.
+    """
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
@@ -729,9 +733,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision that undoes the last change of the target when restored. Skip revisions that changed only the
-    shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no revision
-    before this change is stored.
+    """Return the revision to restore in order to undo the last change of the target. Skip revisions that changed only
+    the shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no
+    revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

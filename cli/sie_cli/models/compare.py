@@ -141,7 +141,7 @@ def compare(
     except SIEConnectionError as error:
         raise CommandRefused(cluster.without_gateway(url, error)) from error
     except SIEError as error:
-        where = f"asked the gateway at {public_url(url)}: `sie models list` shows its models, --url names another"
+        where = f"answered by the gateway at {public_url(url)}: `sie models list` shows its models, --url names another"
         raise CommandRefused(f"{error}\n{where}") from error
     if plot is not None:
         try:

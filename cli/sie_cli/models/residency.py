@@ -26,7 +26,7 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
 # Seconds after the request in which the command ignores the state `failed`, because the state may be that of an earlier
-# load. It does not ignore `failed` once it has seen `loading`.
+# load. After the command has seen the state `loading`, it does not ignore `failed`.
 STALE_S = 3.0
 
 

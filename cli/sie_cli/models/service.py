@@ -43,7 +43,7 @@ _ENVELOPE = "not in the form of a config service"
 
 
 class Rejected(CommandRefused):
-    """Raised if the config service refuses the sent document. It may accept other documents."""
+    """Raised if the config service refuses the sent document. The service may accept other documents."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class ConfigServiceClient(HttpConnection):
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # retry-after, or without an answer a growing pause
+            time.sleep(wait_s)  # the time in the header retry-after, or a growing pause if no answer came
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
@@ -171,7 +171,7 @@ class ConfigServiceClient(HttpConnection):
             is_add = method == "POST" and path == MODELS
             only = f"--if-match {error.revision}"
             again = (
-                f"replace it with --force; with {only} too, only if it was not changed meanwhile"
+                f"replace it with --force; add {only} to replace only this revision"
                 if is_add
                 else f"repeat with {only}"
             )

@@ -236,7 +236,7 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
 
 @dataclass(frozen=True)
 class _WeightsSource:
-    """Folder of weights, with its manifest. The local cache does not evict the folder during `lease`."""
+    """Folder of weights, with its manifest. The local cache does not evict the folder until `lease` is closed."""
 
     folder: Path
     manifest: Manifest

@@ -51,7 +51,7 @@ class EmbeddedBroker:
         port, monitor = free_port(), free_port()
         # The monitor shows clients, streams and subjects, and needs no password. A random path protects it.
         path = f"/{secrets.token_urlsafe(32)}"
-        # JSON escapes quotes and backslashes as the configuration of nats-server does
+        # the configuration of nats-server escapes quotes and backslashes in the same way as JSON
         store = json.dumps(str(private_folder(data_dir / "nats")), ensure_ascii=False)
         file = data_dir / "nats.conf"
         write_private(
@@ -87,5 +87,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the file users.conf: the users of the server and their permissions. The Helm chart uses it too."""
+    """Return the file users.conf, with the broker's users and their permissions. The Helm chart uses the same file."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

@@ -89,7 +89,7 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        # name -> probe that checks whether a gateway sees all workers; it runs after the probes of the processes
+        # name -> probe that checks whether a gateway sees all workers; these probes run after those of the processes
         self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model from the command line cannot be loaded; empty if none failed
         self._embedded: EmbeddedBroker | None = None
@@ -301,8 +301,8 @@ class LocalCluster:
                     failed = await failed_load(client, gateway, self._admin_token, model.name)
                     if failed is not None and failed.is_final:
                         self._lacking = (
-                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without it starts, and the "
-                            "first request for it tries again"
+                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without this MODEL starts, "
+                            "and the first request for the model tries to load it again"
                         )
                         self._stop.set()
                         return
@@ -328,7 +328,9 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print and publish the stream that the broker still reads. If its files are damaged, this may never end."""
+        """Print and publish the name of the stream that the starting broker reads. If the stream's files are damaged,
+        the broker may read for ever.
+        """
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(

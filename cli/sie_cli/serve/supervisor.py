@@ -22,7 +22,7 @@ from sie_cli.refusal import CommandRefused
 from sie_runtime.process import EXIT_BAD_SETTING, Tasks
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# failures of one child in a row, before all processes are ready, after which the supervisor gives up
+# number of failures in a row of one child after which the supervisor gives up, while not all processes are ready
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
 MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes

@@ -163,7 +163,7 @@ def takes_keys() -> bool:
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # the terminal does not control this process, so the kernel does not stop it for reading
+    except OSError:  # it is not this process's controlling terminal, so the kernel does not stop a process that reads
         return True
 
 
@@ -185,7 +185,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # TCSANOW, because the default mode waits for pending output: without a reader of the terminal, for ever
+    # TCSANOW, because the default mode waits until the pending output is read, which may never happen
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:
@@ -197,7 +197,9 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def suspend() -> None:
-    """Stop this process like Ctrl-Z. Return when it continues, or at once if no shell could continue it."""
+    """Stop this process like Ctrl-Z, and return when a shell continues it. Without such a shell, the kernel ignores the
+    stop, and this function returns at once.
+    """
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:
         os.kill(os.getpid(), signal.SIGTSTP)

@@ -28,7 +28,7 @@ _SCALES = {
     "cosine": "a cosine, at most 1",
     "maxsim": "a sum of similarities of tokens: compare it for one query alone",
 }
-# stage of a request's part at its worker -> description, in the order of the stages
+# key in `stages` of a part of the reply's `explain` -> description of the stage at the worker, in the stages' order
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
