@@ -71,7 +71,7 @@ def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str)
         at_ns = span.ns_before(stages.worker_ms / 1000)
         for name in _STAGES:
             if stage_times[f"{name}_ms"] > 0:
-                # the timing of a reply counts `fetch` in its stage `queue`; other stages have the same name there
+                # the timing that a client gets counts `fetch` as `queue`, and names the other stages as here
                 stage = "queue" if name == "fetch" else name
                 at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
         span.set({f"sie.{name}": value for name, value in stage_times.items()})
