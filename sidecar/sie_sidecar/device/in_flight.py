@@ -6,7 +6,7 @@
 
 A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. A cancelled
 work item in a running batch still runs, and its result is sent. The adapter stops a cancelled work item that generates
-text. If a cancelled work item is isolated, none of its further inputs run.
+text. If an isolated work item is cancelled, its remaining inputs do not run.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -279,7 +279,7 @@ class Inventory:
         self._on_less = on_less
         self._on_free = on_free
         self._all: dict[Lease, InFlight] = {}
-        # by device (_NO_DEVICE: not assigned yet): the numbers [tokens, work items] that wait, for interactive work and
+        # by device (_NO_DEVICE: not assigned yet): two lists [tokens, work items] of waiting work, for interactive and
         # for bulk work
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
         self._coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet

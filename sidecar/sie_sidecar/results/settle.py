@@ -81,8 +81,8 @@ class ResultDelivery:
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """Send a result by `_send`, call `before_ack`, and acknowledge the message. `Settle._answer` calls this for
-        every work item. If every input failed and the lease has ended (verdict `fenced`), send and acknowledge nothing:
-        another worker may process the message and succeed.
+        every work item. If every input failed and the lease ends before the gateway confirms (verdict `fenced`), do not
+        acknowledge: another worker may process the message and succeed.
         """
         verdict = await self._send(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -263,10 +263,9 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Settle a work item: build its result from the outcomes and their arrays (`block`), release its model, and
-        start the task `_answer`, which sends the result. All stages end their work items by this method. `done`,
-        `note`: the adapter's report on the item's batch, and the sidecar's note about it; None if the item was in no
-        batch.
+        """Settle a work item, when a stage has its outcomes and their arrays (`block`): build its result, release its
+        model, and start the task `_answer`, which sends the result. `done`, `note`: the adapter's report on the item's
+        batch, and the sidecar's note about this batch; None if the item was in no batch.
         """
         if flight.settled:
             return
