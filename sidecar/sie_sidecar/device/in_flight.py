@@ -79,7 +79,7 @@ class InFlight:
     shared: int = 0
     chunked: tuple[ipc.ChunkedRows, ...] = ()
     refused: SIEError | None = None  # error if the item could not be prepared; the item then has no rows
-    # by index of the input: error for which this input must not run
+    # by index of the input: error because of which this input must not run
     unfit: Mapping[int, SIEError] = field(default_factory=dict)
     fetched_s: float = 0.0
     loaded_s: float = 0.0
@@ -106,7 +106,8 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA after tokenising; `loaded_s` has the time of earlier waits."""
+        """Add seconds of waiting for a model or LoRA after tokenising; a wait before tokenising is part of `loaded_s`.
+        """
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 

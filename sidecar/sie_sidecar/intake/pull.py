@@ -104,8 +104,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # discards the parts of the lost bucket, but not `table`: the worker uses the last table until the new
-            # bucket has one
+            # forgets the parts of the table that the lost bucket had, but not `table`: the worker uses this last table
+            # until the new bucket has one
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,

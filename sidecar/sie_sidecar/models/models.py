@@ -116,7 +116,7 @@ class ModelState:
         # one function for each group of parked work items, which returns the number of items. Parked work items wait,
         # and the model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads the model, false while the load waits
+        self.arriving = False  # true while the adapter loads the model, false while the load waits for memory
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False

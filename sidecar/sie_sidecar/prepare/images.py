@@ -70,7 +70,8 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: one of several images."""
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: its file has more images.
+    """
 
     pixels: bytes
     size: Size

@@ -345,8 +345,8 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are in
-    neither. `context`: trace context of the work item. `asker`: name of the client that sent it, see
+    """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are neither
+    in `rows` nor in `work`. `context`: trace context of the work item. `asker`: name of the client that sent it, see
     `messages.WorkItem`. `chunked`: as in `WorkRows`.
     """
 
