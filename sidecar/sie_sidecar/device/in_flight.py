@@ -106,8 +106,7 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA after tokenising; a wait before tokenising is part of `loaded_s`.
-        """
+        """Add seconds of waiting for a model or LoRA after tokenising; `loaded_s` covers a wait before tokenising."""
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 

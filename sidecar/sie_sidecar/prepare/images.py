@@ -70,8 +70,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: its file has more images.
-    """
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: the file has others."""
 
     pixels: bytes
     size: Size
