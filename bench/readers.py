@@ -301,7 +301,7 @@ def stepped_back_s(process: psutil.Process) -> float:
 
 
 class Beside:
-    """Results of rounds. Each round measures texts, pages, both together, and pages with saturating texts."""
+    """Results of rounds. Each round measures texts alone, pages alone, texts beside pages, pages beside many texts."""
 
     def __init__(self, served: Served, seconds: float) -> None:
         self._served, self._seconds = served, seconds

@@ -176,7 +176,7 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """Return the model's pass on inputs on the device, launched kernel by kernel. Call it in inference mode."""
+    """Return a function that runs the forward pass on inputs on the device, without a graph; for inference mode."""
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}

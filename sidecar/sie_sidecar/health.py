@@ -99,7 +99,7 @@ class WorkerHealth:
 
     def memory(self) -> tuple[int, int]:
         """Return the used and total bytes of memory of the connected devices. CPU devices share the memory of the
-        machine, so it counts once.
+        machine, so this memory counts once.
         """
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):

@@ -43,7 +43,7 @@ PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
 DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
-# seconds that an adapter may take to reply to a ping; added to the time after which it counts as unresponsive
+# seconds that an adapter may take to reply to a ping; added to the time after which the adapter counts as unresponsive
 PING_ANSWER_S = 0.25
 _logger = logging.getLogger("sie.sidecar")
 
@@ -181,8 +181,8 @@ async def serve(
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load its
-    pinned models at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
+    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load the
+    pinned models of the pool at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
     """
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:

@@ -70,7 +70,7 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
     after the batch was sealed could be late. The time of the batch is the predicted time of these work items, or the
-    mean time of the last batches if that is longer. If no batch was measured yet, return True if a work item has a
+    mean time of the last batches if this mean is longer. If no batch was measured yet, return True if a work item has a
     budget of at most UNKNOWN_S.
     """
     if not times.is_known:
@@ -100,7 +100,7 @@ class DeviceForecast:
     """Forecast of when a device has finished the batches at its adapter. `batch`: a number that identifies a batch."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, float] = {}  # predicted seconds of each batch at the device, by its number
+        self._sent: dict[int, float] = {}  # by number of a batch at the device: its predicted seconds
         self._free_s = 0.0
 
     def sent(self, batch: int, seconds: float, now_s: float, lanes: int) -> None:

@@ -118,7 +118,9 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if this model has work, the device runs as many batches as it can, and further work waits."""
+        """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and
+        another batch waits at the adapter, or work of this model waits in the queue.
+        """
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))

@@ -222,7 +222,7 @@ def _moved(outcome: Outcome, by: int) -> Outcome:
 
 
 def only(flight: InFlight, index: int) -> InFlight:
-    """Return a copy with only one of the inputs. The copy has the lease of the original, so it must not be settled."""
+    """Return a copy with only one of the inputs. The copy must not be settled: it has the lease of the original."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
     rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
     return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)

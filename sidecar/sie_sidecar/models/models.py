@@ -79,7 +79,8 @@ UNUSED_S = 600.0  # seconds after its last use until a state may be removed; no 
 MAX_TURN_S = 5.0
 # number of seconds for which a load does not evict a model whose last work item has just ended, at most until the end
 # of the model's turn (`ModelStates._turn_ends_s`). A gateway publishes the next chunk of a request when it has the
-# results of earlier chunks. Otherwise two models that do not fit into memory together would run one chunk for each load
+# results of earlier chunks. Without these seconds two models that do not fit into memory together would run one chunk
+# for each load
 NEXT_CHUNK_S = 0.1
 
 
@@ -484,7 +485,8 @@ class ModelStates:
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
     """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining tokenizers of
-    such models need at most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
+    such models need at most SPARE_TOKENIZER_BYTES. A later request to tokenize for a model without its tokenizer loads
+    the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}

@@ -178,7 +178,7 @@ class ResultDelivery:
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
     """Return how many bytes of a result fit into a part whose encoded message has at most `message_bytes` bytes."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # msgpack writes the length of `data` before it, in up to four bytes more than the length 0 in `frame`
+    # msgpack writes the length of `data` before the data; this takes up to four bytes more than the length 0 in `frame`
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 

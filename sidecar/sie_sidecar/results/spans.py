@@ -43,7 +43,7 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Context manager: yield the span of a batch of these work items, or None if no item is traced; end it after."""
+    """Context manager: yield the span of a batch of these work items, None if no item is traced, and end the span."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None
