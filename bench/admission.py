@@ -1,28 +1,26 @@
-"""Refusals by the gateway's admission rule and by a simpler rule, simulated in virtual time, and the share of needless
-refusals.
+"""Refusals by the gateway's admission rule and by a simpler rule, in virtual time, and the share of needless refusals.
 
 Every cell is one run of `tests/admission_simulation.py`: the real Admission class, a device that takes a + b x tokens
-seconds for a batch, and clients that repeat a refused request after its Retry-After at any gateway. The clock is
-virtual, so the figures do not depend on the processor.
+seconds for a batch, and clients that repeat a refused request after its Retry-After at any gateway. The figures do not
+depend on the processor. Columns:
 
-* false: the share of all requests that were refused needlessly, at once or later. Their answers, after all work ahead
-  of them and the requests that refused clients repeat earlier, would have come at least a tenth of the budget and one
-  batch before the deadline;
-* late: the share of accepted requests that were not answered within the budget. The onset lasts twice the budget or ten
+* false: share of all requests that were refused needlessly, at once or later: their answers, after all work ahead of
+  them and earlier repeats of refused requests, would have come a tenth of the budget and one batch before the deadline
+  or earlier;
+* late: share of accepted requests that were not answered within the budget. The onset lasts twice the budget or ten
   batches from the start, from a stall, or from a slow-down;
-* struck: the share of all requests whose outcome a gateway could not predict. A gateway accepted them at most one usual
-  batch after the begin of the stall or slow-down, and they were late; or it refused them in a stall that ended in time,
-  after the device had stood still for the whole budget. They are neither in `late` nor in `false`;
-* served: of the requests that clients repeated after a Retry-After, the share that was accepted and answered in time;
-* told before: the same share of the repeated requests that the stall or the slow-down affected, and whose Retry-After
-  the gateway sent before it could detect this event (one usual batch after a stall began, two slow batches after the
-  device became slow). They are not in `served`;
+* struck: share of all requests whose outcome a gateway could not predict, which are neither in `late` nor in `false`:
+  accepted at most one usual batch after the begin of a stall or slow-down, and late; or refused in a stall that ended
+  in time, after the device had stood still for the whole budget;
+* served: share of the repeated requests that was accepted and answered in time;
+* told before: the same share of repeated requests, not in `served`, that a stall or slow-down affected, and whose
+  Retry-After the gateway sent before it could detect this event (one usual batch after a stall began, two slow batches
+  after the device became slow);
 * goodput: answers in time after the onset, as a share of the capacity, while requests come at ten times the capacity.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a
-full batch. The factor is 2 because a request that comes when a batch begins waits for the end of that batch and of its
-own. If a batch of one request already exceeds this limit, a device under load cannot answer. The report lists such
-cells, but no average contains them.
+full batch: a request that comes when a batch begins waits for this batch and for its own. If a batch of one request
+exceeds this limit, a device under load cannot answer. Such cells are listed, but no average contains them.
 
     python bench/admission.py [--set tuned|held-out] [--every 7] [--jobs 2] [--out bench/results/admission.md]
 """

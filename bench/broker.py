@@ -5,8 +5,8 @@ result, ack.
 
 One process publishes requests and receives results as a gateway does, with 64 requests in flight. Another process pulls
 requests and publishes results as a sidecar does. Each consumer has a fixed credit (number of messages that the broker
-may send); the sidecar renews the credit at half. The broker is a new nats-server with file storage and sync_interval
-100ms. No process computes vectors, so all processor time is that of the queue.
+may send), which the sidecar renews when half of it is used. The broker is a new nats-server with file storage and
+sync_interval 100ms. No process computes vectors, so all processor time is that of the queue.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Gain and cost of the gateway's response cache: two equal clusters, with and without the cache, are measured
-alternately. The device is simulated: a batch takes a fixed time and a time for each token, so the ratio does not depend
-on other load of the machine.
+"""Gain and cost of the gateway's response cache: equal clusters with and without the cache are measured alternately. On
+the simulated device, a batch takes a fixed time and a time for each token, so the ratio does not depend on other load.
 
 1. Zipf traffic with 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that no
-   adapter computed, compared with the share of repeats in the traffic.
+   adapter computed, compared with the share of repeats.
 2. Traffic without repeats, which shows the cost of the cache.
 3. One client that sends one cached text.
-4. Many distinct inputs to an adapter that takes no time: the memory of the gateway, compared with the limit of the
-   cache.
+4. Many distinct inputs, an adapter that takes no time: memory of the gateway, compared with the cache's limit.
 5. `--answers 10000000`: that many distinct inputs, cached by calls in this process: its memory, the number of cached
    answers, and the bytes that the cache counts.
-6. `--policies`: hit shares of LRU, of segmented LRU and of W-TinyLFU, if the package theine is installed, on Zipf
-   traffic.
+6. `--policies`: hit shares of LRU, segmented LRU and W-TinyLFU (if the package theine is installed) on Zipf traffic.
 
     python bench/cache.py [--rounds 5 --requests 2000 --distinct 1000000] [--answers N | --policies] [--out FILE]
 """
@@ -75,9 +72,7 @@ def repeats_of(ranks: Sequence[int]) -> float:
 
 
 def traffic(count: int, seed: int) -> list[int]:
-    """Return `count` ranks with a share of repeats of about REPEATS. The search uses that a larger universe has fewer
-    repeats.
-    """
+    """Return `count` ranks, of which about REPEATS are repeats. The larger the universe, the fewer the repeats."""
     low, high = count // 8, count * 4096
     while low + 1 < high:
         middle = (low + high) // 2
@@ -214,9 +209,8 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def answers(count: int, say: Callable[[str], None]) -> None:
-    """Cache the answers to `count` distinct inputs. One input in ten has its own options, which tests the limit of
-    spaces (groups of answers with equal model and options). One in ten is read again at once, which tests the limit of
-    protected answers.
+    """Cache the answers to `count` distinct inputs. One input in ten has its own options, to test the limit of spaces
+    (groups of answers with equal model and options). One in ten is read again, to test the limit of protected answers.
     """
     limit, width, run = 64 << 20, 384, RunOptions(outputs=("dense",))
     cache = AnswerMemory(limit, 3600.0)
@@ -262,9 +256,7 @@ class Lru:
 
 
 class Segmented:
-    """A segmented LRU cache. A second use moves an answer to the protected segment, which has four fifths of the
-    capacity.
-    """
+    """A segmented LRU cache. A second use moves an answer to the protected segment (four fifths of the capacity)."""
 
     def __init__(self, room: int) -> None:
         self._room, self._most = room, room * 4 // 5

@@ -1,12 +1,11 @@
-"""Tokens a second of documents with chunks, compared with the same tokens as plain texts, measured alternately in one
-run.
+"""Tokens a second of documents with chunks, compared with the same tokens as plain texts, measured alternately.
 
 1. The engine alone on tokenised rows, on all its lanes (device threads), with batches within the token budget.
 2. `sie serve` with 8 clients and some documents a request.
 
-Texts have the longest length of the model. Documents are these texts with chunks of `--chunk` tokens, or documents five
-times as long, which the model reads in windows. With context, the vector of a chunk is pooled from the forward pass
-over its document. Without context, each chunk is encoded as a separate text, for comparison.
+Texts have the longest length of the model. Documents are these texts with chunks of `--chunk` tokens, or are five times
+as long, so that the model reads them in windows. The vector of a chunk is pooled from the forward pass over its
+document; for comparison, chunks are also encoded without context, as separate texts.
 
     python bench/chunks.py [--rounds 5 --seconds 5 --chunk 64] [--out bench/results/chunks.md]
 """

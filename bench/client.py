@@ -1,6 +1,4 @@
-"""A load generator that takes little processor time: it sends prebuilt requests over keep-alive connections, and does
-not parse the bodies of replies.
-"""
+"""A load generator that takes little processor time: requests are prebuilt, and bodies of replies are not parsed."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ from typing import cast
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection with one request in progress.
-
-    `head`: status line and headers of the last response, in lower case. `unasked`: number of bytes that the server sent
-    while no request was in progress.
+    """One keep-alive HTTP/1.1 connection with one request in progress. `head`: status line and headers of the last
+    response, in lower case. `unasked`: number of bytes that the server sent while no request was in progress.
     """
 
     def __init__(self) -> None:
@@ -160,9 +156,7 @@ class Clients:
 
 
 async def open_loop(host: str, port: int, message: bytes, *, each_s: float, seconds: float) -> list[Answer]:
-    """Send a request every `each_s` seconds, each on a new connection, without waiting for earlier answers. Return all
-    answers.
-    """
+    """Send a request every `each_s` seconds on a new connection, without waiting for answers. Return all answers."""
 
     async def one(after_s: float) -> Answer:
         await asyncio.sleep(after_s)

@@ -1,8 +1,7 @@
 """Cost of a large catalogue: start times, time to resolve a model name, delay of a change until a gateway and a worker
 have it, memory, and processor time without requests.
 
-A broker, a config service, a gateway and a worker run while the benchmark adds the models. Then the config service, the
-gateway and the sidecar restart.
+A broker, config service, gateway and worker run while the models are added. Then all but broker and adapter restart.
 
     python bench/config.py [--models 10000] [--idle 60]
 """

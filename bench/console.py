@@ -2,11 +2,9 @@
 
 The gateway, the broker, the config service and one worker are real; heartbeats simulate all other workers, as in
 fleet.py. A real browser opens each view of the console for a while. The processor time of the gateway without a view is
-measured in turn and subtracted.
+measured in turn and subtracted. The browser is Debian's chromium.
 
     python bench/console.py [--models 10000 --workers 1000 --rounds 5]
-
-It needs Debian's chromium.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
-Every variant runs in its own process for the whole benchmark. Rounds alternate between the variants, so that a change
-of the machine's load affects all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens, in order of
-arrival; `sorted`, the texts of `mix` in order of length, as only an offline job can send them; `short`, texts of 8
-tokens; `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short
-text at a time, in milliseconds.
+Every variant runs in its own process. Rounds alternate between the variants, so that other load of the machine affects
+all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens, in order of arrival; `sorted`, the texts of
+`mix` in order of length, as only an offline job can send them; `short`, texts of 8 tokens; `mail`, the texts of a
+folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, in
+milliseconds.
 
     engine ...                our engine, one lane per core, as its rules choose; `torch`: always the packed path on
                               torch; `eager`: with attention in plain tensor operations
@@ -108,8 +108,8 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def evenly(texts: list[str]) -> list[str]:
-    """Return the first texts that fill the same number of whole batches for each lane. Otherwise some lanes would be
-    idle at the end of each round, which a loaded server avoids by further batches.
+    """Return the first texts that fill equally many whole batches for each lane. Otherwise some lanes would be idle at
+    the end of each round; in a loaded server, further batches keep them busy.
     """
     batches = batched(ids_of(texts))[:-1]
     count = len(batches) // CORES * CORES or len(batches)
@@ -230,9 +230,9 @@ def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
     """Return a run with mean pooling over `forward(ids, mask)`, for each batch in padded parts in order of length."""
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
-        return np.concatenate([one(batch) for batch in batched(ids)])
+        return np.concatenate([vectors_of(batch) for batch in batched(ids)])
 
-    def one(ids: Sequence[np.ndarray]) -> np.ndarray:
+    def vectors_of(ids: Sequence[np.ndarray]) -> np.ndarray:
         order = np.argsort([len(text_ids) for text_ids in ids], kind="stable")
         vectors = np.zeros((len(ids), 384), np.float32)
         for start in range(0, len(order), PADDED_BATCH):
@@ -312,8 +312,8 @@ def openvino(precision: str) -> Run:
 
 
 def padding(rounds: int) -> None:
-    """Print the padding and the speed of MPNet, which cannot run packed. Compare batches in order of arrival, each
-    padded to its longest text, with batches sorted by length as the engine forms them.
+    """Print the padding and the speed of MPNet, which cannot run packed: batches in order of arrival, each padded to
+    its longest text, and batches sorted by length as the engine forms them.
     """
     import torch
     from transformers import MPNetConfig, MPNetModel

@@ -1,7 +1,5 @@
 """Latency of interactive requests during bulk load, and of one API key during the load of another key, on the
-fixed-cost adapter and on MiniLM.
-
-The steps for each device, in this order:
+fixed-cost adapter and on MiniLM. The steps for each device, in this order:
 
 1. unloaded      one interactive client alone: p99
 2. bulk alone    30 bulk clients: texts/s
@@ -175,9 +173,7 @@ class Bench:
         )
 
     async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
-        """Measure the p99 of the second key after the first key has sent its backlog at once. Then close the
-        connections of the backlog.
-        """
+        """Measure the p99 of the second key beside a backlog of the first key, then close the backlog's connections."""
         options = self.options
         texts = [f"{QUERY} {number}" for number in range(REQUEST_TEXTS)]
         message = self._request(texts, key=KEYS[0], budget_ms=600_000)

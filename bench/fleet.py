@@ -2,11 +2,9 @@
 
 The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats, one
 every 5 s for each worker, simulate all other workers of its pool and bundle; they share the other models of the
-catalogue. 16 clients send requests with one short text to the only model of the real worker. The processor time of the
-gateway without requests (heartbeats, placement) does not grow with the requests, so the benchmark measures it
-separately, as a part of a core, and subtracts it.
-
-Cases take turns, so that other load of the machine affects all of them.
+catalogue. 16 clients send requests with one short text to the only model of the real worker. The gateway's processor
+time without requests (heartbeats, placement) is measured separately, as a part of a core, and subtracted. Cases take
+turns, so that other load of the machine affects all of them.
 
     python bench/fleet.py [--cases 1x1,10000x1000] [--code CHECKOUT]
 """
@@ -128,9 +126,7 @@ class Case:
         self.idle.append((gateway.cpu_s() - before_s) / (time.perf_counter() - at_s))
 
     def cost(self) -> float:
-        """Return the median processor time of the gateway for a request in microseconds, less its processor time
-        without requests.
-        """
+        """Return the gateway's median processor time for a request in us, less its processor time without requests."""
         return float(
             np.median(
                 [cost_us - 1e6 * self.idle[0] / rate for cost_us, rate in zip(self.cost_us, self.rates, strict=True)]

@@ -1,10 +1,9 @@
 """Cost of each format of replies at the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
 time.
 
-Each format is compared with a gateway that sends prepared bytes, as many as the vectors have, in place of its reply.
-That gateway also reads the request, uses the queue, receives the results and writes bytes, so the difference is the
-cost of serialisation. The formats are measured in turn, and the report shows the round with the median rate. Other load
-of the machine changes rates, but hardly processor time.
+Each format is compared with a gateway that does the same work, but sends, in place of its reply, as many prepared bytes
+as the vectors have: the difference is the cost of serialisation. The formats are measured in turn, and the report shows
+the round with the median rate. Other load of the machine changes rates, but hardly processor time.
 
     python bench/gateway.py [--seconds 4] [--rounds 3] [--out FILE]
 """

@@ -1,11 +1,11 @@
 """Cost of image requests to the cluster, compared with the library (transformers) in one process, measured in one run.
 
-1. Images per second. The library in this process decodes, prepares and computes on all cores, in the better of two
-   ways: one thread for each core, which does all steps for its images, or one thread with batches of 16, for which
-   torch uses all cores. The cluster is measured with 16 clients and one image a request, and with 4 clients and 8
-   images. Both take turns for several rounds. The model has the size of CLIP ViT-B/32 and random weights.
-2. The parts of the cost: processor time of each process for one image, where image workers decode and resize; the
-   share of each stage in the time of a request; bytes that are copied between processes for one image.
+1. Images per second. The library decodes, prepares and computes in this process, in the better of two ways: a thread
+   for each core, which does all steps for its images, or one thread with batches of 16, for which torch uses all cores.
+   The cluster has 16 clients with one image a request, or 4 clients with 8. Library and cluster are measured in turn.
+   The model has the size of CLIP ViT-B/32 and random weights.
+2. Parts of the cost: processor time of each process for an image (image workers decode and resize); share of each stage
+   in the time of a request; bytes that are copied between processes for an image.
 
 `python bench/images.py` takes some 3 minutes on 2 cores. --seconds 3 --rounds 1 shows that it works.
 """

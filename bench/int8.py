@@ -1,13 +1,13 @@
-"""Quantisation to 8 bits on a CPU: speed of each recipe (a way to quantise and run the model) relative to bfloat16, and
-its loss of quality, in one run.
+"""Quantisation to 8 bits on a CPU: speed of each recipe (way to quantise and run the model) relative to bfloat16, and
+its loss of quality.
 
     pip install onnx onnx-ir nncf torchao      # the product does not need them; onnxruntime and openvino are installed
     python bench/int8.py [--rounds 3] [--only NAME ...] [--out FILE]
     python bench/int8.py --larger              # a random BERT-base: speed only
 
 All recipes run all-MiniLM-L6-v2 in this process on one core and one thread, in turns. Loads: texts of the mix
-(log-normal lengths, mean about 87 tokens) and short texts (8 tokens), one at a time and in batches of 32 of similar
-length. A speed-up is relative to the fastest row in bfloat16 of the same load.
+(log-normal lengths, mean about 87 tokens) and of 8 tokens, one at a time and in batches of 32 of similar length. A
+speed-up is relative to the fastest row in bfloat16 of the same load.
 
     engine            the packed path of the product, in bfloat16; `graph`: the engine that its rules choose; `int8`:
                       `load.precision: int8`
@@ -22,10 +22,9 @@ length. A speed-up is relative to the fastest row in bfloat16 of the same load.
     torch             the packed path with other linear layers: `per tensor`: torch's dynamic linear layer; `per token`:
                       a scale for each token and each output channel; `torchao`: the same by torchao
 
-The quality is the least and the mean cosine to float32 vectors, over texts of the mix and the queries of the task
-stsb-retrieval, and the loss of NDCG@10 on this task, as `sie eval` computes it. `products` times the linear layers
-alone. The quantised models stay in --folder, so a second run starts at once. Recipes whose package is not installed are
-skipped.
+Quality: least and mean cosine to float32 vectors, over texts of the mix and the queries of the task stsb-retrieval, and
+the loss of NDCG@10 on this task, as `sie eval` computes it. `products` times the linear layers alone. The quantised
+models stay in --folder for the next run. Recipes whose package is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -72,18 +71,14 @@ Embed = Callable[[Ids], np.ndarray]  # token ids of one batch -> vectors [texts,
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """A model to measure. `build(attention)` returns it in float32. `folder`: directory of its exported and quantised
-    files.
-    """
+    """A model to measure. `build(attention)` returns it in float32. `folder`: of its exported and quantised files."""
 
     build: Callable[[str], Any]
     folder: Path
 
     @functools.cached_property
     def sensitive(self) -> list[str]:
-        """Return the names of the LEFT_ALONE linear layers that change the vectors most when only this layer is
-        quantised.
-        """
+        """Return the names of the LEFT_ALONE linear layers that, each quantised alone, change the vectors most."""
         model = self.build("eager")
         sample = calibration()[: CALIBRATION // 4]
         arrays = [torch.from_numpy(array) for array in filled(sample)]
@@ -136,9 +131,7 @@ def bert_base(attention: str) -> Any:
 
 @functools.cache
 def calibration() -> list[np.ndarray]:
-    """Return token ids of sentences, and of texts of six sentences, from the training set of STS-B; the task does not
-    use this set.
-    """
+    """Return token ids of sentences, and of texts of six sentences, from STS-B's training set, which the task omits."""
     files = importlib.metadata.files(STSB_PACKAGE) or ()
     (file,) = (Path(str(file.locate())) for file in files if file.name == "sts-train.csv")
     with file.open(encoding="utf-8", newline="") as lines:
@@ -254,9 +247,7 @@ def graph_of(source: MeasuredModel) -> Path:
 
 
 def openvino_of(name: str = "", change: Any = None, precision: str = "bf16", **options: Any) -> Recipe:
-    """Return a recipe that runs the OpenVINO graph after `change(graph, source)`. `name`: file name of the changed
-    graph.
-    """
+    """Return a recipe that runs the OpenVINO graph after `change(graph, source)`. `name`: file of the changed graph."""
 
     def embed_of(source: MeasuredModel) -> Embed:
         import openvino

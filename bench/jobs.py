@@ -1,13 +1,12 @@
-"""Speed of a job (batch encoding of a file), compared with other ways to encode the same texts, measured in turn in one
-run.
+"""Speed of a job (batch encoding of a file), compared with other ways to encode the same texts, measured in turn.
 
-1. Texts a second of the engine alone on ready token ids (all its lanes, batches within the token budget), of 8 clients
-   with 32 texts a request, and of a job, from its start to its end with its output. Medians, and ratios.
-2. One interactive request a second: its latency with and without the job, and the rate of the job with and without the
-   requests. The bound of the latency, as in docs/queue.md, is twice the p99 without the job plus the time of
+1. Texts a second of the engine alone on token ids (all its lanes, batches within the token budget), of 8 clients with
+   32 texts a request, and of a job from its start to its end. Medians, and ratios.
+2. One interactive request a second: its latency with and without the job, and the job's rate with and without the
+   requests. Bound of the latency (docs/queue.md): twice the p99 without the job plus the time of
    SIE_RUST_PIPELINE_DEPTH batches of the largest size.
-3. `client.embed` over an iterator of many texts, compared with a job over the same texts: texts a second, and the peak
-   memory of the client's process without the returned array, for all texts and for a fifth of them.
+3. `client.embed` over an iterator of texts, compared with a job over them: texts a second, and the peak memory of the
+   client's process without the returned array, for all texts and for a fifth of them.
 
     python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
     python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000]     only part 3, on MiniLM-L6

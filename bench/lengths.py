@@ -17,9 +17,7 @@ from report import Report, machine, parser_of
 
 
 def of_width() -> dict[str, Callable[[], Any]]:
-    """Return functions that build backbones with few layers and random weights. Random weights do not change the time
-    of a layer.
-    """
+    """Return functions that build backbones with few layers. Random weights do not change the time of a layer."""
     from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
 
     small = {"vocab_size": 1000, "max_position_embeddings": 4200, "pad_token_id": 0}

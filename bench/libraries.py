@@ -3,11 +3,10 @@ texts, in one run.
 
     python bench/libraries.py [--rounds 5] [--seconds 5] [--layers 6] [--width 768] [--precision float32]
 
-Both load the same folder: a checkpoint of the library's model class, with random weights and a backbone of the size of
-DeBERTa-v3-small. The library runs in this process with its public API, in float32 on all cores: one text a call, and
-calls of a batch of 64 texts. `sie serve` gets one text a request from 1 and from 64 clients. Labels, texts (log-normal
-lengths, mean about 87 words) and thresholds are equal. SIE and the library are measured in turn. The result at 64
-clients is compared with the better one of the library's two rates.
+SIE and the library load the same checkpoint: random weights, a backbone of the size of DeBERTa-v3-small. The library
+runs in this process, in float32 on all cores, with calls of 1 and of 64 texts. `sie serve` gets one text a request,
+from 1 and from 64 clients. Texts (log-normal lengths, mean about 87 words), labels and threshold are equal. SIE and the
+library are measured in turn. The rate at 64 clients is compared with the better of the library's two rates.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Growth of an adapter's memory over time, with batches of varying shapes for several models, in one process for each
-engine.
+"""Growth of an adapter's memory over time: batches of varying shapes for several models, one process for each engine.
 
     python bench/memory.py [--minutes 30] [--rate 11] [--engines auto torch] [--out bench/results/memory.md]
 
 Seven models of texts, MiniLM with its weights and six others with random ones, get --rate batches a second in turn, of
-1 to 8 texts of log-normal lengths with a mean of about 87 tokens. Before that, every model runs each combination of
-number of texts and length on each lane (device thread). Otherwise the first allocation for a rare shape would look like
-growth for hours. The anonymous memory of each process is read every five seconds (Linux). Growth is the slope of a line
-through the samples after the first third of the time. A plot is written beside the report. With `auto`, the product's
-rules choose the engine.
+1 to 8 texts of log-normal lengths with a mean of about 87 tokens. First, every model runs each number of texts with
+each length on each lane (device thread): otherwise the first allocation for a rare shape would look like growth. The
+anonymous memory of each process is read every five seconds (Linux). Growth is the slope of a line through the samples
+after the first third of the time. A plot is written beside the report. `auto`: the product's rules choose the engine.
 """
 
 from __future__ import annotations
@@ -106,9 +104,7 @@ def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
 
 
 class Sent:
-    """Batch that the constructor submits to the lanes. `wait` blocks until its reply, and raises TypeError if the batch
-    failed.
-    """
+    """Batch that the constructor submits to the lanes. `wait` awaits its reply, and raises TypeError if it failed."""
 
     def __init__(self, engine: AdapterEngine, message: RunBatch) -> None:
         self._replies: list[Reply] = []
@@ -122,9 +118,7 @@ class Sent:
 
 
 def work(engine: str, rate: float, minutes: float) -> None:
-    """Run `rate` batches a second for `minutes`. Print seconds, number of batches and bytes of memory every five
-    seconds.
-    """
+    """Run `rate` batches a second for `minutes`. Print seconds, batches and bytes of memory every five seconds."""
     prepare_process()
     adapter_engine = AdapterEngine(Settings(device="cpu"))
     with tempfile.TemporaryDirectory() as folder:

@@ -3,8 +3,7 @@ with numpy code that runs the steps item by item.
 
     python bench/muvera.py [--rounds 9] [--block-mib 2]
 
-Items have 128 tokens of width 128. Batches have 32 items. Both forms run on one thread and cache their matrices. Rounds
-alternate, so a change of the machine's load affects both alike.
+Items have 128 tokens of width 128, batches 32 items. Both forms run on one thread, cache their matrices and alternate.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Cost of the cluster over its engine, measured side by side in one run.
 
-1. Latency of one short text: in this process (tokenise, forward, pool), then over HTTP through the whole cluster, and
-   the difference of each such pair.
+1. Latency of one short text: in this process (tokenise, forward, pool), then through the cluster, and the difference.
 2. Texts per second: the engine alone on token ids (all its lanes, batches within the token budget of the machine
-   profile), and the cluster at 64 clients with one text a request and at 8 clients with 32. They are measured in turn,
-   for several rounds. The report has medians and their ratio.
-3. Causes of the difference: the rate of the engine with batches as small as those of the cluster at 64 x 1 shows the
-   loss by smaller batches. The processor time of each process for one text shows the overhead of the processes.
+   profile), and the cluster at 64 clients with one text a request and at 8 clients with 32. Both are measured in turn;
+   the report has medians and their ratio.
+3. Causes of the difference: the engine's rate with batches as small as those of the cluster at 64 x 1 shows the loss by
+   smaller batches. The processor time for one text shows the overhead of each process.
 
-Run `make bench`. Writes a table to bench/results/overhead.md.
+Run `make bench`. It writes bench/results/overhead.md.
 """
 
 from __future__ import annotations
@@ -200,9 +199,7 @@ class Cluster:
 
 
 async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the latencies of one text in milliseconds, in this process and through the cluster. Equal indices are a
-    pair.
-    """
+    """Return the milliseconds of one text in this process and through the cluster. Equal indices are a pair."""
     connection = await connect("127.0.0.1", cluster.port)
     (message,) = cluster.requests([SHORT], 1)
     here, there = [], []

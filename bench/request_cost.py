@@ -1,13 +1,12 @@
 """Cost of the queue: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
-1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process. The report
-   lists the load generator separately.
-2. The same with 1, 20 and 200 models that have had requests: all requests to one model, then to the models in turn. The
-   cost of the first case must not depend on the number of models. The second is slower, since only requests of one
-   model share a batch.
+1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process.
+2. The same with 1, 20 and 200 models that have had requests. Requests to one model must not cost more with more models;
+   requests to the models in turn do, since only requests of one model share a batch.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
-Rates depend on other load of the machine; processor time per request hardly does. The load generator is `wrk`.
+Rates depend on other load of the machine; processor time per request hardly does. The load generator is `wrk`, whose
+processor time is a column of its own.
 
     python bench/request_cost.py [--long] [--code CHECKOUT]
 """

@@ -3,9 +3,9 @@
     python bench/servers.py [--rounds 5] [--seconds 5] [--others FOLDER] [--only NAME ...] [--out FILE]
 
 All servers run all-MiniLM-L6-v2. A request is OpenAI's /v1/embeddings for one text of the mix (log-normal lengths, mean
-about 87 tokens); the reply has the vector as JSON. Loads: 1, 8 and 64 clients; each sends its next request when its
-last one is answered. The servers are measured in turn. Meanwhile the other servers are stopped (SIGSTOP), since an idle
-server takes up to 15 % of a core.
+about 87 tokens), with a JSON reply. Loads: 1, 8 and 64 clients; each sends its next request when its last one is
+answered. The servers are measured in turn. All others are stopped meanwhile (SIGSTOP), since an idle server takes up to
+15 % of a core.
 
     cluster       `sie serve`, which chooses bfloat16 where the processor has it
     LitServe      a server of a few lines (`litserve_server.py`): sentence-transformers on all cores, batches of up to
@@ -14,16 +14,15 @@ server takes up to 15 % of a core.
     sie-server    the public server of that name, without its gateway; it computes on half of the cores, or on
                   SIE_TORCH_NUM_THREADS of them
 
-Each of the other servers needs a virtual environment in the folder --others, since it requires other versions than the
-product. Servers without an environment are skipped. The commands to create them:
+Each other server needs a virtual environment in the folder --others, since it requires other versions of packages than
+the product; without one, it is skipped. The commands that create the environments:
 
     python3 -m venv FOLDER/litserve && FOLDER/litserve/bin/pip install litserve==0.2.19 sentence-transformers==6.2.0
     python3 -m venv FOLDER/infinity && FOLDER/infinity/bin/pip install 'infinity-emb[torch,server]==0.0.78'
     python3.12 -m venv FOLDER/sie-server && FOLDER/sie-server/bin/pip install sie-server==0.10.1
 
-sie-server 0.10.1 needs Python 3.12: Python 3.11 does not parse its syntax, and it requires blake3 below 1, which has no
-wheels for Python 3.13. Without Python 3.12, install its dependencies with blake3 1 into Python 3.13 with
---ignore-requires-python.
+sie-server 0.10.1 needs Python 3.12: Python 3.11 does not parse it, and Python 3.13 has no wheels of blake3 below 1.
+With Python 3.13, install its dependencies with blake3 1 and --ignore-requires-python.
 """
 
 from __future__ import annotations
@@ -128,9 +127,7 @@ CLUSTERS = ("cluster float32", "cluster bfloat16")
 
 
 class ServerProcess:
-    """Process of another server. The constructor returns when the server answers requests, and raises RuntimeError if
-    it does not.
-    """
+    """Process of another server. The constructor returns when the server answers; otherwise it raises RuntimeError."""
 
     def __init__(self, name: str, environments: Path) -> None:
         rival = OTHERS[name]

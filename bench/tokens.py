@@ -1,9 +1,8 @@
 """Time to tokenise texts on the event loop and in a thread. The variants are measured in turn; all figures are medians.
 
 1. Texts of growing length, on the event loop and in a thread: the length from which on the thread answers sooner.
-2. Many short texts at once, tokenised one by one because their options differ: all on the event loop, each in its own
-   thread, and in the product's TokenizerPool. The columns are the wall time for all texts, the processor time, and the
-   largest delay of the event loop's timers.
+2. Many short texts at once, tokenised one by one because their options differ: on the event loop, in a thread each, and
+   in the product's TokenizerPool. Columns: wall time, processor time, largest delay of a timer of the loop.
 
 Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
 """
@@ -35,9 +34,7 @@ TICK_S = 0.0005
 
 
 def prose(words: Sequence[str], characters: int, seed: int) -> str:
-    """Return a text of `characters` characters with Zipf-distributed words of the vocabulary. A token with its space
-    has about six characters, as in simple English.
-    """
+    """Return `characters` characters of Zipf-distributed words: about six for each token, as in simple English."""
     common = [1 / rank for rank in range(1, len(words) + 1)]
     parts = random.Random(seed).choices(words, common, k=characters // 4 + 9)
     return " ".join(word + "." if number % 17 == 0 else word for number, word in enumerate(parts))[:characters]
@@ -103,9 +100,7 @@ Run = Callable[[int, Callable[[], object]], Awaitable[None]]
 
 
 async def gathered(run: Run, works: list[tuple[int, Callable[[], object]]]) -> tuple[float, ...]:
-    """Run all works at once. Return wall time, processor time, and the largest delay of an event-loop timer, in
-    seconds.
-    """
+    """Run all works at once. Return wall time, processor time and the largest delay of a timer, in seconds."""
     late_s, ended = 0.0, False
 
     async def tick() -> None:

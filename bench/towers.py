@@ -1,11 +1,10 @@
 """Time that a worker saves if it caches the output of a model's vision tower for a page.
 
-A reranker scores ten questions about one page, one after the other. It has the layers of Qwen3-VL 2B, a quarter of its
-widths and random weights. Two cases alternate. In batches without an asker (name of the client's key), the tower runs
-for each question. In batches of one asker, it runs only for the first question. Each round has a new page. Times are
-processor times.
+A reranker with the layers of Qwen3-VL 2B, a quarter of its widths and random weights scores ten questions about a page,
+one after the other. Two cases alternate: in batches without an asker (name of the client's key), the tower runs for
+each question; in batches of one asker, only for the first. Each round has a new page. Times are processor times.
 
-`python bench/towers.py` takes some 3 minutes of one core. --rounds 1 --edge 256 shows that the benchmark works.
+`python bench/towers.py` takes some 3 minutes of one core; --rounds 1 --edge 256 shows that it works.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Effect of each batching setting on this machine: texts a second, processor time and latency of a text. Each `sie
-serve` has one changed setting.
+"""Effect of each batching setting on this machine: texts a second, processor time and latency of a text.
 
     python bench/tuning.py [--seconds 1.5] [--rounds 8]
 
-Clients send one text a request (log-normal lengths, about 87 tokens), and the next request after the answer. Each value
-of a setting has its own cluster. The clusters are measured in turn. The fastest round of each value counts, since other
-work on the machine can only slow a round down. The script writes bench/results/tuning.md and docs/tuning.svg.
+Clients send one text a request (log-normal lengths, about 87 tokens), and the next request after the answer. For each
+value of a setting, a `sie serve` runs with only this change; all are measured in turn. The fastest round of each value
+counts, since other work on the machine can only slow a round down. The script writes bench/results/tuning.md and
+docs/tuning.svg.
 """
 
 from __future__ import annotations

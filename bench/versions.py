@@ -1,17 +1,14 @@
 """Compare the speed of two installed versions of SIE, measured alternately in one run.
 
 1. Latencies of one short text: pairs of one request to each version, and the difference of each pair.
-2. Texts per second at 64 clients with one text a request and at 8 clients with 32, in alternating rounds: medians,
-   their ratio, and the processor time of each process for one text.
+2. Texts per second at 64 clients with one text a request and at 8 clients with 32: medians of alternating rounds, their
+   ratio, and the processor time of each process for one text.
 
     python bench/versions.py --old ../before/.venv/bin/sie
 
-`--old` names the command `sie` of another checkout after its `make install`. The script writes a table to
-bench/results/versions.md.
-
-A difference of a few percent means something only if both versions run with the same packages: with the packages of the
-tests installed, a sidecar took up to a tenth more processor time. `--new` names the command `sie` of an environment
-without the test packages.
+`--old` names the command `sie` of another checkout after its `make install`, `--new` that of this version. Install the
+same packages for both, without those of the tests: with these, a sidecar took up to a tenth more processor time. The
+script writes bench/results/versions.md.
 """
 
 from __future__ import annotations
@@ -38,9 +35,7 @@ WARM_UP = 30
 
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
-    """Return version -> latencies of one short text in milliseconds; equal indices are a pair. The versions alternate
-    in being first.
-    """
+    """Return version -> milliseconds of one short text; equal indices are a pair. Each version is first in turn."""
     connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
     times_ms: dict[str, list[float]] = {name: [] for name in clusters}

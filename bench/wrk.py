@@ -1,6 +1,4 @@
-"""Run the load generator `wrk` (Debian package). It takes little processor time, because it sends prebuilt requests
-over keep-alive connections.
-"""
+"""Run the load generator `wrk` (Debian package), which takes little processor time, because requests are prebuilt."""
 
 from __future__ import annotations
 

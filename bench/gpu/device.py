@@ -1,5 +1,4 @@
-"""Comparison of the engine with sentence-transformers and with padded batches, for encoders with random weights on one
-device.
+"""The engine compared with sentence-transformers and padded batches: encoders with random weights on one device.
 
     engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as
                             connections queue them
@@ -10,11 +9,10 @@ device.
 
 Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Utilisation: the engine's operations a
 second in linear layers and attention (2 for each multiplication), divided by the dense 16-bit peak of the data sheet,
-or by the measured rate of a matrix product if PEAKS lacks the card. Busy share: the mean of NVML's utilisation while
-the engine runs. `cosine`: the lowest cosine between the vectors of the engine and of the default, over all texts. The
-file device-profile.md has the kernels of the first model at the longest length. `pass`: the forward pass alone, on full
-batches of the longest texts whose inputs are on the device; the next column is the same with compiled layers. Both
-cells add the utilisation.
+or by the measured rate of a matrix product if PEAKS lacks the card. `busy`: mean of NVML's utilisation while the engine
+runs. `cosine`: lowest cosine between vectors of the engine and of the default. `pass`: the forward pass alone, with its
+utilisation, on full batches of the longest texts whose inputs are on the device; the next column is the same with
+compiled layers. device-profile.md has the kernels of the first model at the longest length.
 """
 
 from __future__ import annotations
@@ -161,9 +159,7 @@ def stock(folder: Path, precision: str) -> SentenceTransformer:
 
 
 def operations(config: Any, length: int) -> float:
-    """Return the floating-point operations of one text: those of the linear layers plus the two matrix products of
-    attention.
-    """
+    """Return the floating-point operations of a text: linear layers plus the two matrix products of attention."""
     hidden, inner = config.hidden_size, config.intermediate_size
     return float(config.num_hidden_layers * length * (2 * (4 * hidden**2 + 2 * hidden * inner) + 4 * length * hidden))
 

@@ -1,8 +1,7 @@
-"""Shared code of the scripts (parts) of the GPU kit: the device, tables that are written row by row, models with random
-weights, measurements.
+"""Shared code of the parts (scripts) of the GPU kit: device, tables, models with random weights, measurements.
 
 The environment variable `GPU_RESULTS` names the folder of the tables. If `GPU_REHEARSE` is set, the parts run tiny
-models on a CPU, to exercise the code. The figures are then meaningless, and no bound is checked.
+models on a CPU, to exercise the code: the figures mean nothing, and no bound is checked.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """Return the model's pass on inputs on the device, launched kernel by kernel. Call it in inference mode."""
+    """Return a function that runs the forward pass on inputs on the device, without a graph; for inference mode."""
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}
@@ -207,9 +206,7 @@ def synchronize() -> None:
 
 
 def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
-    """Return the median seconds of a run. Repeat it at least `least` times, and until `budget_s` is spent. The caller
-    warms up.
-    """
+    """Return the median seconds of at least `least` runs, which take at least `budget_s`. The caller warms up."""
     times: list[float] = []
     while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
         synchronize()
@@ -246,9 +243,8 @@ def utilisation() -> Iterator[list[float]]:
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """Kernels of a run. `rows`: (name, calls, microseconds), most time first. `span_us`: time from the start of the
-    first kernel to the end of the last. `idle_share`: part of this time without a kernel. `gaps_us`: the pauses between
-    kernels.
+    """Kernels of a run. `rows`: (name, calls, microseconds), most time first. `span_us`: from the start of the first
+    kernel to the end of the last. `idle_share`: part of this span without a kernel. `gaps_us`: pauses between kernels.
     """
 
     rows: list[tuple[str, int, float]]

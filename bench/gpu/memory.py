@@ -1,6 +1,5 @@
-"""Checks of device memory: the figures of NVML, eviction, and the memory that an unload returns to the driver. The last
-rows are the results of tests/gpu/test_memory.py: the engine recovers from failed allocations, and then limits its
-batches.
+"""Checks of device memory: figures of NVML, eviction, memory that an unload returns to the driver. The last rows are
+the results of tests/gpu/test_memory.py: after failed allocations, the engine recovers and limits its batches.
 """
 
 from __future__ import annotations

@@ -99,9 +99,7 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
 
 
 def gpu() -> str:
-    """Return the name of the GPU; empty if torch can use none. A child process reads the name, because this process
-    must not initialise CUDA.
-    """
+    """Return the GPU's name; empty if torch can use none. A child process asks: CUDA must not be initialised here."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return ""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"

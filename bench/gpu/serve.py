@@ -1,4 +1,4 @@
-"""Rates and latencies of `sie serve` on the device. All clients run in one process. Each sends its next request when
+"""Rates and latencies of `sie serve` on the device. All clients run in one process; each sends its next request when
 its last one is answered.
 
 The requests are OpenAI's, for texts of the mix (log-normal lengths, mean about 87 tokens) of random letters. `busy`:

@@ -3,7 +3,7 @@
     pytest ──a line for each test──► NAME.jsonl ─┐
     ParityTable.record ──a line for each cell──► parity-cells.jsonl ─┴──► tables
 
-The tests write each line at once, so the lines remain if a time limit stops the run. The tables show these lines.
+Each line is written at once, so that the tables also show the lines of a run that a time limit has stopped.
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ class WorkerHealth:
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used and total bytes of memory of the connected devices. All CPU devices together count once."""
+        """Return the used and total bytes of memory of the connected devices. CPU devices share the memory of the
+        machine, so this memory counts once.
+        """
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
             shown = shown[:1]
@@ -200,7 +202,7 @@ class WorkerHealth:
             await wait_set(self._change, self._settings.health_publish_interval_ms / 1000)
 
     async def _examine_disk(self) -> None:
-        """Look up which models are on this disk, every _DISK_EVERY_S seconds and after changes of the catalogue."""
+        """Find out which models are in the disk cache, every _DISK_EVERY_S seconds and after catalogue changes."""
         now_s, catalogue = time.monotonic(), self.feed.catalogue
         if self._examined is not None:
             examined_s, epoch = self._examined

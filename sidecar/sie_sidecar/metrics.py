@@ -117,7 +117,7 @@ class AdapterCounts:
         """Update the sums with the counts that the adapter of this device reported last."""
         pid, last = self._running.get(device, (0, {}))
         now = self._counts_of(description)
-        # a new adapter in a container may have the pid of the previous adapter, but its counts are lower
+        # in a container, a new adapter may have the pid of the previous adapter, but the new adapter's counts are lower
         if pid != description.pid or any(now.get(key, 0) < count for key, count in last.items()):
             self._ended.update(last)
         self._running[device] = description.pid, now

@@ -36,14 +36,14 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-# smallest number of connections to an adapter, which batches and loads share; the settings may allow fewer
+# minimum number of connections to an adapter, unless the settings allow fewer; batches and loads share the connections
 MIN_CONNECTIONS = 6
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
 DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
-# seconds that an adapter may take to reply to a ping; added to the time after which it counts as unresponsive
+# seconds that an adapter may take to reply to a ping; added to the time after which the adapter counts as unresponsive
 PING_ANSWER_S = 0.25
 _logger = logging.getLogger("sie.sidecar")
 
@@ -121,7 +121,8 @@ async def serve(
         await with_broker(health.listen, task="listening for gateways that look for this worker")
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
-        # the file of leases is on the volume of the adapter's socket, which outlives the container and may be shared
+        # the file of leases is on the volume of the adapter's socket, because this volume outlives the container.
+        # Several workers may share the volume, so the file's name has the worker's id
         ledger = Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
         identity = WorkerIdentity(
             worker_id,
@@ -143,7 +144,7 @@ async def serve(
             await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        # wait until the stream exists, because its state cannot be read before. Only gateways request the creation
+        # `stream_state` fails until the stream exists. Workers do not create the stream: gateways have it created
         await with_broker(lambda: broker.stream_state(stream), task=f"waiting for {stream}")
         try:
             if not stop.requested:
@@ -168,7 +169,7 @@ async def serve(
             if following is not None:
                 await cancel_all([following])
             await worker.drain(DRAIN_S if drain_s is None else drain_s)
-            # an unreachable broker redelivers the messages later
+            # if the broker is unreachable, it redelivers the messages when their leases end
             with contextlib.suppress(BrokerError):
                 await broker.flush()
     finally:
@@ -180,8 +181,8 @@ async def serve(
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load its
-    pinned models at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
+    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load the
+    pinned models of the pool at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
     """
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
@@ -204,9 +205,10 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load the models of SIE_PRELOAD_MODELS. Until then the worker is not ready. A failed load is tried again unless
-    its error is permanent; meanwhile the worker reports the error as the reason why it is not ready. After the last
-    attempt, log the error, and serve without the model. Raises SettingError for an unknown name.
+    """Load the models of SIE_PRELOAD_MODELS. The worker is not ready before this function ends. A failed load is tried
+    again, at most MAX_ATTEMPTS times in all, unless its error is permanent. Between two attempts, the worker reports
+    the error as the reason why it is not ready. After the last attempt, log the error, and serve without the model.
+    Raises SettingError for an unknown name.
     """
     if not settings.preload_models:
         return
@@ -221,7 +223,7 @@ async def _preload(
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            # the catalogue entry may have changed since `resolved` was made; if it was removed, load the previous entry
+            # the catalogue entry may have changed since the last attempt; if it was removed, load the entry read before
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 model = feed.catalogue.resolve(f"{model.entry.id}:{model.profile}", follow=False)
             hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))

@@ -1,7 +1,7 @@
 """Websocket `/ws/status`: the full state of this worker, five times per second.
 
-The websocket is on the port of the metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a client must send this token,
-because a worker has no other token.
+The websocket is on the port of the metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a client must send this token:
+it is the only token that a worker has.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Worker: it creates and connects the stages below, runs them on one event loop, and drains them at shutdown. If a
-stage raises an exception, the gateway gets an error for its work items, or their messages return to the queue.
+stage raises an exception while it processes work items, the gateway gets an error for these work items. If a task ends
+with an exception, the worker drains: unfinished messages return to the queue.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
     (pulls)   (groups)   (device,    (batches) └─► Isolate (runs inputs alone after
@@ -102,7 +103,7 @@ class Worker:
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
-        # the callbacks are lambdas, because `source` is created later
+        # the callbacks are lambdas, because `self.source` is created below
         self.inventory = Inventory(
             self.models,
             on_less=lambda: self.source.refill_soon(),
@@ -167,13 +168,14 @@ class Worker:
 
     async def start(self, stop: Stop) -> None:
         """Start the loops of all stages. If an earlier process of this worker was killed, first return its deliveries
-        to the queue. While the broker is unreachable, retry until `stop`. No work arrives before `WorkSource.pull`.
+        to the queue. If the broker is unreachable, try to subscribe to messages of gateways until `stop`. No work
+        arrives before `WorkSource.pull`.
         """
         with contextlib.suppress(BrokerError):  # without a reply of the broker, use the clock of this machine
             await self.broker_clock.measure()
         if left := await self.leases.hand_back_left(self._broker):
             _logger.warning("an earlier process of this worker was killed: %d deliveries returned to the queue", left)
-        with contextlib.suppress(BrokerError):  # `PoisonMarks.run` reads the poison marks again later
+        with contextlib.suppress(BrokerError):  # if this fails, `PoisonMarks.run` reads the poison marks later
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")

@@ -3,16 +3,17 @@
  entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
-its oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. A
-batch can grow while the device is busy. If deadlines forbid a full batch, only its first work items run, see `sizing`.
+its oldest work item has waited for `BatchLimits.wait_s` seconds, or at once if the device is idle and no more work is
+expected. A batch can grow while the device is busy. If a full batch takes too long for a deadline, only its first work
+items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
 a model, its keys (LoRA, operation and so on) take turns, so that much work of one key does not block the others.
 
-This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
+These rules limit every wait. A work item that has waited for `wait_s` and is the oldest of its priority is in one of
 the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
-priority come between these batches. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within
+priority come between these K batches. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within
 the next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
 """
 
@@ -31,18 +32,20 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-# maximum number of full batches that wait for each lane (a device runs one batch on each lane)
+# A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until as much work waits as
+# fills this number of batches for each lane.
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
-MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# for a model with padding, a batch takes work items of similar length from the oldest work items of its queue, at most
-# as many as this number of full batches has
+MAX_TIMES = 1024  # maximum number of models whose batch times are stored; beyond it, the earliest model is forgotten
+# A model with padding runs work items of similar length together. They are chosen from the oldest LOOK_AHEAD *
+# `BatchLimits.requests` work items of a queue.
 LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
-    """Properties shared by all work items of one forward pass. Output options apply to each item afterwards.
-    `padded`: the model pads rows to the longest row of the batch, so items of similar length should run together.
+    """Properties shared by all work items of one forward pass. Output options are not among them, because they are
+    applied to each item after the pass. `padded`: the model pads rows to the longest row of the batch, so items of
+    similar length should run together.
     """
 
     residency: str
@@ -73,8 +76,8 @@ class BatchLimits:
 @dataclass(frozen=True)
 class DeviceLoad:
     """Load of a device. `sent`: batches at its adapter, at most `depth`; `lanes` batches run at a time.
-    `more_expected`: more deliveries are on their way or being tokenised, so an idle device may wait for them, within
-    the time limit. `busy_s`: predicted seconds until a batch that is sent now begins to run.
+    `more_expected`: more deliveries are on their way or being tokenised, so an idle device may wait for them, at most
+    `BatchLimits.wait_s`. `busy_s`: predicted seconds until a batch that is sent now begins to run.
     """
 
     sent: int
@@ -225,8 +228,8 @@ class _KeyQueue(Generic[T]):
 
 @dataclass(eq=False)
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model with one set of load options), by key. The queue of the last batch is at the
-    end.
+    """Queues of one residency (a model with one set of load options), by key. The queue from which the last batch was
+    taken is the last one.
     """
 
     name: str
@@ -250,7 +253,7 @@ class _PriorityLine(Generic[T]):
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
         """Add a work item to its queue. With `in_order`, add the item at the end. Otherwise insert the item by its time
-        of arrival, because it was in the queue before.
+        of arrival: it was accepted earlier and comes back.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -286,7 +289,7 @@ class _PriorityLine(Generic[T]):
         queues = model.queues.values()
         if (queue := next((queue for queue in queues if queue.is_ready(now_s, limits, idle=idle)), None)) is not None:
             return queue
-        # the oldest work item has not waited for the time limit yet, so no work item has: only full queues are ready
+        # the oldest work item has not waited for `wait_s` yet, so no other work item has: only full queues are ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
@@ -358,8 +361,8 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, entry: BatchEntry[T], *, back: bool = False) -> None:
-        """Add a work item behind all work items of its key; with `back` (it was sent but did not run), insert it by its
-        time of arrival.
+        """Add a work item behind all work items of its key; with `back` (an item that was accepted earlier and comes
+        back), insert it by its time of arrival.
         """
         self.lines[entry.bulk].add(entry, in_order=not back)
         self._length += 1
@@ -377,8 +380,9 @@ class Waiting(Generic[T]):
     def batch_from(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Return the next batch of `queue`. If a deadline requires it (`binds`), return WaitUntil instead, so that
-        urgent items can still join until the device is nearly free; None while that time is unknown.
+        """Return the next batch of `queue`. If the device is busy and an urgent deadline forbids sealing the batch
+        (`binds`), return WaitUntil instead, so that work items can join until the device is nearly free; None if no
+        batch of the model was measured yet.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (

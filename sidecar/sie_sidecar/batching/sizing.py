@@ -31,9 +31,11 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # part of a work item's remaining time that its batch may take, which leaves time for a second one
-MAX_LOSS = 0.5  # largest lost part of the tokens per second, if all work items of a full batch need a smaller one
-# latest time to send the next batch, in seconds before the running batch ends, so that the device stays busy
+# part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
+SHARE = 0.4
+# largest part of the tokens per second that may be lost, if all work items of a full batch need a smaller batch
+MAX_LOSS = 0.5
+# the next batch is sent at least this number of seconds before the running batch ends, so that the device stays busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -50,8 +52,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of `asks` run in the next batch, at least one, from the first on. `asks`: work items of a full
-    batch.
+    """Return how many of `asks` run in the next batch, counted from the first, at least one. `asks`: work items of a
+    full batch.
     """
     if len(asks) < 2:
         return len(asks)
@@ -68,7 +70,7 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
     after the batch was sealed could be late. The time of the batch is the predicted time of these work items, or the
-    mean time of the last batches if that is longer. If no batch was measured yet, return True if a work item has a
+    mean time of the last batches if this mean is longer. If no batch was measured yet, return True if a work item has a
     budget of at most UNKNOWN_S.
     """
     if not times.is_known:
@@ -98,7 +100,7 @@ class DeviceForecast:
     """Forecast of when a device has finished the batches at its adapter. `batch`: a number that identifies a batch."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, float] = {}  # predicted seconds of each batch at the device, by its number
+        self._sent: dict[int, float] = {}  # by number of a batch at the device: its predicted seconds
         self._free_s = 0.0
 
     def sent(self, batch: int, seconds: float, now_s: float, lanes: int) -> None:

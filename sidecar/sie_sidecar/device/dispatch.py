@@ -1,5 +1,6 @@
 """Running of tokenised work items: they wait for a device, the adapter runs them in batches, and their results are sent
-to the gateways. If the model was evicted or the adapter is lost before a batch has run, its work items wait again.
+to the gateways. If the model was evicted or the adapter is lost before the device has begun a batch, its work items
+wait again.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► results sent
              ▲                          ├──► model evicted, or adapter lost: load it, then put back ──┐
@@ -18,7 +19,7 @@ Some work items generate text token by token. They wait in a separate queue (`wr
 the number of deliveries that the broker may still send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
-device is lost, its waiting work moves to devices with an adapter.
+device is lost, the work that waits for this device moves to devices with an adapter.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each item needs a connection
+WRITTEN_AT_ONCE = 16  # maximum number of text-generating work items at one adapter; each item needs a connection
 # maximum number of work items that generate text and wait for a device; further work items stay in the broker's queue
 WRITTEN_READY = 16
-_LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
+_LONGEST_S = 86_400.0  # seconds after which the adapter stops generating a text, even if its deadline is later
 
 
 class DeviceQueue:
@@ -117,7 +118,9 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if this model has work, the device runs as many batches as it can, and further work waits."""
+        """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and
+        another batch waits at the adapter, or work of this model waits in the queue.
+        """
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
@@ -149,7 +152,9 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item. With `back`, its batch did not run: insert it by its time of arrival."""
+        """Queue a tokenised work item. With `back`, insert the item by its time of delivery, because it comes back from
+        a lost batch or from `Isolate`.
+        """
         entry = self.entry(flight, flight.received_s if back else time.monotonic())
         flight.move("waiting", entry)
         line = self._line(entry)
@@ -215,7 +220,7 @@ class DeviceQueue:
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = asyncio.Event()
-            # after the deadline no request waits for the text: the adapter then stops and frees the memory
+            # no request waits for the text after its deadline, so the adapter then stops and frees the memory
             timer = asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - time.monotonic()), _LONGEST_S), abandoned.set
             )
@@ -322,8 +327,8 @@ class DeviceQueues:
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the work at this worker that runs before a new work item of this priority; None if no device is
-        connected. Do not count bulk work for an interactive item.
+        """Return the work at this worker that runs before a new work item of this priority: for an interactive item,
+        bulk work does not count. None if no device is connected.
         """
         queues = self.connected
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
@@ -464,7 +469,7 @@ class Dispatch:
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         if lora and hosted is not None and lora not in hosted.lora_digests and not in_turn:
-            # the adapter was lost after the LoRA was loaded: load it again, because the fingerprint needs its digest
+            # the adapter was lost after the LoRA was loaded: load the LoRA again, whose digest `fingerprint` needs
             self._device.end(sent)
             self._work.start(self._run_in_turn(batch), "lora")
             return True
@@ -566,7 +571,7 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """Handle a lost adapter. `suspects`: the device had begun the batch, so one of its inputs may be the cause."""
+        """Handle a lost adapter. `suspects`: it died after the batch had begun, so an input may be the cause."""
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

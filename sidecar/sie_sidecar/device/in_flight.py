@@ -6,7 +6,7 @@
 
 A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. A cancelled
 work item in a running batch still runs, and its result is sent. The adapter stops a cancelled work item that generates
-text. If a cancelled work item is isolated, none of its further inputs run.
+text. If an isolated work item is cancelled, its remaining inputs do not run.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -79,7 +79,7 @@ class InFlight:
     shared: int = 0
     chunked: tuple[ipc.ChunkedRows, ...] = ()
     refused: SIEError | None = None  # error if the item could not be prepared; the item then has no rows
-    # by index of the input: error for which this input must not run
+    # by index of the input: error because of which this input must not run
     unfit: Mapping[int, SIEError] = field(default_factory=dict)
     fetched_s: float = 0.0
     loaded_s: float = 0.0
@@ -106,7 +106,7 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA after tokenising; `loaded_s` has the time of earlier waits."""
+        """Add seconds of waiting for a model or LoRA after tokenising; `loaded_s` covers a wait before tokenising."""
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
@@ -222,7 +222,7 @@ def _moved(outcome: Outcome, by: int) -> Outcome:
 
 
 def only(flight: InFlight, index: int) -> InFlight:
-    """Return a copy with only one of the inputs. The copy has the lease of the original, so it must not be settled."""
+    """Return a copy with only one of the inputs. The copy must not be settled: it has the lease of the original."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
     rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
     return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
@@ -279,7 +279,7 @@ class Inventory:
         self._on_less = on_less
         self._on_free = on_free
         self._all: dict[Lease, InFlight] = {}
-        # by device (_NO_DEVICE: not assigned yet): the numbers [tokens, work items] that wait, for interactive work and
+        # by device (_NO_DEVICE: not assigned yet): two lists [tokens, work items] of waiting work, for interactive and
         # for bulk work
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
         self._coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet

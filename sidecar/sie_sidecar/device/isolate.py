@@ -1,13 +1,14 @@
 """Search for the input that crashed an adapter. The inputs that the device had begun run again one at a time, while
 nothing else is at the device. If the adapter dies again, the input that ran is the cause. There is no search if the
-adapter process did not die, but only stopped replying.
+adapter only stopped replying, so that the sidecar closed the connection.
 
     batch during which an adapter died ──► its inputs, one by one ──► it succeeds: not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
                                                           from now on
 
-If an equal input has run alone, an input is no suspect any more. While an input runs alone, other work waits. After
-SLICE_S of such runs, one waiting batch runs before the next input.
+An input is no longer suspected when an input with the same content has run alone without a crash, here or at another
+worker. While an input runs alone, other work waits. After SLICE_S of such runs, one waiting batch runs before the next
+input.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # seconds that one waiting batch may take before the next input runs alone
+BATCH_BETWEEN_S = 1.0  # maximum seconds that the next input waits for the end of the batch that runs between
 
 
 class Isolate:
@@ -60,7 +61,8 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         # Work items that wait to run alone, at most as many as the credit allows. While a work item waits, its model
-        # may be evicted, because the next item may need the memory. The function in the entry forbids this again.
+        # may be evicted, because the next item may need the memory. The function in the entry, from `Loading.park`,
+        # forbids the eviction again.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -94,7 +96,7 @@ class Isolate:
                 flight, unpark = self._suspects.popleft()
                 unpark()
                 hosted = flight.hosted  # None if the work item was settled
-                # equal inputs have run alone meanwhile
+                # inputs with the same content have run alone meanwhile without a crash, so this item runs in a batch
                 if hosted is not None and hosted.state == "loaded" and not self.is_suspect(flight):
                     self._device.put(flight, back=True)
                     self._device.wake.set()

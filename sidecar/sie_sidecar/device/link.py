@@ -23,7 +23,9 @@ from sie_runtime.process import START_S, Stop, Trouble, wait_set
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
-AWAY_S = 10.0  # seconds after which the work of a lost adapter moves to another device, if no adapter connects again
+# seconds after the loss of an adapter for which work may wait for the next adapter of the same device; then the work
+# moves to another device or fails
+AWAY_S = 10.0
 _R = TypeVar("_R", ipc.Ready, ipc.Done, ipc.BatchDone)
 _logger = logging.getLogger("sie.sidecar.link")
 
@@ -31,7 +33,8 @@ _logger = logging.getLogger("sie.sidecar.link")
 class AdapterGone(Exception):
     """Raised if the adapter closes the connection, accepts no connection, does not reply to a short request in time, or
     sends an unexpected reply. Work that was sent may have run, but its result is lost. `died` is False if this process
-    closed the connection, so that the work need not have crashed the adapter.
+    closed the connection itself, or if the adapter was lost while the work waited for a connection: this work is then
+    not suspected of a crash.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -123,7 +126,7 @@ class AdapterLink:
         self._control_lock = asyncio.Lock()  # held by the request that uses the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # true if this process closed the connections, so that the adapter need not have died
+        self._given_up = False  # true if this process closed the connections itself: the adapter may still run
         self._last_pong_s = -1e9
         self._lost_s = time.monotonic()  # time at which the adapter was lost
         self._up = asyncio.Event()
@@ -232,7 +235,7 @@ class AdapterLink:
                 pong = await self.request(ipc.Ping())
             except AdapterGone:
                 return
-            except SIEError as error:  # the adapter replies, so its batches go on; without a Pong, `is_fresh` ends
+            except SIEError as error:  # the adapter replies, so its batches go on, but no Pong renews `is_fresh`
                 _logger.warning("the adapter refused a health check; its batches go on: %s", error)
                 continue
             if isinstance(pong, ipc.Pong):

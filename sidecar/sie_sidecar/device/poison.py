@@ -6,8 +6,8 @@ of the input's content, and not its text.
                                                                 the input is poison, and is refused from now on
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
-broker, a worker uses the marks in its memory. If the bucket is lost, a worker keeps its marks in memory. If an
-input crashes an adapter again, the worker stores its mark in the new bucket.
+broker, or if the broker has lost the bucket, a worker uses the marks in its memory. If a marked input crashes an
+adapter again, the worker stores the mark of this input in the new bucket.
 """
 
 from __future__ import annotations
@@ -122,13 +122,15 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """Record one death for contents that ran together. A content that already has a mark gets no further death,
-        because another content of the batch may be the cause.
+        """Record one death for each of these contents, which ran in one batch, unless the content already has a mark.
+        The deaths of a marked content do not increase, because another content of the batch may be the cause.
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 
     def clear(self, key: str) -> Coroutine[Any, Any, None]:
-        """Remove the mark of a content that ran without a crash. Awaiting the result removes it at the broker too."""
+        """Remove the mark of a content that ran without a crash. Await the returned coroutine to remove it at the
+        broker too.
+        """
         _, revision = self._known.get(key, (None, 0))
         self._discard(key)
         return self._write([Write(key, None, revision)] if revision else [])

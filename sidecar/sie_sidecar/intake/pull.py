@@ -5,11 +5,11 @@ machine profile and bundle): it names the hosts of each model, which are the wor
 
 Before the first table, the worker pulls nothing for FIRST_S seconds. A gateway writes the table within a second after
 the first heartbeat. Without this wait, each new worker would load every model that has work. If there is no table after
-FIRST_S, there is no gateway, and the worker pulls the work of all models. If no adapter was connected when the wait
+FIRST_S, no gateway seems to run, and the worker pulls the work of all models. If no adapter was connected when the wait
 began, the wait is repeated, because gateways place models only on workers with an adapter.
 
 If no gateway confirms the table for OLD_S seconds, the table is old: no gateway runs. Hosts still serve their models.
-Workers that are not hosts of a model, but have loaded the model, then also pull its waiting work.
+In addition, a worker that has loaded a model but is no host of it pulls work of this model that waits in the stream.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # discards the parts of the lost bucket, but not `table`: the worker uses the last table until the new
-            # bucket has one
+            # forgets the parts of the table that the lost bucket had, but not `table`: the worker uses this last table
+            # until the new bucket has one
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,

@@ -23,11 +23,11 @@ CHECKS_BEHIND = 3
 class DeviceView:
     """Facts about one device, by which `choose` selects the device of one model.
 
-    `loaded`: the model is loaded and accepts work. `coming`: a caller waits until the model is loaded here, or it is
-    loaded but closed to new work. `refused`: its load failed here, and must not be tried again yet. `gives_up`: this
-    load failed with an error class in `models.PERMANENT`. `held_cost`: tokens of the work for this device. `models`:
-    number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown. `idle_since_s`:
-    time of the last use of the model that would be evicted first; infinite if no model may be evicted.
+    `loaded`: the model is loaded and accepts work. `coming`: the model is being loaded here, a caller waits for its
+    load, or it is loaded but closed to new work. `refused`: the model's load failed here, and must not be tried again
+    yet. `gives_up`: the load failed with an error class in `models.PERMANENT`. `held_cost`: tokens of the work for this
+    device. `models`: number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown.
+    `idle_since_s`: time of the last use of the model that would be evicted first; infinite if no model may be evicted.
     """
 
     connected: bool

@@ -1,5 +1,5 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
-need the same LoRA share one load, and work items wait for HOLD_S seconds at most. A LoRA that could not be loaded is
+need the same LoRA share one load, and work items wait at most HOLD_S seconds for it. The load of a LoRA that failed is
 not tried again for COOL_DOWN_S seconds. A batch that holds the lock `ModelState.lora_lock` (`in_turn`) loads its LoRA
 by itself, without these limits.
 """
@@ -129,7 +129,7 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-# seconds after a failed load in which the config service may restore an earlier revision of the model; work waits
+# seconds after a failed load for which the model's work waits: the config service may restore an earlier revision
 RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 
@@ -224,11 +224,11 @@ class Loading:
         """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
         Raises SIEError, and AdapterGone with `past_gate`.
 
-        If the adapter is lost, wait for a new adapter or move the items to another device, and try again. This ends at
-        the last deadline of the items, so that an input that crashes every adapter does not run for ever. `past_gate`:
-        the items have left the queue. They run on their device even if the model is closed to new work. If no new
-        adapter connects, or another device may have memory for the model, raise AdapterGone and do not move the items.
-        `in_turn`: the caller holds the lock `ModelState.lora_lock`.
+        If the adapter is lost, wait for a new adapter or move the items to another device, and try again. The attempts
+        end at the last deadline of the items, so that an input that crashes every adapter does not run for ever.
+        `past_gate`: the items have left the queue. They run on their device even if the model is closed to new work. If
+        no new adapter connects, or another device may have memory for the model, raise AdapterGone and do not move the
+        items. `in_turn`: the caller holds the lock `ModelState.lora_lock`.
         """
         began_s = time.monotonic()
         try:

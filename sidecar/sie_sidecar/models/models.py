@@ -1,6 +1,7 @@
 """Models of this worker. `ModelStates` has their states and decides, without I/O, which models may be evicted.
 `Hosting` loads and unloads the models of one device: callers that need the same model share one load, models that do
-not fit into memory together are loaded in alternation, and idle models are unloaded.
+not fit into memory together are loaded in alternation, and idle models are evicted. Unloading is removing a model from
+memory for any reason. Evicting is unloading because memory is short, or after SIE_IDLE_EVICT_S.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available
@@ -76,9 +77,10 @@ UNUSED_S = 600.0  # seconds after its last use until a state may be removed; no 
 # while another model needs its memory. A request for the other model waits for these seconds and for its load, together
 # at most SIE_LOAD_HOLD_S
 MAX_TURN_S = 5.0
-# number of seconds for which a load does not evict a model whose last work item has just ended, until the end of the
-# model's turn. A gateway publishes the next chunk of a request when it has the results of earlier chunks. Without these
-# seconds two models that do not fit into memory together would run one chunk for each load
+# number of seconds for which a load does not evict a model whose last work item has just ended, at most until the end
+# of the model's turn (`ModelStates._turn_ends_s`). A gateway publishes the next chunk of a request when it has the
+# results of earlier chunks. Without these seconds two models that do not fit into memory together would run one chunk
+# for each load
 NEXT_CHUNK_S = 0.1
 
 
@@ -115,7 +117,7 @@ class ModelState:
         # one function for each group of parked work items, which returns the number of items. Parked work items wait,
         # and the model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads the model, false while the load waits
+        self.arriving = False  # true while the adapter loads the model, false while the load waits for memory
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
@@ -402,8 +404,9 @@ class ModelStates:
         ]
 
     def until_evictable_s(self, hosted: ModelState) -> float:
-        """Return the seconds until a load may evict a loaded model: `math.inf` while a work item needs the model. Then
-        NEXT_CHUNK_S, or 0 if the model is closed to new work, was not used since its load, or had its turn.
+        """Return the seconds until a load may evict a loaded model; 0 or less if it may evict the model now. While a
+        work item needs the model: `math.inf`. After that: the rest of NEXT_CHUNK_S, at most until `_turn_ends_s`. If
+        the model is closed to new work or was not used since its load: 0.
         """
         if not hosted.is_quiet:
             return math.inf
@@ -482,7 +485,8 @@ class ModelStates:
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
     """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining tokenizers of
-    such models need at most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
+    such models need at most SPARE_TOKENIZER_BYTES. A later request to tokenize for a model without its tokenizer loads
+    the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
@@ -584,8 +588,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it now.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work. This is for work that it accepted before it was closed: the model that needs
-        its memory is loaded only after this work.
+        if the model is closed to new work. Work that the model accepted before it was closed needs this: the other
+        model, for which it was closed, is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """
@@ -692,8 +696,8 @@ class Hosting(ModelStates):
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
         """Return True if the memory is used by models that an earlier process of this sidecar began to load, and that
-        this process does not know. If one of these loads still runs, wait for EARLIER_LOAD_S first; a model whose load
-        has ended can be evicted at the next attempt. Raises AdapterGone.
+        this process does not know. If one of these loads still runs, wait for EARLIER_LOAD_S first; the next attempt
+        can evict a model whose load has ended. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
@@ -739,7 +743,7 @@ class Hosting(ModelStates):
                     extra={"model": closed.name},
                 )
                 continue
-            # 0 or less: a model that is being loaded, which ends the wait by `_look_again`
+            # 0 or less: a model that is being loaded; the end of its load calls `_look_again`, which ends this wait
             waits_s = [wait_s for state in had_work if (wait_s := self.until_evictable_s(state)) > 0]
             limit_s = min([*waits_s, math.inf if due_s is None else due_s])
             # at least a millisecond, because a timer may fire a rounding error too early

@@ -1,7 +1,8 @@
 """Reading of large inputs from the payload store: inputs that no message can hold. The bytes in memory are limited.
 Each work item's inputs are read in a task of their own, so that other work does not wait.
 
-    delivery with a key ──► reserve memory ──► read the object, with retries until the time limit ──► whole work item
+    delivery with the key of an object ──► reserve memory ──► read the object, with retries until the request's
+    deadline ──► whole work item
 """
 
 from __future__ import annotations

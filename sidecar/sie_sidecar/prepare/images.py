@@ -70,7 +70,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: one of several images."""
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: one image of several."""
 
     pixels: bytes
     size: Size

@@ -5,11 +5,12 @@ if the start is truncated), and stops when there are enough tokens.
 
 The joined ids are equal to the ids of the whole text. A text is cut only at positions that match a pattern. By default
 these positions are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions,
-and some fewer. A cut there does not change the ids, because of these properties of the steps of a tokenizer:
+and some fewer. A cut at such a position does not change the ids, because of these properties of the steps of a
+tokenizer:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
-  added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used,
-  or texts are not cut.
+  added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used, or
+  texts are not cut.
 - Normalizers: white space does not combine with characters before it, and begins a grapheme. So the forms of Unicode
   (NFC, NFD, NFKC, NFKD), Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on
   text across the cut. Characters that form a grapheme with the next character (prepended marks) never precede a cut.
@@ -20,7 +21,7 @@ and some fewer. A cut there does not change the ids, because of these properties
   tokenised after the one-word text SENTINEL, whose tokens are dropped. If a tokenizer treats the text after each added
   token in this way, its texts are not cut after an added token.
 
-Every tokenizer is tested with difficult texts first. If a test fails, its texts are never cut.
+Every tokenizer is tested with difficult texts first. If the test fails, texts for this tokenizer are never cut.
 """
 
 from __future__ import annotations

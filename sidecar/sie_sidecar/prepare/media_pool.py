@@ -291,7 +291,7 @@ class _MediaProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Return True if the process has ended. This asks the kernel, because the event loop may notice it later."""
+        """Return True if the process has ended. Ask the kernel, because the event loop may notice the end later."""
         if self._process.returncode is not None or self._reader.at_eof() or self._writer.is_closing():
             return True
         ended = select.poll()

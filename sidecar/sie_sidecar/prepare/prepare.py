@@ -61,7 +61,7 @@ class Prepare:
         self.tokenising = 0  # number of groups of work items whose texts are being tokenised now
 
     async def fetch(self, flight: InFlight) -> bool:
-        """Read the inputs of a work item from the payload store. Return False if the item was settled instead."""
+        """Read the inputs of a work item from the payload store. Return False if the item is settled."""
         if self._fetching is None:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)

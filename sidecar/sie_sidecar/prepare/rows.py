@@ -35,7 +35,7 @@ HYPOTHESIS = "This text is about {}."
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
-VECTOR_BYTES = 512  # bytes of token vectors that count as one token: 128 numbers, the usual width
+VECTOR_BYTES = 512  # bytes of token vectors that count as one token: 128 float32 numbers, the usual width
 # building one row takes as long as tokenising this number of characters; used to estimate the time of a call
 ROW_CHARACTERS = 24
 # number of characters that count as one token of cost, for models that get the text in addition to the ids
@@ -345,8 +345,8 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are in
-    neither. `context`: trace context of the work item. `asker`: name of the client that sent it, see
+    """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are neither
+    in `rows` nor in `work`. `context`: trace context of the work item. `asker`: name of the client that sent it, see
     `messages.WorkItem`. `chunked`: as in `WorkRows`.
     """
 

@@ -2,7 +2,7 @@
 the event loop, more texts in threads. Texts are truncated here, and each truncation is reported.
 
 A tokenizer is immutable and releases the interpreter lock while it works, so all threads share it. Ids are truncated
-after tokenising, because a tokenizer for each limit would cost more.
+after tokenising, because a separate tokenizer for each limit of the length would cost more.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class TokenizerPool:
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
         """Return the result of `work`, which tokenises `characters` characters. `together`: characters of all work that
-        was gathered at the same time. If a number is above INLINE_CHARACTERS, `work` runs in a thread.
+        was gathered at the same time. If one of the two numbers is above INLINE_CHARACTERS, `work` runs in a thread.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return without_panic(work)

@@ -38,7 +38,8 @@ class DeadLetterWriter:
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
         """Store the message of a delivery once, with the error of its work. Return False if ATTEMPTS attempts failed
-        and the letter is lost. Even then the caller acknowledges the message: otherwise it would return for ever.
+        and the letter is lost. Even then the caller acknowledges or terminates the message: otherwise the broker would
+        deliver it for ever.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(

@@ -1,13 +1,16 @@
-"""End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats the request
-until the gateway confirms the result or the deadline passes. Only then it acknowledges the message. `Settle` sends one
-result for each work item. `Leases` renews the leases of the messages.
+"""End of work items. `Settle` builds one result for each work item. `ResultDelivery` sends the result as a request to
+the gateway's inbox, and repeats the request until the gateway confirms the result or the deadline passes. Only then it
+acknowledges the message. `Leases` renews the leases of the messages.
+
+    Settle.answer ──task──► Settle._answer ──► ResultDelivery.send ──► _send ──► _deliver: one message
+                                                                         └──► _deliver_parts ──► _deliver: each part
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
     larger result ──► parts, one after the other, each repeated until it is confirmed ──► verdict on the last: taken
                       if that verdict is `part`, the gateway lacks parts or the data is damaged: all parts are sent
                       again, MAX_ROUNDS times in all
 
-`unknown`: no request waits for the result at the gateway any more.
+`unknown`: the gateway has no request that waits for this result.
 
 `LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next
 process returns these deliveries to the queue at once, before their leases have ended.
@@ -17,7 +20,7 @@ process returns these deliveries to the queue at once, before their leases have 
 
 The file is mapped into memory and has its full size from the start. A record is at most 512 bytes and is written
 without a system call. If the process dies, the kernel keeps the record. A disk that becomes full later does no harm.
-The file need not survive a crash of the machine, because the leases have ended when the machine runs again.
+After a crash of the machine, the file is not needed: the leases have ended when the machine runs again.
 """
 
 from __future__ import annotations
@@ -77,8 +80,9 @@ class ResultDelivery:
         deadline_s: float,
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Send a result, call `before_ack`, and acknowledge the message. If every input failed, send the result only
-        while this worker has the lease. After the lease, another worker may process the message and succeed.
+        """Send a result by `_send`, call `before_ack`, and acknowledge the message. `Settle._answer` calls this for
+        every work item. If every input failed and the lease ends before the gateway confirms (verdict `fenced`), do not
+        acknowledge: another worker may process the message and succeed.
         """
         verdict = await self._send(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -91,6 +95,9 @@ class ResultDelivery:
         await self.leases.finish(lease)
 
     async def _send(self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float) -> str:
+        """Encode a result for `send`, send it by `_deliver`, or in parts if it is too large, and return the verdict. If
+        the parts arrived damaged MAX_ROUNDS times, send an error in place of the result.
+        """
         only_errors = all(isinstance(outcome, Failed) for outcome in result.outcomes)
         fence = lease if only_errors else None
         if fence is not None and not self.leases.is_mine(fence):
@@ -112,7 +119,9 @@ class ResultDelivery:
         return await self._send(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result in parts. Return the verdict of `_deliver`; `part` if parts are missing after MAX_ROUNDS."""
+        """Cut an encoded result into parts for `_send`, and send each part by `_deliver`. Return the verdict on the
+        last part; `part` if the gateway lacks parts after MAX_ROUNDS.
+        """
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -135,9 +144,9 @@ class ResultDelivery:
         return verdict
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
-        for an unreadable verdict, or if `item.reply` is not a subject. With `fence`, return `fenced` if that lease
-        ends before the gateway confirms. Raises PayloadTooBig.
+        """Send one message (a result or a part) as a request, until the gateway confirms it, and return the gateway's
+        verdict. Return `unconfirmed` at the deadline, for an unreadable verdict, or if `item.reply` is not a subject.
+        With `fence`, return `fenced` if that lease ends before the gateway confirms. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -169,7 +178,7 @@ class ResultDelivery:
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
     """Return how many bytes of a result fit into a part whose encoded message has at most `message_bytes` bytes."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # msgpack writes the length of `data` before it, in up to four bytes more than the length 0 in `frame`
+    # msgpack writes the length of `data` before the data; this takes up to four bytes more than the length 0 in `frame`
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
@@ -254,7 +263,10 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Send the outcomes of a work item and their arrays (`block`). `done`, `note`: data of its batch."""
+        """Settle a work item, when a stage has its outcomes and their arrays (`block`): build its result, release its
+        model, and start the task `_answer`, which sends the result. `done`, `note`: the adapter's report on the item's
+        batch, and the sidecar's note about this batch; None if the item was in no batch.
+        """
         if flight.settled:
             return
         flight.move("settled")
@@ -287,6 +299,9 @@ class Settle:
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
+        """Task that `answer` starts: send the result by `ResultDelivery.send`, in the trace of the request, with a dead
+        letter if one is needed. Then remove the work item and count it. `name`: model in metrics.
+        """
         if flight.item.traceparent or TRACE_ID.get() is not None:
             set_current(Context(flight.item.traceparent, flight.item.tracestate))
         try:
@@ -296,7 +311,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return a function that writes a dead letter between result and ack; None if no dead letter is needed."""
+        """Return the function that writes a dead letter after the result is sent; None if no dead letter is needed."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
@@ -476,7 +491,7 @@ class Leases:
         ledger: LeaseLedger | None = None,
         flushed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """Create the object without leases. `is_alive` returns True if the adapter replies to pings. `flushed(seconds)`
+        """Create the object without leases. `is_alive` returns True if an adapter replies to pings. `flushed(seconds)`
         returns when the broker has received all sent data, and raises BrokerError after these seconds.
         """
         self._ack_wait_s = ack_wait_s
@@ -578,9 +593,9 @@ class Leases:
             )
 
     async def renew_all(self) -> None:
-        """Renew all leases if the adapter replies to pings. If it does not, let the leases end, so that other workers
-        get the work. When the broker confirms that it has received the renewals, count the leases as renewed at the
-        time of sending. Without a confirmation, do not count them, because a dead connection loses renewals.
+        """Renew all leases if an adapter replies to pings. If none does, let the leases end, so that other workers get
+        the work. When the broker confirms that it has received the renewals, count the leases as renewed at the time of
+        sending. Without a confirmation, do not count them, because a dead connection loses renewals.
         """
         if not self._held or not self._is_alive():
             return

@@ -43,7 +43,7 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Context manager: yield the span of a batch of these work items, or None if no item is traced; end it after."""
+    """Context manager: yield the span of a batch of these work items, None if no item is traced, and end the span."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None
@@ -71,7 +71,7 @@ def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str)
         at_ns = span.ns_before(stages.worker_ms / 1000)
         for name in _STAGES:
             if stage_times[f"{name}_ms"] > 0:
-                # the timing of a reply counts `fetch` in its stage `queue`; other stages have the same name there
+                # the timing that a client gets counts `fetch` as `queue`, and names the other stages as here
                 stage = "queue" if name == "fetch" else name
                 at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
         span.set({f"sie.{name}": value for name, value in stage_times.items()})
