@@ -3,8 +3,8 @@
     python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
 Every variant runs in its own process. Rounds alternate between the variants, so that other load of the machine affects
-all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens, in order of arrival; `sorted`, the texts of
-`mix` in order of length, as only an offline job can send them; `short`, texts of 8 tokens; `mail`, the texts of a
+all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens, in order of arrival; `sorted`, the texts
+of `mix` in order of length, as only an offline job can send them; `short`, texts of 8 tokens; `mail`, the texts of a
 folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, in
 milliseconds.
 
