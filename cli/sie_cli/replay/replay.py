@@ -260,7 +260,7 @@ class _ReplayWorker:
         self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time at which its batch ends
         # arrival times of the first and the last message since the last tokenising
         self._began_s = self._last_s = 0.0
-        # time at which the message that was sent last arrives; the worker receives messages one after the other
+        # arrival time of the newest message that was sent; the worker receives messages one after the other
         self._wire_s = 0.0
         self._tokenising = False
         self._held = ([0, 0], [0, 0])  # [tokens, chunks] at this worker: of priority interactive, then of bulk

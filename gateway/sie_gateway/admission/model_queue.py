@@ -390,9 +390,9 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
-# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
-# fewer batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The
-# work of turns that are due within the time of a batch counts as waiting.
+# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. A refused
+# client has a turn: the time to try again that was booked for it. While turns are booked, a client without a turn is
+# admitted only if fewer batches wait. The work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Retry-After is in whole seconds, so refused clients with the same value return at the same time. Their work is limited
 # to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a

@@ -10,8 +10,8 @@ the field `trouble` of the job's record.
 
 A shard may itself kill the leader, for example by an input that needs all memory. A leader works only on the first
 SHARDS_AT_ONCE unanswered shards, so the cause is one of these. The next leader runs these shards one by one. A job
-fails after MAX_LOST deaths in a row during the same step: the plan, the first unanswered shard, or the output. The
-count of deaths is reset if more rows are done than at every earlier death.
+fails after MAX_LOST deaths in a row during the same step: the plan, the first unanswered shard, or the output. Deaths
+before the job made progress (more rows are done than at every earlier death) do not count.
 """
 
 from __future__ import annotations
