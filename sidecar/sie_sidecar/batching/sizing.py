@@ -33,7 +33,7 @@ from sie_contracts.settings import Settings
 
 # part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
 SHARE = 0.4
-# A smaller batch is sooner done, but computes fewer tokens per second. This is the largest part of the tokens per second
+# A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
 # that `_cost` gives up if all work items of a full batch are urgent.
 MAX_LOSS = 0.5
 # the next batch is sent at least this number of seconds before the running batch ends, so that the device stays busy
