@@ -56,8 +56,8 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return True if the workers `held` have the requested number of GPUs of each machine profile, and if they are at
-    least `minimum_worker_count` workers.
+    """Return True if the workers `held` are enough for a reservation: for each machine profile, they have at least the
+    requested number of GPUs, and there are at least `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
     return not short and not workers
@@ -123,8 +123,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation. Workers that have loaded most of the pinned models come first;
-    among workers with equally many, the least busy worker comes first.
+    """Return the sort key of a worker for a reservation. The more pinned models of the reservation a worker has loaded,
+    the earlier it comes. Among workers with the same number of these models, the least busy worker comes first.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 
