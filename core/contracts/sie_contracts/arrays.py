@@ -21,7 +21,7 @@ EMITTED = frozenset({"<f4", "<f2", "<i4", "|i1", "|u1"})
 ACCEPTED = EMITTED | {"<f8", "<i2", "<i8", "<u4", "<u8", "<u2", "|b1"}
 NUMPY_EXT = 78  # number of the msgpack ext type, ord("N"): its data is `dtype|shape|raw bytes`
 _EXT_ACCEPTED = frozenset({"<f4", "<i4"})
-VIEW_BYTES = 16 << 10
+VIEW_BYTES = 16 << 10  # arrays of at least this many bytes are encoded from a view, without a further copy
 
 
 def pack(array: Array) -> dict[bytes, Any]:

@@ -142,7 +142,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     shards are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
-    a leader. If `done` is above `peak_done` when a leader dies, the earlier leaders are removed from `lost`.
+    a leader. If `done` is above `peak_done` when a leader dies, the job has made progress since the earlier deaths, so
+    the earlier leaders are removed from `lost`.
     """
 
     id: str

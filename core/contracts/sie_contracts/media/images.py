@@ -18,7 +18,7 @@ import msgspec
 from sie_contracts.media.media import fault
 
 MAX_ASPECT = 200  # maximum ratio of the longer edge to the shorter edge of an image
-MAX_DECODED_PIXELS = 100_000_000
+MAX_DECODED_PIXELS = 100_000_000  # maximum number of pixels of an image file
 # maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
@@ -201,7 +201,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 def max_tiles(recipe: Recipe) -> int:
     """Return the largest number of rows of tiles that an image can have. The number of columns has the same limit."""
-    # `_tiles` rounds the second edge up to an even number, which may exceed `longest` if the image is a square
+    # `_tiles` rounds the shorter edge up to an even number, which may exceed `longest` if the image is a square
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
 

@@ -57,7 +57,8 @@ AHEAD_SHARE = 0.25
 _MIN_SPREAD = 0.02
 # a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
 _IMPOSSIBLE = 2.0
-# a measured time outside this range is also an outlier if it is this many times above or below the fitted line
+# a measured time that is outside that range, by any factor, is an outlier if it is also this many times above or below
+# the fitted line
 _UNLIKELY = 4.0
 # while only one batch size was measured, batches of up to this many mean sizes are expected to take the mean time
 _GROWTH = 2.0

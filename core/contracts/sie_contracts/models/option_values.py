@@ -212,7 +212,8 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# options that set the lowest score of a reported result; scores are probabilities, except with raw_scores
+# options that set the lowest score of a reported result; scores are probabilities, so `options` requires values from 0
+# to 1, except with raw_scores
 THRESHOLDS = frozenset(
     {
         "threshold",

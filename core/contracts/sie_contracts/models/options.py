@@ -233,7 +233,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # families that need an instruction read it as a query: an input, which does not change the fingerprint
+    # a family that needs an instruction reads it as a query, which is an input and does not change the fingerprint
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)

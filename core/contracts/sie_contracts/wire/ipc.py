@@ -106,7 +106,7 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `marker`: token id that is inserted after the first special token (-1: none). `limit`: largest number of tokens of a
     row, including the marker and all special tokens (0: the model's own limit). `expanded`: number of tokens to which
-    the device pads a row; the padding counts as cost. `special`: whether a row has special tokens.
+    the device pads a row (0: no padding); the padding counts as cost. `special`: whether a row has special tokens.
     """
 
     marker: int = -1

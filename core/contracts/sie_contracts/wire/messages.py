@@ -264,8 +264,9 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one chunk at the worker, in milliseconds. `worker_ms`: from delivery until the result is sent. The other
-    fields are stages without gaps; `fetch_ms`, in which a large input is read from the payload store, is the first.
+    """Times of one chunk at the worker, in milliseconds. `worker_ms`: from delivery until the result is sent. Each
+    other field is the time of one stage. The stages follow each other without gaps: first `fetch_ms`, in which a large
+    input is read from the payload store, then the other stages in the order of the fields.
     """
 
     load_ms: float = 0.0
