@@ -102,7 +102,7 @@ class NameIndex:
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # the search for a piece reads the whole text, so only some of the pieces of a long name are used
+        # the search for a piece reads the text of all ids, so only some of the pieces of a long name are used
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

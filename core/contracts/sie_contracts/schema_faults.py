@@ -32,7 +32,7 @@ def invalid_input(kind: type, error: ValidationError) -> InvalidInput:
 
 
 def fault_line(kind: type, error: ValidationError) -> str:
-    """Return "path: fault" for a document that msgspec cannot convert to `kind`; "fault" if it has no path."""
+    """Return "path: fault" for a document that msgspec cannot convert to `kind`; "fault" for a fault without a path."""
     return ": ".join(filter(None, _field_fault(kind, error)))
 
 

@@ -61,8 +61,8 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# After RESOURCE_EXHAUSTED, these clients repeat a request only three times. More repetitions are useless if all inputs
-# of the request fail each time.
+# ALL_ITEMS_FAILED becomes RESOURCE_EXHAUSTED, after which these clients repeat a request only three times. More
+# repetitions are useless if all inputs of the request fail each time.
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 

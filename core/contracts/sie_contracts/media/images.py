@@ -392,7 +392,9 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    """Return the numbers of red, green and blue; a single number is used for each channel. Raises UnknownProcessor."""
+    """Return the setting `key`, such as image_mean, as numbers for red, green and blue. A single number in the file
+    applies to all three. Raises UnknownProcessor.
+    """
     value = settings.get(key)
     values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
     if len(values) != 3:
@@ -403,7 +405,9 @@ def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size as a map from edge to pixels. A single number is the shorter edge, or with `square` both edges."""
+    """Return the setting `key`, a size, as edge -> pixels. A single number is the shorter edge, or with `square` both
+    edges.
+    """
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}

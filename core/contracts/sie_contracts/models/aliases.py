@@ -144,7 +144,9 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1 from a hash of the parts and their lengths: ("ab", "c") != ("a", "bc")."""
+    """Return a number above 0 and below 1: a hash of the parts and their lengths. The lengths make ("ab", "c") and
+    ("a", "bc") different.
+    """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()

@@ -138,7 +138,8 @@ class Catalogue:
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
         """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
-        organisation. Only models for which `able` returns True, and aliases of such models, are returned.
+        organisation, which is the part of an id before the slash. Only models for which `able` returns True, and
+        aliases of such models, are returned.
         """
 
         def keep(name: str) -> bool:
@@ -177,7 +178,9 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return `resolved` with `bundle`, or if this is empty with all bundles of the model. Raises BundleConflict."""
+        """Return `resolved` with its `bundles` set: only `bundle`, or if `bundle` is empty, all bundles that can serve
+        the model. Raises BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)

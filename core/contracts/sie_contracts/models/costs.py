@@ -168,9 +168,10 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. With a line,
-        the mean time of the last batches is corrected for the size by the slope of the line. Without a line, a batch of
-        up to twice the mean size takes the mean time, and the time of a larger batch is proportional to its tokens.
+        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. After a line
+        was fitted, the mean time of the last batches is scaled by the line from their mean size to `tokens`. Before, a
+        batch of up to twice the mean size takes the mean time, and the time of a larger batch is proportional to its
+        tokens.
         """
         if not self._n:
             return 0.0

@@ -178,7 +178,7 @@ def any_value(path: str, value: Any) -> Any:
 
 def muvera_parameters(path: str, value: Mapping[str, Any], defaults: Muvera) -> Muvera:
     """Return `defaults`, overridden by the keys of `value`. Null keeps the default; for the two projection sizes, null
-    means no projection. Raises InvalidInput, also if an encoding of token vectors of width 1 would be too wide.
+    means no projection. Raises InvalidInput, also if the encoding would be too wide even for token vectors of width 1.
     """
     changes: dict[str, int | bool | None] = {}
     for name, own in value.items():

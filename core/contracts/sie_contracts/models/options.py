@@ -435,7 +435,7 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
-    # if the request has only one of the two options, the profile's other option is ignored
+    # if the request has only one of `output_schema` and `label_groups`, the profile's value of the other one is ignored
     if request.is_set("label_groups") != request.is_set("output_schema"):
         schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:

@@ -105,7 +105,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     wait at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
-    assign it to another pool; empty if the worker always serves `pool`. `clock_ahead_s`: wall clock of the worker minus
+    assign the worker to another pool; empty if it always serves `pool`. `clock_ahead_s`: wall clock of the worker minus
     the broker's clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has
     no subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
     `device`: names of its devices, separated by commas. `devices`: state of each device; empty for one device. With
