@@ -102,7 +102,7 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "pass
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Form of the rows of token ids of queries, or of documents.
+    """Form of the rows of token ids that are built from queries, or of the rows that are built from documents.
 
     `marker`: token id that is inserted after the first special token (-1: none). `limit`: largest number of tokens of a
     row, including the marker and all special tokens (0: the model's own limit). `expanded`: number of tokens to which
@@ -119,14 +119,15 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     """Conversion of the inputs of one operation to rows of token ids. The layouts of rows are:
 
         text        prefix + text + suffix, a row for each input
-        pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
-        pieces      `RunOptions.pieces`, tokenised one by one and joined; only the document is truncated
+        pair        (query, text) as the tokenizer's own template joins them; the text is truncated first
+        pieces      `RunOptions.pieces`, tokenised one by one and joined; the document is truncated first
         sides       a row for the query, then a row for each input: the device scores each input against the query
-        hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
+        hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated first
         spans       like text, with the texts and the offsets of each token in its text
-        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated
-        raw         the texts are sent unchanged; the ids only show the cost of the texts
+        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated first
+        raw         the texts are sent unchanged and without ids; the lengths of the rows only show the texts' cost
 
+    The other part of a row (query, hypothesis or instruction) is truncated only if it fills more than 3/4 of the row.
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
     multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
     None: not allowed. `image_tokens`: token ids that represent an image; None: images need no ids, and an input may
@@ -195,8 +196,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A forward pass. `lengths`: number of token ids of each row, int32 [rows]. `ids`: int32 [sum of lengths]. `types`:
-    token types, uint8 [sum of lengths], or empty. All three arrays are in the order of the rows.
+    """A forward pass. `lengths`: number of tokens of each row, int32 [rows]. `ids`: token ids, int32 [sum of lengths],
+    empty for the layout raw. `types`: token types, uint8 [sum of lengths], or empty. All three arrays are in the order
+    of the rows.
 
     Texts, one per row: `texts`, only for the layouts raw, spans and passages. `offsets`, only for spans and passages:
     int32 [sum of lengths, 2], first and end code point of each token; -1 for special tokens and for tokens of the
