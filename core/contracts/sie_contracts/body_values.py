@@ -21,8 +21,8 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Malformed(ValueError):
-    """Error for a body that cannot be decoded, or that contains too many values. `reason`: reason of the error that the
-    client gets. The message repeats no part of the body.
+    """Error for a body that cannot be decoded, or that contains too many values. `reason`: the `reason` in the error
+    that the client gets. The message repeats no part of the body.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:

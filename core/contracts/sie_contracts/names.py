@@ -61,7 +61,7 @@ def _kinds(types: str) -> str:
 
 
 class NameIndex:
-    """Index of ids for the search by similar names. The first search builds its tables."""
+    """Index of ids for the search by similar names. The first search builds the tables of the index."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._ids = ids

@@ -29,7 +29,7 @@ IMAGE_TOKENS = 256
 
 
 class ImageCost(NamedTuple):
-    """Cost of one image in a model, in tokens, and the number of token vectors that a multivector has for it."""
+    """Cost of one image in a model, in tokens, and the number of vectors that represent the image in a multivector."""
 
     tokens: int = IMAGE_TOKENS
     vectors: int = IMAGE_TOKENS

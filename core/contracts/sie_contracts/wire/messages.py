@@ -282,8 +282,9 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """Facts about the batch in which a chunk ran, for the parameter `explain` and for tests.
 
-    `padding`: number of padding tokens that were computed. `swapped`: true if another model got no more work, so that
-    this model could be loaded. `engine`: engine that computed the hidden states; empty if nothing ran.
+    `padding`: number of padding tokens that were computed. `swapped`: true if the worker closed another model to new
+    work, to free memory for the last load of this model. `engine`: engine that computed the hidden states; empty if
+    nothing ran.
     """
 
     id: str = ""
