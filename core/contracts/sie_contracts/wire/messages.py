@@ -264,9 +264,8 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one chunk at the worker, in milliseconds. `worker_ms`: from delivery until the result is sent. Each
-    other field is the time of one stage. The stages follow each other without gaps: first `fetch_ms`, in which a large
-    input is read from the payload store, then the other stages in the order of the fields.
+    """Times of one chunk at the worker, in milliseconds. `worker_ms`: from delivery until the result is sent. The other
+    fields are stages without gaps; `fetch_ms`, in which a large input is read from the payload store, is the first.
     """
 
     load_ms: float = 0.0
@@ -282,9 +281,8 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """Facts about the batch in which a chunk ran, for the parameter `explain` and for tests.
 
-    `padding`: number of padding tokens that were computed. `swapped`: true if the worker closed another model to new
-    work, to free memory for the last load of this model. `engine`: engine that computed the hidden states; empty if
-    nothing ran.
+    `padding`: number of padding tokens that were computed. `swapped`: true if another model got no more work, so that
+    this model could be loaded. `engine`: engine that computed the hidden states; empty if nothing ran.
     """
 
     id: str = ""

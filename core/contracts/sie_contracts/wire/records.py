@@ -108,7 +108,8 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
     """Vectors that a worker computed for a model's probe texts. Gateways compare vectors of remote servers with these.
     `source`: digest of the model's entry and of the probe texts. `prompts`: each prompt as (prefix, suffix, whether the
-    prompt is for queries). `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for a long probe text.
+    prompt is for queries). `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for a long probe
+    text.
     """
 
     source: str
