@@ -127,7 +127,8 @@ class Bench:
         assert all(answer.status == 200 for answer in unloaded), statuses(unloaded)
         unloaded_ms = percentile(_millis(unloaded), 0.99)
         self.say(
-            f"{len(unloaded)} unloaded requests: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms."
+            f"{len(unloaded)} requests without load: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, "
+            f"p99 {unloaded_ms:.1f} ms."
         )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)

@@ -171,7 +171,7 @@ const FORBIDDEN = /[%\\?#\u0000-\u001f\u007f-\u009f]|\p{Cs}/u;
 /** Escape a name for a path. Throws InvalidInputError for a name that may lead to another route. */
 export function quoteName(name: string, kind: string): string {
   if (typeof name !== "string" || FORBIDDEN.test(name) || name.split("/").some((part) => ["", ".", ".."].includes(part))) {
-    const expected = "a name without empty parts, . and .. between slashes, and without %, \\, ?, # and control characters";
+    const expected = "a name without %, \\, ?, # and control characters, and without a part between slashes that is empty, . or ..";
     throw invalid(`${kind}: expected ${expected}, got ${JSON.stringify(name)?.slice(0, 80)}`, kind);
   }
   return encodeURIComponent(name).replace(/%(2F|3A|40)/g, decodeURIComponent);

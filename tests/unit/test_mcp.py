@@ -516,7 +516,7 @@ async def test_a_model_that_leads_to_another_route_is_a_sentence_and_is_not_sent
     running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {name: arguments for name, arguments in CALLS.items() if name != "list_models"}
-    says = "The arguments do not fit: model: expected a name without empty parts"
+    says = "The arguments do not fit: model: expected a name without %"
     sent: list[str] = []
 
     async def record(_self: httpx.AsyncClient, request: httpx.Request, **_: Any) -> httpx.Response:

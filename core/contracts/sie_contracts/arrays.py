@@ -21,11 +21,13 @@ EMITTED = frozenset({"<f4", "<f2", "<i4", "|i1", "|u1"})
 ACCEPTED = EMITTED | {"<f8", "<i2", "<i8", "<u4", "<u8", "<u2", "|b1"}
 NUMPY_EXT = 78  # number of the msgpack ext type, ord("N"): its data is `dtype|shape|raw bytes`
 _EXT_ACCEPTED = frozenset({"<f4", "<i4"})
-VIEW_BYTES = 16 << 10
+VIEW_BYTES = 16 << 10  # arrays of at least this many bytes are encoded from a view, without a further copy
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """Return the map of an array, with bytes in C order, little endian. Raises ValueError for dtypes not in EMITTED."""
+    """Return the map that represents an array in msgpack: dtype, shape, and bytes in C order, little endian. Raises
+    ValueError for dtypes not in EMITTED.
+    """
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
@@ -35,15 +37,18 @@ def pack(array: Array) -> dict[bytes, Any]:
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array from bytes in C order, little endian. Raises ValueError for dtypes not in EMITTED."""
+    """Return the same map as `pack`, from the bytes of an array in C order, little endian. Raises ValueError for dtypes
+    not in EMITTED.
+    """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
 
 
 def unpack(value: Any) -> Any:
-    """Replace each map of an array or scalar in `value`, at any depth, by the numpy array or scalar. Return the new
-    value. Arrays are writable copies. Raises ValueError for a map with a wrong dtype, kind, shape or number of bytes.
+    """Replace each map that represents an array or a scalar (see `pack`), at any depth in `value`, by the numpy array
+    or scalar. Return the new value. Arrays are writable copies. Raises ValueError for a map with a wrong dtype, kind,
+    shape or number of bytes.
     """
     if isinstance(value, dict):
         marker = value.get(b"nd", value.get("nd")) if value.keys() & {b"data", "data"} else None
@@ -90,8 +95,8 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
 
 
 def multivector(value: Any) -> NDArray[np.float32]:
-    """Convert a client's matrix of token vectors to float32 [rows, width]. The matrix is an array, the map of an array,
-    or nested lists. Raises ValueError, which names the expected and the received form.
+    """Convert a client's matrix of token vectors to float32 [rows, width]. The matrix is an array, a map as from
+    `pack`, or nested lists. Raises ValueError, which names the expected and the received form.
     """
     array = unpack(value)
     if isinstance(array, list):
@@ -125,8 +130,8 @@ def _nested(rows: list[Any]) -> Array:
 
 
 def ext_hook(code: int, data: memoryview) -> dict[bytes, Any]:
-    """Decode an ext type for msgspec: an array from a JavaScript client becomes the map of the array, which `unpack`
-    converts. Raises ValueError for any other ext type.
+    """Decode an ext type for msgspec: an array from a JavaScript client becomes a map as from `pack`, which `unpack`
+    converts to an array. Raises ValueError for any other ext type.
     """
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")

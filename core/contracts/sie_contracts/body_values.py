@@ -1,5 +1,5 @@
-"""Count of the values in a body. It is computed from the bytes before the body is decoded, because each byte of a body
-may become a Python object of 70 bytes.
+"""Count of the values in a client's body. The count is computed from the bytes, before the body is decoded. It limits
+the memory of the decoded body, because each byte of a body may become a Python object of 70 bytes.
 
     JSON ──{ [ , : outside of strings──► count ◄──headers of lists and maps── msgpack
                                            └ Malformed: too many values
@@ -16,13 +16,13 @@ MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a 
 MAX_NESTING = 64
 VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes
 
-_PIECE_BYTES = 256 << 10  # number of bytes that are counted at a time; other threads can run in between
+_PIECE_BYTES = 256 << 10  # number of bytes that are counted at a time; other threads can run between two pieces
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Malformed(ValueError):
-    """Error for a body that cannot be decoded, or that contains too many values. `reason`: reason of the error that the
-    client gets. The message repeats no part of the body.
+    """Error for a body that cannot be decoded, or that contains too many values. `reason`: the `reason` in the error
+    that the client gets. The message repeats no part of the body.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -105,7 +105,7 @@ def of_msgpack(data: bytes) -> int:
     for too many values, and for nesting deeper than MAX_NESTING.
     """
     values = containers = at = 0
-    # `left`: number of values still to read in the innermost list or map; `outer`: these numbers for all enclosing ones
+    # number of values still to read: `left`, in the innermost list or map; `outer`, in each list or map around it
     left, outer = 1, list[int]()
     end = len(data)
     while True:

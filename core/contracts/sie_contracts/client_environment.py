@@ -15,7 +15,7 @@ def base_url() -> str | None:
 
 
 def api_key() -> str | None:
-    """Return the client's key: SIE_API_KEY, or SIE_AUTH_TOKEN if SIE_API_KEY is empty or unset; None if both are."""
+    """Return the client's key: SIE_API_KEY, or SIE_AUTH_TOKEN if SIE_API_KEY is empty or unset; None without both."""
     return _value(API_KEY) or _value("SIE_AUTH_TOKEN")
 
 

@@ -16,7 +16,7 @@ _MAX_CACHED = 128
 
 def gpu_type(name: str) -> str:
     """Return the type of a GPU: `NVIDIA L4` gives l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100.
-    A type and an empty name are returned unchanged.
+    A name that is a type already, such as l4, and an empty name are returned unchanged.
     """
     return (_cached_type if len(name) <= _MAX_CACHED else _derived)(name)
 

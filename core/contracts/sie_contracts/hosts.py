@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30  # number of slots of a worker that may load any number of models
 _LOAD_STEPS = 10  # planned use is compared in tenths, so that small differences do not decide
 _NEAR = 16  # a model chooses a host among this number of workers after the model's hash on the ring; see `Order`
 # order of workers: first those with a free slot, then by planned use in tenths, then by number of models

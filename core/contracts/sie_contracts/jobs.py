@@ -29,7 +29,7 @@ FileState = Literal["writing", "ready", "removing"]
 MAX_CODES = 20
 MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10
-# maximum numbers of bytes: of an error message, and of the name and the error of an unreadable part
+# maximum numbers of bytes of two texts: of an error message, and of an entry of `broken` (unreadable part with error)
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
 MAX_WORD_BYTES = 128  # maximum number of bytes of a code, a reason or a fingerprint
 # maximum number of bytes of a shard's `source`, an object's name with a range of rows; S3 allows names of 1024 bytes
@@ -97,8 +97,8 @@ class Again(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
     """Plan of a job, stored as one object in the payload store: the numbered parts of the input (`spans`), and the
-    objects that cannot be read. `again`: for a retry, the rows of each part that run again. `repeated`: lines of a
-    batch that repeat the id of an earlier line.
+    objects that cannot be read. `again`: for a retry, the rows of each part that run again. `repeated`: numbers of the
+    lines of a batch that repeat the id of an earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -142,7 +142,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     shards are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
-    a leader. If `done` is above `peak_done` when a leader dies, the earlier leaders are removed from `lost`.
+    a leader. If `done` is above `peak_done` when a leader dies, the job has made progress since the earlier deaths, so
+    the earlier leaders are removed from `lost`.
     """
 
     id: str
@@ -202,8 +203,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with its texts cut to their limits, except the client's texts. Raises ValueError if the record
-    is still larger than MAX_RECORD_BYTES.
+    """Return the record with its texts cut to their limits, except the client's texts, which `check_request` limits.
+    Raises ValueError if the shortened record is larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):

@@ -12,7 +12,7 @@ import re
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 # Number of bytes of one escape \uXXXX. For a lone half of a surrogate pair, the decoder reports the position after this
-# half. If another escape follows a first half, the decoder reports the position after that escape.
+# half. If the lone half is the first of a pair and another escape follows, it reports the position after that escape.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -78,7 +78,7 @@ def _not_utf8(body: bytes) -> int:
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
     """Return the offset of the lone half of a surrogate pair; None if there is none. `stopped`: offset at which the
-    decoder stopped; None if the decoder reached the end of the body. Then only the last bytes are searched.
+    decoder stopped. If it is None, the decoder reached the end of the body, and only the last bytes are searched.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

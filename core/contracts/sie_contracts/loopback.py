@@ -1,4 +1,5 @@
-"""Rules for loopback addresses: connections use no proxy, because a proxy on another machine would connect to itself.
+"""Rules for loopback addresses: connections to them use no proxy, because a proxy on another machine would connect to
+its own loopback address.
 
 a client of httpx    ──► client_options(url, transport)  used by SIEClient and by the commands of `sie`
 a process of `sie`   ──► bypass_proxies(environ)         called once, for other libraries and for child processes
@@ -76,7 +77,8 @@ def client_options(url: str, transport: Callable[..., object], **options: Any) -
 
 def verification(url: str) -> ssl.SSLContext | bool:
     """Return the option `verify` of an httpx client for the server at `url`. For http://, return a context without
-    certificates, because loading certificates takes 30 ms of CPU time. A TLS connection with this context fails.
+    certificates, because http:// needs none, and loading them takes 30 ms of CPU time. A TLS connection with this
+    context fails.
     """
     import ssl
 

@@ -61,7 +61,7 @@ def _kinds(types: str) -> str:
 
 
 class NameIndex:
-    """Index of ids for the search by similar names. The first search builds its tables."""
+    """Index of ids for the search by similar names. The first search builds the tables of the index."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._ids = ids
@@ -102,7 +102,7 @@ class NameIndex:
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # the search for a piece reads the whole text, so only some of the pieces of a long name are used
+        # the search for a piece reads the text of all ids, so only some of the pieces of a long name are used
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

@@ -19,7 +19,7 @@ from sie_contracts.names import located
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
-_MAX_NAMES = 30
+_MAX_NAMES = 30  # maximum number of existing fields that the error text for an unknown field lists
 _MAX_NAME = 64  # maximum number of characters of an unknown field's name in an error text
 
 
@@ -32,7 +32,7 @@ def invalid_input(kind: type, error: ValidationError) -> InvalidInput:
 
 
 def fault_line(kind: type, error: ValidationError) -> str:
-    """Return "path: fault" for a document that msgspec cannot convert to `kind`; "fault" if it has no path."""
+    """Return "path: fault" for a document that msgspec cannot convert to `kind`; "fault" for a fault without a path."""
     return ": ".join(filter(None, _field_fault(kind, error)))
 
 
@@ -42,10 +42,11 @@ def _field_fault(kind: type, error: ValidationError) -> tuple[str, str]:
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """Return a path and a text for a fault in a document of the type `kind`, from the path and the text of msgspec.
+    """Return the path and the text of an error for a fault in a document of the type `kind`. `loc` and `message`: path
+    and text of msgspec's error.
 
-    For an unknown or missing field, the path ends with the name of this field. The text for an unknown field suggests a
-    known field. For a value outside a list of permitted values, the text is this list.
+    For an unknown or missing field, the returned path ends with the name of this field. The text for an unknown field
+    suggests a field of the type. For a value outside a list of permitted values, the text is this list.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
@@ -107,8 +108,8 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type of the field at a path; None if there is no such field. A key of a map may contain dots, so each
-    dot or bracket in the rest of the path may end the key.
+    """Return the type of the field at a path; None if there is no such field. A key of a map may contain dots and
+    brackets. So the search tries each dot or bracket after the beginning of a key as the end of the key.
     """
     if not path:
         current: inspect.Type | None = node

@@ -1,7 +1,7 @@
 """Dialects: the codes and statuses that each version of the open-source SIE project's SDKs expects of a server. These
 SDKs also work with this server. They send their version in the header `X-SIE-SDK-Version`.
 
-    version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
+    SDK's version ──► dialect_of ──► the last row of DIALECTS whose version is not newer than the SDK's ──► Dialect
 
 The clients of this project send their version in another header, `X-SIE-Client-Version`. A client without the header
 `X-SIE-SDK-Version` gets the dialect NATIVE.
@@ -22,7 +22,7 @@ OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
 """The newest version (major, minor) of the open-source project's API that this server supports."""
 SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
-"""The version that the server reports to clients that send no version of a public SDK."""
+"""The version that the server reports to a client without `X-SIE-SDK-Version`, or whose version cannot be parsed."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 
@@ -30,10 +30,11 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 class Dialect:
     """Expectations that the clients in a range of versions have of a server.
 
-    `holds`: whether a request waits in the gateway while its model is loaded. The public SDKs repeat requests
-    themselves, so the gateway answers them at once. `on_item_error`: default of this parameter. `statuses`: HTTP status
-    by error code, where the status differs from that of NATIVE. `codes`: error code to send instead of a retryable
-    code. Most of the replaced codes are unknown to these clients, which do not retry after an unknown code.
+    `holds`: whether a request waits in the gateway while its model is loaded. The open-source SDKs repeat requests
+    themselves, so the gateway answers them at once. `on_item_error`: default of the request parameter `on_item_error`.
+    `statuses`: HTTP status by error code, where the status differs from that of NATIVE. `codes`: retryable error code
+    -> code that is sent instead. Most of the replaced codes are unknown to these clients, and they do not retry after
+    an unknown code.
     """
 
     holds: bool = True
@@ -42,7 +43,9 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` with these clients' code and status. A replaced code becomes the reason if there is none."""
+        """Return `error` with these clients' code and status. A replaced code becomes the reason if `error` has no
+        reason.
+        """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -58,7 +61,8 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# Clients repeat a request only three times after RESOURCE_EXHAUSTED: more repetitions are useless if inputs always fail
+# ALL_ITEMS_FAILED becomes RESOURCE_EXHAUSTED, after which these clients repeat a request only three times. More
+# repetitions are useless if all inputs of the request fail each time.
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
@@ -91,7 +95,7 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the version to send to a public SDK of version `version`: the SDK's own version, but at most
+    """Return the version to send to an open-source SDK of version `version`: the SDK's own version, but at most
     SERVER_VERSION; SERVER_VERSION if `version` cannot be parsed. The SDK warns if the received version differs from its
     own version by more than one minor version.
     """

@@ -18,7 +18,7 @@ import msgspec
 from sie_contracts.media.media import fault
 
 MAX_ASPECT = 200  # maximum ratio of the longer edge to the shorter edge of an image
-MAX_DECODED_PIXELS = 100_000_000
+MAX_DECODED_PIXELS = 100_000_000  # maximum number of pixels of an image file
 # maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
@@ -201,7 +201,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 def max_tiles(recipe: Recipe) -> int:
     """Return the largest number of rows of tiles that an image can have. The number of columns has the same limit."""
-    # `_tiles` rounds the second edge up to an even number, which may exceed `longest` if the image is a square
+    # `_tiles` rounds the shorter edge up to an even number, which may exceed `longest` if the image is a square
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
 
@@ -392,7 +392,9 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    """Return the numbers of red, green and blue; a single number is used for each channel. Raises UnknownProcessor."""
+    """Return the setting `key`, such as image_mean, as numbers for red, green and blue. A single number in the file
+    applies to all three. Raises UnknownProcessor.
+    """
     value = settings.get(key)
     values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
     if len(values) != 3:
@@ -403,7 +405,9 @@ def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size as a map from edge to pixels. A single number is the shorter edge, or with `square` both edges."""
+    """Return the setting `key`, a size, as edge -> pixels. A single number is the shorter edge, or with `square` both
+    edges.
+    """
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}

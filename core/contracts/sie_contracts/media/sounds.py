@@ -63,9 +63,10 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`: the
     log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a
-    power. `natural`, as in Parakeet: the natural logarithm of a power. Only `decibels` has a frame after the last hop.
-    `emphasis`: factor; this factor times the previous sample is subtracted from each sample. `span`: number of samples
-    that are read in the middle of each frame (0: all). `chunk`: number of samples that cost as much as one token.
+    power. `natural`, as in Parakeet: the natural logarithm of a power. Only with `decibels`, the spectrogram has one
+    more frame at the end. `emphasis`: factor; this factor times the previous sample is subtracted from each sample.
+    `span`: number of samples that are read in the middle of each frame (0: all). `chunk`: number of samples that cost
+    as much as one token.
     """
 
     rate: int

@@ -2,7 +2,7 @@
 request, and the check of a document.
 
     {id: search, alias: BAAI/bge-m3@<commit>}                           one target
-    {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
+    {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each request key keeps its target
     {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
                                                                         dropped
 
@@ -127,8 +127,9 @@ def _key_name(model: str) -> str:
 
 
 def choose(alias: Alias, key: str) -> Target:
-    """Return the target for a request key; it is the same on all gateways. Over many keys, each target gets a share of
-    the keys in proportion to its weight.
+    """Return the target of an alias for `key`, the request key: the header X-SIE-Route-Key, otherwise the API key or
+    the address of the client. All gateways choose the same target for a key. Over many keys, the share of a target is
+    proportional to its weight.
 
     The method is weighted rendezvous hashing: if the weight of a target rises, keys move only to this target. The hash
     includes the id of the alias, so that the targets of a key in two aliases are independent.
@@ -143,7 +144,9 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1 from a hash of the parts and their lengths: ("ab", "c") != ("a", "bc")."""
+    """Return a number above 0 and below 1: a hash of the parts and their lengths. The lengths make ("ab", "c") and
+    ("a", "bc") different.
+    """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()

@@ -138,7 +138,8 @@ class Catalogue:
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
         """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
-        organisation. Only models for which `able` returns True, and aliases of such models, are returned.
+        organisation, which is the part of an id before the slash. Only models for which `able` returns True, and
+        aliases of such models, are returned.
         """
 
         def keep(name: str) -> bool:
@@ -177,7 +178,9 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return `resolved` with `bundle`, or if this is empty with all bundles of the model. Raises BundleConflict."""
+        """Return `resolved` with its `bundles` set: only `bundle`, or if `bundle` is empty, all bundles that can serve
+        the model. Raises BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -305,7 +308,9 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return a profile's fingerprint: `loaded`, that of the model, hashed with `run` if the profile changes `run`."""
+    """Return the fingerprint of a profile. `loaded`: fingerprint of the loaded model, which is also that of a profile
+    with the same `run` as the model. For a profile with another `run`, the result is a hash of `loaded` and this `run`.
+    """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded
@@ -338,8 +343,8 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }
-    # Settings that were added later are left out at their default values (engine torch, no pair, ...), so that
-    # fingerprints of existing indexes do not change.
+    # The settings below are left out at their default values (engine torch, no pair, ...), because indexes exist whose
+    # fingerprints were computed without these settings.
     if engine != "torch":
         facts["engine"] = engine
     if entry.default_prompt_name:
@@ -353,7 +358,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and weights.hub != entry.id:
-        # Without a commit and digests, only the repository's name identifies the weights. The path is left out: an
-        # entry gets a path when its model is unpacked from an archive.
+        # Without a commit and digests, only the repository's name identifies the weights. The path is left out, because
+        # an entry gets a path when its model is unpacked from an archive, and its weights do not change.
         facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -29,7 +29,7 @@ IMAGE_TOKENS = 256
 
 
 class ImageCost(NamedTuple):
-    """Cost of one image in a model, in tokens, and the number of token vectors that a multivector has for it."""
+    """Cost of one image in a model, in tokens, and the number of vectors that represent the image in a multivector."""
 
     tokens: int = IMAGE_TOKENS
     vectors: int = IMAGE_TOKENS
@@ -57,7 +57,8 @@ AHEAD_SHARE = 0.25
 _MIN_SPREAD = 0.02
 # a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
 _IMPOSSIBLE = 2.0
-# a measured time outside this range is also an outlier if it is this many times above or below the fitted line
+# a measured time that is outside that range, by any factor, is an outlier if it is also this many times above or below
+# the fitted line
 _UNLIKELY = 4.0
 # while only one batch size was measured, batches of up to this many mean sizes are expected to take the mean time
 _GROWTH = 2.0
@@ -167,9 +168,10 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. With a line,
-        the mean time of the last batches is corrected for the size by the slope of the line. Without a line, a batch of
-        up to twice the mean size takes the mean time, and the time of a larger batch is proportional to its tokens.
+        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. After a line
+        was fitted, the mean time of the last batches is scaled by the line from their mean size to `tokens`. Before, a
+        batch of up to twice the mean size takes the mean time, and the time of a larger batch is proportional to its
+        tokens.
         """
         if not self._n:
             return 0.0

@@ -42,8 +42,9 @@ class Family:
     has_row_per_label: bool = False  # each label of an input is a separate sequence in the batch
     reads_questions: bool = False  # each question about an input (`questions_of`) is a separate sequence in the batch
     ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
-    reads_first_token: bool = False  # the tokenizer must put a token before each text
-    separates_pairs: bool = False  # the tokenizer must put a token between two texts
+    # the tokenizer must put a special token, such as [CLS], before each text, because the model reads its state
+    reads_first_token: bool = False
+    separates_pairs: bool = False  # the tokenizer must put a special token, such as [SEP], between the texts of a pair
     # weights may be in pytorch_model.bin, which torch.load reads with weights_only=True
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too

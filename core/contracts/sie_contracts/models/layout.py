@@ -2,7 +2,7 @@
 `Layout` keeps the table of hosts between planning steps. A step places only the models whose inputs have changed.
 
     workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
-    adopt workers that have it loaded ─► fill up with free workers ─► relieve full and busy workers
+    adopt workers that have loaded the model ─► fill up with free workers ─► relieve full and busy workers
 
 With W workers and M models, a new table takes O((W + M) log W), and a step without a change takes O(W + M) array
 operations. The module uses no clock, no I/O and no randomness, so gateways with equal inputs compute equal tables.
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved to another worker
-# minimum gain of a move: the larger planned use of the old and the new worker must fall by at least this much
+# minimum gain of a move: after it, the busier of the old and the new worker must have a planned use that is lower by at
+# least this much than the use of the old worker before the move
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it doubles when needed
@@ -37,7 +38,9 @@ class _ModelHosts:
     before: tuple[str, ...] = ()  # hosts of the model in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """Return the hosts' names as stored: `leaving`, those that have loaded the model, then the others."""
+        """Return the hosts' names in the order of the stored table: first `leaving`, then the hosts that have loaded
+        the model, then the others.
+        """
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )

@@ -178,7 +178,7 @@ def any_value(path: str, value: Any) -> Any:
 
 def muvera_parameters(path: str, value: Mapping[str, Any], defaults: Muvera) -> Muvera:
     """Return `defaults`, overridden by the keys of `value`. Null keeps the default; for the two projection sizes, null
-    means no projection. Raises InvalidInput, also if an encoding of token vectors of width 1 would be too wide.
+    means no projection. Raises InvalidInput, also if the encoding would be too wide even for token vectors of width 1.
     """
     changes: dict[str, int | bool | None] = {}
     for name, own in value.items():
@@ -212,7 +212,8 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# options that set the lowest score of a reported result; scores are probabilities, except with raw_scores
+# options that set the lowest score of a reported result; scores are probabilities, so `options` requires values from 0
+# to 1, except with raw_scores
 THRESHOLDS = frozenset(
     {
         "threshold",

@@ -233,7 +233,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # families that need an instruction read it as a query: an input, which does not change the fingerprint
+    # a family that needs an instruction reads it as a query, which is an input and does not change the fingerprint
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -435,7 +435,7 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
-    # if the request has only one of the two options, the profile's other option is ignored
+    # if the request has only one of `output_schema` and `label_groups`, the profile's value of the other one is ignored
     if request.is_set("label_groups") != request.is_set("output_schema"):
         schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:

@@ -50,7 +50,7 @@ class TrustRefusal:
 
 
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
-    """List the permissions that an entry needs. `families`: families of this distribution, whose code is trusted."""
+    """List the permissions that an entry needs. `families`: families of the packaged bundles, whose code is trusted."""
     weights = entry.weights
     # all sources: a load takes the first source that exists on the worker, so each source may supply the code
     source = msgspec.json.encode([weights.path, weights.package, weights.hub, weights.revision]).decode()
@@ -105,7 +105,7 @@ class Trust:
     def __init__(
         self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
     ) -> None:
-        """Create the rules. `bundles`: bundles of this distribution; the code of their families is trusted."""
+        """Create the check. `bundles`: the packaged bundles; the code of their families is trusted."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own

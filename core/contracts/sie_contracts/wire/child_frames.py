@@ -43,7 +43,7 @@ class ChildFrames(Generic[J, A]):
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return a frame as (header, body). Joining header and body would copy the whole file."""
+        """Return a frame as (header, body). They are not joined, because that would copy the whole file in the body."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 

@@ -13,7 +13,7 @@ TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: first and end code point, number of tokens, and arrays by name, as views."""
+    """Outputs of one chunk: first and end code point, number of tokens, and arrays by name (views, not copies)."""
 
     start: int
     end: int

@@ -101,10 +101,11 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     Capacity: `slots`: number of models of usual size that fit into its memory (0: unknown). `rate`: tokens per second
     while the device is busy (0: not measured yet). `held_cost`: cost of the work items on the worker, in tokens.
     `credit_cost` and `credit_items`: maximum cost and maximum number of the work items on the worker (0: not
-    announced). `batch_cost`: largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
+    announced). `batch_cost`: largest number of tokens in a batch. `pipeline`: largest number of batches that run or
+    wait at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
-    assign it to another pool; empty if the worker always serves `pool`. `clock_ahead_s`: wall clock of the worker minus
+    assign the worker to another pool; empty if it always serves `pool`. `clock_ahead_s`: wall clock of the worker minus
     the broker's clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has
     no subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
     `device`: names of its devices, separated by commas. `devices`: state of each device; empty for one device. With

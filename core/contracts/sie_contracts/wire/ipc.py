@@ -32,9 +32,9 @@ from sie_contracts.wire.device_reports import RanBatch, Shortages, TowerUse
 from sie_contracts.wire.heartbeats import Fetched
 from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
-MAX_FRAME_BYTES = 1 << 30
-MAX_REQUEST_BYTES = 128 << 20  # maximum size of a frame that an adapter reads, in bytes: 32 million token ids
-# seconds in which a frame must be complete after its first byte; in `receive_frame`, seconds between two reads
+MAX_FRAME_BYTES = 1 << 30  # maximum size of a message in a frame, in bytes
+MAX_REQUEST_BYTES = 128 << 20  # maximum size of a message to an adapter, in bytes: enough for 32 million token ids
+# `read_frame`: seconds in which a frame must be complete after its first byte; `receive_frame`: seconds for each read
 FRAME_TIMEOUT_S = 30.0
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
@@ -48,13 +48,15 @@ def device_socket(path: str, number: int) -> str:
 
 
 class FrameError(Exception):
-    """Error for a frame that the peer did not complete, a frame that is too large, or a message of another protocol."""
+    """Error for a frame that is too large, for a frame whose bytes do not arrive in time, for a peer that closes the
+    connection in the middle of a frame, and for a message that is not of this protocol.
+    """
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Health check. The reply is a Pong; its `busy_s` shows whether the device hangs.
 
-    `may_drop`: models that may be evicted now if memory use is above the threshold.
+    `may_drop`: models that the adapter may evict now if memory use is above `Description.threshold_percent`.
     """
 
     may_drop: tuple[str, ...] = ()
@@ -69,8 +71,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     the new entry, the adapter loads the model again. The reply is Ready, or Refused. A load runs in parallel to
     inference.
 
-    `entry`: the model's entry in the catalogue, because the adapter has no catalogue. `may_drop`: models that may be
-    evicted.
+    `entry`: the model's entry in the catalogue, which the sidecar sends because the adapter has no catalogue.
+    `may_drop`: models that the adapter may evict to make room.
     """
 
     model: str
@@ -100,11 +102,11 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "pass
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Form of the rows of token ids of queries, or of documents.
+    """Form of the rows of token ids that are built from queries, or of the rows that are built from documents.
 
     `marker`: token id that is inserted after the first special token (-1: none). `limit`: largest number of tokens of a
     row, including the marker and all special tokens (0: the model's own limit). `expanded`: number of tokens to which
-    the device pads a row; the padding counts as cost. `special`: whether a row has special tokens.
+    the device pads a row (0: no padding); the padding counts as cost. `special`: whether a row has special tokens.
     """
 
     marker: int = -1
@@ -117,14 +119,15 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     """Conversion of the inputs of one operation to rows of token ids. The layouts of rows are:
 
         text        prefix + text + suffix, a row for each input
-        pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
-        pieces      the pieces of the template, tokenised one by one and joined; only the document is truncated
+        pair        (query, text) as the tokenizer's own template joins them; the text is truncated first
+        pieces      `RunOptions.pieces`, tokenised one by one and joined; the document is truncated first
         sides       a row for the query, then a row for each input: the device scores each input against the query
-        hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
+        hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated first
         spans       like text, with the texts and the offsets of each token in its text
-        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated
-        raw         the texts are sent unchanged; the ids only show the cost of the texts
+        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated first
+        raw         the texts are sent unchanged and without ids; the lengths of the rows only show the texts' cost
 
+    The other part of a row (query, hypothesis or instruction) is truncated only if it fills more than 3/4 of the row.
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
     multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
     None: not allowed. `image_tokens`: token ids that represent an image; None: images need no ids, and an input may
@@ -133,8 +136,9 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
     input; None: not allowed. `documents`: limits for the document file of an input with layout raw, which the sidecar
     sends unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty
-    if texts have no chunks or the model has no dense vectors. `questions`: if above 0, a model with layout raw reads
-    each text once for each question (`questions_of`), with this number of additional tokens.
+    if texts have no chunks or the model has no dense vectors. `questions`: if above 0, the model (with layout raw)
+    reads each text once for each question of the request (`questions_of`); each time, it reads the tokens of the text
+    and of the question and this number of further tokens.
     """
 
     layout: Layout = "text"
@@ -155,7 +159,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one input, in a group whose texts have chunks.
+    """Rows of one input, in a `Group` whose texts have chunks.
 
     `rows`: number of rows of the input. `spans`: int32 [chunks, 3]: first code point, end code point and number of
     tokens of each chunk; empty if the input has no chunks. `segments`: int32 [segments, 4]: chunk, row within the
@@ -192,8 +196,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A forward pass. `lengths`: int32 [rows]. `ids`: int32 [sum of lengths]. `types`: uint8 [sum of lengths], or
-    empty. All of these are in the order of the rows.
+    """A forward pass. `lengths`: number of tokens of each row, int32 [rows]. `ids`: token ids, int32 [sum of lengths],
+    empty for the layout raw. `types`: token types, uint8 [sum of lengths], or empty. All three arrays are in the order
+    of the rows.
 
     Texts, one per row: `texts`, only for the layouts raw, spans and passages. `offsets`, only for spans and passages:
     int32 [sum of lengths, 2], first and end code point of each token; -1 for special tokens and for tokens of the
@@ -216,8 +221,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
     pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built; empty: no
     check. If the loaded model has another fingerprint, the adapter refuses the batch as not loaded. `traceparent` and
-    `tracestate`: trace context of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory
-    use is above the threshold after the batch.
+    `tracestate`: trace context of the batch. `may_drop`: models that the adapter may evict if memory runs out, or if
+    memory use is above `Description.threshold_percent` after the batch.
     """
 
     batch: str
@@ -247,8 +252,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits for the batch on this connection any more. The notice has no reply. The reply to the
-    batch is Refused if the notice arrived in time. The adapter interrupts only batches of models with `Rows.writes`.
+    """Notice that no client waits for the batch on this connection any more. The notice has no reply. If the notice
+    arrives before the batch has ended, the adapter interrupts the batch, and the reply to the batch is Refused. The
+    adapter interrupts only batches of models with `Rows.writes`.
     """
 
 
@@ -260,7 +266,8 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if no batch runs. If the device hangs, `busy_s`
     keeps growing.
 
-    `dropped`: models that the adapter has evicted. `fetching`: progress of weight downloads to this node, by model id.
+    `batches`: number of batches that the device has run. `dropped`: models that the adapter evicted for this Ping.
+    `fetching`: progress of weight downloads to this node, by model id.
     """
 
     pid: int
@@ -326,8 +333,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to EnsureReady: the model is loaded. `tokenizer`: its fast tokenizer in serialised form (tokenizer.json),
     so that the sidecar needs no files of the model.
 
-    `max_tokens` includes special tokens. `rows`: how inputs become rows, for each operation of the model. `dropped`:
-    models that the adapter has evicted.
+    `max_tokens`: largest number of tokens of an input, including special tokens. `rows`: how inputs become rows, by
+    operation of the model. `dropped`: models that the adapter evicted for this request.
     """
 
     loaded: LoadedModel
@@ -352,9 +359,9 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     consecutive slices.
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
-    the copy to the host. `padding`: number of computed padding tokens. `preprocess_ms`: time of tokenising,
-    if the family tokenises in the adapter. `dropped`: models that the adapter has evicted. `engine`: engine that
-    computed the hidden states.
+    the copy to the host. `padding`: number of computed padding tokens. `preprocess_ms`: time of tokenising, if the
+    model's family tokenises in the adapter; otherwise 0. `dropped`: models that the adapter evicted for this batch.
+    `engine`: engine that computed the hidden states.
     """
 
     batch: str
@@ -376,7 +383,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was a RunBatch. `dropped`:
-    models that the adapter has evicted although the request failed.
+    models that the adapter evicted for this request before it failed.
     """
 
     error: ErrorInfo
@@ -424,8 +431,9 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the body of the next frame. The first byte has no time limit; the rest must arrive within FRAME_TIMEOUT_S.
-    Raises EOFError if the peer closed the connection between frames; FrameError for an incomplete or too long frame.
+    """Return the body of the next frame. The wait for the first byte has no time limit; all other bytes must arrive
+    within FRAME_TIMEOUT_S after it. Raises EOFError if the peer closed the connection between frames; FrameError for an
+    incomplete frame and for a body of more than `cap` bytes.
     """
     try:
         first = await reader.readexactly(1)
@@ -443,7 +451,8 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
     """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits each read
-    after the first byte. The buffer grows with the bytes that arrive, not with the length in the header.
+    after the first byte. The buffer grows with the bytes that arrive. It is not allocated with the length in the
+    header, which may be wrong.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

@@ -31,7 +31,7 @@ TOKEN_ID_BYTES = 5  # upper bound of the size of one token id in a message, in b
 # upper bound of the size of one mention (an entity that the client marked) in a message, in bytes, without its label
 MENTION_BYTES = 16
 
-# Number of characters that one step encodes, in less than 1 ms. Other threads can run between two steps.
+# Number of characters that one step of `utf8_pieces` encodes, in less than 1 ms. Other threads can run between steps.
 PIECE_CHARS = 256 << 10
 
 

@@ -43,7 +43,8 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
     the model. `at_s`: time of the last planning step. `raised_s`: for each model, the time when its number of workers
     was last raised. Times are by the broker's clock.
 
-    A large table is stored in parts. Then `parts` has the stamps of the parts, and `hosts` is empty.
+    A large table is stored in several values, each a PlacementPart. Then `parts` has the stamps of these values, and
+    `hosts` and `raised_s` are empty.
     """
 
     at_s: float
@@ -53,7 +54,7 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
 
 
 class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
-    """Some rows of a placement table. `stamp` is a digest of these rows."""
+    """Some models of a large placement table, with the fields of `Placement`. `stamp` is a digest of these fields."""
 
     stamp: int
     hosts: dict[str, tuple[str, ...]] = {}
@@ -106,8 +107,9 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 
 class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
     """Vectors that a worker computed for a model's probe texts. Gateways compare vectors of remote servers with these.
-    `source`: digest of the model's entry and of the probe texts. `prompts`: (prefix, suffix, whether it is for queries)
-    of each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
+    `source`: digest of the model's entry and of the probe texts. `prompts`: each prompt as (prefix, suffix, whether the
+    prompt is for queries). `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for a long probe
+    text.
     """
 
     source: str

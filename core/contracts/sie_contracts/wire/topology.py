@@ -27,7 +27,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-# bucket with a second copy of the catalogue documents that clients wrote over the API: no file has these documents
+# bucket with a second copy of the catalogue documents that clients wrote over the API, because no file has them
 CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
@@ -323,7 +323,9 @@ def residency_subject(worker: str) -> str:
 
 
 def streams_subject(stream: str) -> str:
-    """Return the subject for requests to the owner of streams. Workers may use only the subject for buckets."""
+    """Return the subject for requests to the owner of streams (the process that creates them) about `stream`. Workers
+    have permission only for the subject of buckets.
+    """
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 
 
@@ -344,7 +346,7 @@ def lane_key(lane: Lane) -> str:
 
 
 def part_key(lane_key: str, number: int) -> str:
-    """Return the key of one part of a lane's value."""
+    """Return the key of part `number` of a lane's value. A value that is too large for one key is stored in parts."""
     return f"{lane_key}.p{number}"
 
 
