@@ -31,7 +31,9 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """Fields that SIE itself reads in `config.json` of a model or of a module. transformers reads all other fields."""
+    """Fields that SIE itself reads in `config.json` of a model, or of a sentence-transformers module such as
+    `1_Pooling`. transformers reads all other fields.
+    """
 
     architectures: list[str] | None = None
     model_type: str | None = None
