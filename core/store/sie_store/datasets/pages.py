@@ -19,7 +19,7 @@ RATIO = 8  # usual number of decoded bytes for each compressed byte; only decode
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
-MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group
+MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group; more are a PageFault
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20
 FIELDS_DEPTH = 2  # `_ThriftReader.struct` returns only fields of structs at a depth below this number
@@ -40,7 +40,7 @@ class PageFault(ValueError):
 
 
 class FooterTooLarge(PageFault):
-    """Error for a footer, or the header of a page, that needs too much memory."""
+    """Error for a footer, or the header of a page, that has more than MAX_FOOTER_VALUES values."""
 
 
 class ChunkPages:
@@ -94,8 +94,8 @@ class ChunkPages:
 
 
 def dictionary_bytes(chunk: bytes) -> int:
-    """Return the decoded bytes of the dictionary, the first page of a column; 0 if the column has no dictionary.
-    `chunk`: first bytes of the column, at most MAX_HEADER_BYTES. Raises PageFault.
+    """Return the number of decoded bytes of the dictionary, which is the first page of a column; 0 if the column has no
+    dictionary. `chunk`: first bytes of the column, at most MAX_HEADER_BYTES. Raises PageFault.
     """
     try:
         header, _ = _header(chunk)
