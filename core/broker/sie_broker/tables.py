@@ -169,7 +169,8 @@ class StoredTable:
         """Set the table and the parts to those of `change`, which the broker has stored with `revision`."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
         self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
-        # A batch is atomic, so no other write has a revision between its writes. The last revision serves all its keys.
+        # A batch is atomic, so no other write has a revision between the writes of this batch. So the last revision of
+        # the batch can be recorded for each of its keys.
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _size(self, part: PlacementPart) -> int:

@@ -54,12 +54,13 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # The limits are short, because the load of a model tries its next source only after this read.
+        # These limits are short, because the load of a model tries its next source only after the manifest is read.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return (manifest of a snapshot, or None if it is not complete; obstore's mode for the next write of the
-        manifest). This write fails if another writer has changed the manifest. Raises FetchFailed for a wrong manifest.
+        """Return (manifest of a snapshot, or None if the bucket has none; obstore's mode for the next write of this
+        manifest). With this mode, the write fails if another writer has changed the manifest since; this check is
+        missing for the mode "overwrite", of a store without ETags. Raises FetchFailed for a wrong manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -182,7 +183,9 @@ class BucketSource:
         return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
 
     def _broken(self, wrong: str) -> FetchFailed:
-        """Return the error for files that differ from the manifest. A push can repair them, so the load is retried."""
+        """Return the error for files that differ from the manifest. Its class NETWORK lets the load be retried, because
+        a push can repair the files.
+        """
         return FetchFailed(
             "NETWORK", f"{self.label} is damaged in the bucket, {wrong}: `sie weights push --force` writes it again"
         )

@@ -153,9 +153,9 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Return a lease on a snapshot. The snapshot may be missing. No process removes the snapshot during the lease.
-        Raises FetchFailed if another process removes the snapshot for longer than REMOVAL_S, or if the lock file cannot
-        be written. Raises ManifestError.
+        """Return a lease, a shared file lock on a snapshot that may be missing. No process removes the snapshot during
+        the lease. Raises FetchFailed if another process takes longer than REMOVAL_S to remove the snapshot, or if the
+        lock file cannot be written. Raises ManifestError.
         """
         check_names(repository, revision)
         deadline_s = time.monotonic() + REMOVAL_S
@@ -228,8 +228,8 @@ class LocalCache:
             raise _disk_failed(label, self.folder, error) from error
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. If it never had
-        a lease, return the time of the last change of the snapshot's folder; 0 if the folder does not exist.
+        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. If the snapshot never
+        had a lease, return the time of the last change of its folder; 0 if the folder does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -266,13 +266,14 @@ class LocalCache:
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
-                    size = _bytes_in(path, linked=False)  # the removal of a hard link frees no space
+                    # a file with a second hard link, for example in the snapshot, stays on the disk after the removal
+                    size = _bytes_in(path, linked=False)
                     going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=size))
         return sorted(going, key=lambda copy: (copy.used_s, not copy.is_partial, copy.repository, copy.revision))
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        # a snapshot without a lock file was never used; `try_lock` would create the file, whose mtime is the last use
+        # a snapshot without a lock file was never used; `try_lock` would create the file, and `used_s` reads its mtime
         if not path.exists():
             return False
         try:
@@ -285,7 +286,8 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate. If a process uses or fetches the snapshot, only return False. Raises OSError.
+        """Remove a candidate and return True. If a process uses or fetches the snapshot, remove nothing and return
+        False. Raises OSError.
 
         The hub's own client stores files in `blobs`, and a snapshot has links to these files. A file in `blobs` is
         removed with the last snapshot that has a link to it.
@@ -310,8 +312,9 @@ class LocalCache:
         return True
 
     def clean(self, repository: str, revision: str) -> None:
-        """Remove the lock files and the empty folders of a missing snapshot. Otherwise they would accumulate, because
-        clients may name any number of LoRAs. Do nothing during a lease. Files of a started download stay.
+        """Remove the lock files and the empty folders of a snapshot that does not exist. Without this, they would
+        accumulate, because clients may name any number of LoRAs. Do nothing while a process has a lease on the
+        snapshot. Files of an unfinished download stay.
         """
         use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)
         with contextlib.suppress(OSError):  # a folder is not empty, or belongs to another user
@@ -381,7 +384,8 @@ class LocalCache:
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
         """Return the manifest of the fetched files, joined with the manifest of the existing snapshot. If that snapshot
-        has no manifest, another program has written it. So `origin` is `found`, and no eviction removes the snapshot.
+        has no manifest, another program has written it. Then `origin` is `found`, so that the snapshot is never removed
+        to free disk space.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:

@@ -1,5 +1,6 @@
-"""Disk space for weights. Before a fetch, least recently used snapshots are evicted (removed) if space is needed.
-Between fetches, `DiskWatch` evicts snapshots while the disk is too full, because other programs fill the disk too.
+"""Disk space for weights. Before a fetch, the least recently used snapshots are removed from the disk cache if space is
+needed. Between fetches, `DiskWatch` removes snapshots while the disk is too full, because other programs fill the disk
+too.
 
 Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
 continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
@@ -64,9 +65,9 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), the cache evicts no snapshot. It
-    refuses a fetch that does not fit on the disk before the fetch begins.
+    """Return the local cache in `folder`. It removes snapshots while its disk is fuller than `threshold_percent`
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); none with None (SIE_DISK_CACHE_ENABLED is off). In both cases, it refuses a
+    fetch that does not fit on the disk before the fetch begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -76,9 +77,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Evict snapshots until the disk will stay below the threshold with `needed_bytes` more, plus the bytes that other
-    fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk. Evicts no snapshot
-    if the bytes would not fit even after all evictions.
+    """Remove snapshots until the disk stays below the threshold after these bytes are written: `needed_bytes`, and the
+    bytes that other fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk.
+    Removes no snapshot if the bytes would not fit even after the removal of all candidates.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -107,7 +108,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is fuller than the threshold. Returns whether the disk is then below it."""
+    """Remove snapshots while the disk is fuller than the threshold. Returns whether the disk is then below it."""
 
     def is_above() -> bool:
         used, free = probe(cache.folder)
@@ -170,8 +171,8 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the error for a fetch for which the disk has no space. Its class NETWORK lets the load be tried again,
-    because space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. Its class is NETWORK, so that the load is tried
+    again, because space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (

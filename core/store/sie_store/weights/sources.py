@@ -330,8 +330,8 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """Return the commit of a branch (by default main), as the cache has recorded it. Without a record and without
-        `branch`, return the only cached commit. In all other cases, ask the hub.
+        """Return the commit that the cache has recorded for a branch (by default main). If it has no record, and
+        `branch` is empty, return the only cached commit. In all other cases, return the commit that the hub reports.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
