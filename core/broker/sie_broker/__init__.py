@@ -111,8 +111,8 @@ class StreamState:
 @dataclass(frozen=True)
 class ConsumerState:
     """State of a durable consumer. `delivered`: number of deliveries since the consumer was created. `waiting`: number
-    of messages that wait for their first delivery. `leased`: number of delivered messages without an ack. After the end
-    of its lease, a message still counts as leased in NATS. In the memory broker, it counts as waiting.
+    of messages that wait for their first delivery. `leased`: number of delivered messages without an ack. A message
+    whose lease has ended counts as leased in NATS until its next delivery, and as waiting in the memory broker.
     """
 
     name: str

@@ -30,7 +30,7 @@ POOLING_NAMES = {
 }
 # name of a pooling in sentence-transformers -> name in entries, if they differ
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
-# model types whose first position is pad id + 1, so that fewer positions are usable
+# model types that number the positions of a text from pad id + 1 on, so that a text cannot use the first positions
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -117,7 +117,7 @@ def positions(config: Mapping[str, Any]) -> int:
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit < 1:  # XLNet has -1: no limit
         return 0
-    is_rotary = config.get("position_embedding_type") == "rotary"  # ESM: rotary positions begin at 0
+    is_rotary = config.get("position_embedding_type") == "rotary"  # such an ESM model numbers positions from 0
     if config.get("model_type") not in _NUMBERED_FROM_PAD or is_rotary:
         return limit
     pad = config.get("pad_token_id")

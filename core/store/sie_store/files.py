@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FOLDER = "files"
-PART_BYTES = 8 << 20  # bytes of one part of a multipart upload; a bucket allows 10,000 parts, in total 80 GB
+PART_BYTES = 8 << 20  # bytes of one part of a multipart upload; a bucket allows 10,000 parts, so 80 GB for a file
 PARTS_AT_ONCE = 2
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -56,7 +56,7 @@ class FileObjects:
         await object_stores.sync(self._store, _key(file))
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
-        """Return the pieces of an object. Raises ObjectMissing if the object does not exist."""
+        """Return the bytes of an object, in pieces. Raises ObjectMissing if the object does not exist."""
         _, pieces = await object_stores.within(CALL_S, object_stores.open_object(self._store, _key(file)))
         return pieces
 

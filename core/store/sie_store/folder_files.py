@@ -84,8 +84,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE. Its message names `file`, or
-    the file that an OSError names. All types are converted, because libraries may raise any type for an untrusted file.
+    """Context manager that converts every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE, because
+    libraries may raise any type for an untrusted file. The message names `file`, or the file that an OSError names.
     """
     try:
         yield

@@ -303,8 +303,8 @@ class RetryPolicy:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]], label: str = "a store") -> _T:
-        """Do the same as `call`, for a function that has its own time limit and raises StoreError. `label` names the
-        requested object in the log.
+        """Do the same as the method `call`, for a function that has its own time limit and raises StoreError. `label`
+        names the requested object in the log.
         """
         tries = 0
         while True:
@@ -316,7 +316,7 @@ class RetryPolicy:
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `at`: first byte of the next request, for
-        the log. Raises `error` if all attempts are used up, or if it is of a subclass of StoreError: then another
+        the log. Raises `error` if all attempts are used up, or if `error` is of a subclass of StoreError: then another
         attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:

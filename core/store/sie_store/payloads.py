@@ -44,8 +44,8 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data` and return its key. An existing object is written again, so that its age begins again at zero
-        and `sweep` does not remove it.
+        """Store `data` and return its key, which contains `period`, the number of the present period. An existing
+        object is written again, so that its age begins again at zero and `sweep` does not remove it.
         """
         import obstore
 

@@ -20,7 +20,7 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """Streams, and the routing of messages that are not stored."""
+    """Server of streams that also routes messages that are not stored."""
 
     def __init__(self, max_payload: int, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         super().__init__(clock, wall_clock)

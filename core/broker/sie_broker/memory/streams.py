@@ -206,7 +206,7 @@ class Stream:
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
         self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
-        self._age_due_s = math.inf  # time at which the armed timer calls `_age`
+        self._age_due_s = math.inf  # time at which the timer calls `_age`; infinite without a timer
 
     def state(self) -> StreamState:
         first = next(iter(self.messages), self.last_sequence + 1 if self.last_sequence else 0)

@@ -77,7 +77,9 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject to which this user may not publish. Return whether any existed."""
+        """Let the requests in flight on a subject to which this user may not publish raise NotPermitted. Return whether
+        there was such a request.
+        """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -155,8 +157,8 @@ class NatsConnection(ConnectionState):
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try once to connect. The client's own retries are off until then: a cancellation would not end them (nats-py
-        2.16).
+        """Try once to connect. During this attempt, the client's own retries are off, because a cancellation would not
+        end them (nats-py 2.16).
         """
         self._client = Client()
         self._client._transport = self._transport = Transport()

@@ -80,7 +80,7 @@ class _PageFile(RangeFile):
         return data
 
     def dictionary_bytes(self, column: ColumnChunkMetaData) -> int:
-        """Return the decoded bytes of the dictionary of a column; 0 if the column has no dictionary."""
+        """Return the number of decoded bytes of the dictionary of a column; 0 if the column has no dictionary."""
         if not column.num_values:
             return 0
         self.seek(_start(column))
@@ -277,8 +277,8 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 def _batches(
     file: ParquetFile, source: _PageFile, number: int, chunks: Mapping[int, ColumnChunkMetaData], names: Sequence[str]
 ) -> Iterator[RecordBatch]:
-    """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: metadata of the leaf
-    columns to read, by index.
+    """Yield the rows of a row group in batches. On average, a batch has at most MAX_SPAN_VALUES values and
+    MAX_DECODED_BYTES bytes. `chunks`: metadata of the leaf columns to read, by index.
 
     pyarrow copies a value of a dictionary for each row, so a batch has fewer rows if dictionaries are large. If a batch
     could have fewer than MIN_BATCH_ROWS rows, or if a list column has a dictionary, pyarrow is set to return texts as

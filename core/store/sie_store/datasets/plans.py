@@ -249,7 +249,9 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that each JSON row must have: the columns that the job does not only copy."""
+    """Return the columns that rows of JSON Lines must have: all columns that the job reads, except those that it only
+    copies to the output.
+    """
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 

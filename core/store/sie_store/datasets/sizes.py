@@ -71,7 +71,7 @@ def values_of(value: bytes | msgspec.Raw) -> int:
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode one JSON value of a column. Raises an exception of `errors.UNDECODABLE`."""
+    """Decode one JSON value of a column. Raises an exception of a type in `errors.UNDECODABLE`."""
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
     # The value is encoded again later, when less of the stack is free. If the value can be decoded inside SPARE_LEVELS

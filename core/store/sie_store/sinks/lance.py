@@ -87,7 +87,7 @@ class LanceSink(Sink):
         self._schema: Any = None
 
     async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
-        """Create or check the table. `kinds` is unused: the payload is one text."""
+        """Create or check the table. `kinds` is unused: the payload is one text, so its fields have no indexes."""
         checked_name(collection)
         dims = widths["dense"]
         check_dims(dims, MAX_DIMS, "LanceDB")

@@ -305,7 +305,7 @@ class LanceLive:
         await self._optimize(self._optimize_rows)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
-        """Return a row with `vector` for a side, and with the marker that fits its changed vectors."""
+        """Return `row` with `vector` for a side (old or new model), and with the marker for the changed vectors."""
         in_use = self._opened().in_use
         vectors: dict[Side, bytes | None] = {**row.vectors, side: vector}
         sides: tuple[Side, ...] = SIDES

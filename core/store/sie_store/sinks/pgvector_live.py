@@ -385,7 +385,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(side, f"NULL::{shape.type}")
         await connection.execute(
-            # With this marker, a later scan for the opposite side accepts the row's vector of that side.
+            # With this marker, a later scan for the opposite side accepts the vector of the opposite side in this row.
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
@@ -482,7 +482,7 @@ class PgvectorLive:
         await self.open()
 
     async def _has_gaps(self, shape: _TableShape) -> bool:
-        """Return whether a row has no vector in use."""
+        """Return whether any row has no vector of the side (old or new model) in use."""
         gaps = f"SELECT EXISTS (SELECT FROM {self._table} WHERE {quoted(shape.vector)} IS NULL)"  # noqa: S608
         return bool(await self._database.transaction(lambda connection: connection.fetchval(gaps)))
 

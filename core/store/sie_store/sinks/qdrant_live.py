@@ -244,8 +244,9 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # A vector without TEXT comes from the application. It is a vector of the old model in two cases: the copy is
-        # unchanged since both collections had it, or it has no marker and the old collection is not in use.
+        # Without TEXT (first part of the marker), the vector comes from the application. It is a vector of the old
+        # model in two cases: the copy is unchanged since both collections had it, or the copy has no marker and the
+        # old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
@@ -275,7 +276,9 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD in the markers of points to the digest of their payload, which both collections now have."""
+        """Set PAYLOAD, the second part of a marker, of each point to the digest of its payload, which both collections
+        have at this time.
+        """
         operations = [
             {
                 "set_payload": {

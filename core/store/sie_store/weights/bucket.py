@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
+MAX_OBJECTS = 100_000  # largest number of objects of one snapshot; with more, `sizes` raises StoreError
 GLANCE_S, GLANCES = 10.0, 3  # time limit in seconds of one attempt to read a manifest; number of attempts
 _FOLDER = re.compile(r"models--(.+)")
 
@@ -59,8 +59,9 @@ class WeightBucket:
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
         """Return (manifest of a snapshot, or None if the bucket has none; obstore's mode for the next write of this
-        manifest). With this mode, the write fails if another writer has changed the manifest since; this check is
-        missing for the mode "overwrite", of a store without ETags. Raises FetchFailed for a wrong manifest.
+        manifest). With this mode, the write fails if another writer changes the manifest after this call. Only with
+        the mode "overwrite", for a store without ETags, the write does not fail. Raises FetchFailed for a wrong
+        manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -91,7 +92,7 @@ class WeightBucket:
         return manifest, version
 
     async def sizes(self, repository: str, revision: str) -> dict[str, int]:
-        """Return the bytes of each object of a snapshot except the manifest, by name."""
+        """Return the number of bytes of each object of a snapshot except the manifest, by name."""
         import obstore
 
         prefix = place(repository, revision)

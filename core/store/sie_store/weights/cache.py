@@ -185,7 +185,8 @@ class LocalCache:
         """Return the folder of a snapshot. Fetch the snapshot first if it is not complete; other processes of the node
         wait until this fetch ends. `label`: name of the snapshot in logs and errors. Raises FetchFailed, ManifestError.
 
-        A caller that uses the files later must have a lease before this call.
+        A caller that uses the files later must have a lease before this call, because another process could remove the
+        snapshot after it.
         """
         progress = progress or FetchProgress(label)
 
@@ -273,7 +274,8 @@ class LocalCache:
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        # a snapshot without a lock file was never used; `try_lock` would create the file, and `used_s` reads its mtime
+        # A snapshot without a lock file was never used. `try_lock` would create the file, and `used_s` would take its
+        # mtime for a use.
         if not path.exists():
             return False
         try:
@@ -325,7 +327,7 @@ class LocalCache:
                     return
                 with contextlib.suppress(FileNotFoundError):
                     (folder / "partial" / revision).rmdir()
-                # no process has the lock of the fetch, because every fetch also has a lease
+                # no process has the lock of the fetch, because every fetch also has a lease, which `lock` excludes
                 self._lock_file(repository, revision, "fetch").unlink(missing_ok=True)
                 use.unlink()
             use.parent.rmdir()
@@ -398,7 +400,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # the snapshot may be in use: move the new files into it
+        if place.exists():  # the snapshot may be in use, so it is not replaced: the new files are moved into it
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
@@ -418,7 +420,7 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the error for a failed write. Its class allows a retry for a full disk, but not for other errors."""
+    """Return the error for a failed write. The class of the error allows a retry only if the disk was full."""
     if error.errno in FULL:
         return FetchFailed(
             "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; free space on it"

@@ -66,8 +66,8 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
     """Return the local cache in `folder`. It removes snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); none with None (SIE_DISK_CACHE_ENABLED is off). In both cases, it refuses a
-    fetch that does not fit on the disk before the fetch begins.
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), it removes no snapshot. In both
+    cases, it refuses a fetch that does not fit on the disk before the fetch begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -160,7 +160,8 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
         try:
             is_removed = cache.discard(candidate)
         except OSError as error:  # for example, the snapshot belongs to another user; other snapshots may be removable
-            cause = error.strerror or type(error).__name__  # not str(error), whose path contains the snapshot's name
+            # str(error) is not logged: its path contains the name of the snapshot, which may be a LoRA of a client
+            cause = error.strerror or type(error).__name__
             _logger.warning("%s could not be removed from the local cache: %s", name, cause)
             continue
         if is_removed:

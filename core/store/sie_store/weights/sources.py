@@ -271,7 +271,7 @@ class WeightSources:
             error_type = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(
                 error.error_class, lora_failed
             )
-            # `private` is a name for logs, which means nothing to the client
+            # `private` is a name for logs, which means nothing to the client, so the error says "it"
             message = error.message.replace(private, "it") if private else error.message
             raise error_type(
                 name, f"it is neither in the models folder nor in the local cache; {message}{allowed}"
