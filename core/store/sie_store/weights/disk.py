@@ -95,7 +95,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
             used, free = probe(cache.folder)
             return 100 * (used + needed) > threshold_percent * (used + free) or needed + SPARE_BYTES > free
 
-        _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
+        _remove_while(is_above, cache, going, f"with the new files the disk would be over {threshold_percent:g} % full")
         if is_above():
             _logger.warning(
                 "with the new files, the disk of %s will be above %g %% or full, and no other snapshot may be removed",
@@ -116,7 +116,7 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
     if is_above():
         with _sole_removal(cache):
-            _remove_while(is_above, cache, cache.candidates(), f"the disk is above {threshold_percent:g} %")
+            _remove_while(is_above, cache, cache.candidates(), f"the disk is more than {threshold_percent:g} % full")
     return not is_above()
 
 

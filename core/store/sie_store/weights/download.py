@@ -242,7 +242,7 @@ class SnapshotDownload:
                 await asyncio.to_thread(_complete, part, self._folder / file.path)
                 return fact
             _logger.warning(
-                "%s: %s does not have the digest that its source names; it is fetched again",
+                "%s: %s does not have the digest that its source names, so its bytes are discarded",
                 self._source.label,
                 file.path,
             )

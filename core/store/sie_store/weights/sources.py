@@ -140,7 +140,7 @@ class WeightSources:
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
-                holds = "has no" if fetch is None else "has not all of"
+                holds = "has no" if fetch is None else "has only some files of"
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE) {holds} {label}")
             except FetchFailed as error:
                 failed = error
