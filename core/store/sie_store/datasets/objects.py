@@ -23,8 +23,8 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object in a store. `source`: name relative to its Place (the folder of a job), as in `RowSpan.source`. `size`:
-    in bytes. `tag`: a text that differs for each version of the object.
+    """An object in a store. `source`: its name in the Place (folder or object of a job), as in `RowSpan.source`.
+    `size`: in bytes. `tag`: a text that differs for each version of the object.
     """
 
     source: str
