@@ -13,8 +13,9 @@ The protocols have two implementations: `nats` (NATS JetStream, for a cluster) a
 `tests/contract/broker` runs the same tests against each implementation.
 
 A delivery leases a message to a process for `ack_wait`. If the process neither acknowledges the message nor extends the
-lease, the broker delivers the message again, perhaps to another process: delivery is at least once. A late ack of the
-first process still removes the message. So a process must stop work on a message when its lease has ended.
+lease, the broker delivers the message again, perhaps to another process: delivery is at least once. If the first
+process acknowledges the message after the end of its lease, the broker removes the message, although another process
+may work on it. So a process must stop work on a message when its lease has ended.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """Error for a missing or lost connection, a reply after the time-out, or an operation that the broker cannot
-    execute at present. The broker may have executed the operation.
+    """Error for a missing or lost connection, a reply that does not arrive in time, or an operation that the broker
+    cannot execute at present. The broker may have executed the operation, for example if only its reply was lost.
     """
 
 
@@ -44,7 +45,7 @@ class StreamFull(BrokerError):
 
 
 class PayloadTooBig(BrokerError):
-    """Error for a message that is larger, with its headers, than the broker's `max_payload`. It is not sent."""
+    """Error for a message that, with its headers, exceeds the broker's `max_payload`. The message is not sent."""
 
 
 class NotPermitted(BrokerUnavailable):
@@ -96,8 +97,8 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created`: creation time, which changes if the stream is deleted and created again. The counts
-    include leased messages.
+    """State of a stream. `created`: creation time, which changes if the stream is deleted and created again. `messages`
+    and `bytes` include leased messages (delivered, but not acknowledged).
     """
 
     created: str
@@ -110,8 +111,8 @@ class StreamState:
 @dataclass(frozen=True)
 class ConsumerState:
     """State of a durable consumer. `delivered`: number of deliveries since the consumer was created. `waiting`: number
-    of messages that wait for their first delivery. `leased`: number of delivered messages without an ack. After the end
-    of its lease, a message still counts as leased in NATS. In the memory broker, it counts as waiting.
+    of messages that wait for their first delivery. `leased`: number of delivered messages without an ack. A message
+    whose lease has ended counts as leased in NATS until its next delivery, and as waiting in the memory broker.
     """
 
     name: str
@@ -149,7 +150,8 @@ class Write:
     """One write of an atomic batch. A `value` of None removes the key. `expected`: revision that the key must have; 0
     for a key that must not exist, None if any revision is accepted.
 
-    The constructor raises ValueError for a key that cannot be part of a subject, so that all brokers refuse it.
+    The constructor raises ValueError for a key that cannot be part of a subject, so that all implementations of the
+    broker refuse the same keys.
     """
 
     key: str
@@ -226,7 +228,7 @@ class KeyValue(Protocol):
 
     async def since(self, revision: int) -> list[Entry]:
         """Return the last entry of each key that was written or removed after a revision, in order of revisions. The
-        latest writes may be missing, because a replica may return the entries.
+        latest writes may be missing, because the broker may read the entries from a replica that lacks these writes.
         """
 
     async def write(self, writes: list[Write]) -> int:
@@ -236,7 +238,9 @@ class KeyValue(Protocol):
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` without markers, so that watches and `since` do not report the removal."""
+        """Remove the keys below `within`, and store no markers of removed keys, so that watches and `since` do not
+        report the removal.
+        """
 
     async def epoch(self) -> str:
         """Return `created:last revision`, a text that changes with each write and if the bucket is created again."""
@@ -385,8 +389,8 @@ class Store(Connection, Protocol):
     ) -> KeyValue:
         """Open a bucket. Create it if it does not exist.
 
-        `storage`, `replicas` and `max_age_s` apply only to a new bucket. If a bucket was created without
-        `removed_age_s`, the argument has no effect. A key expires `max_age_s` seconds after its last write (0: never).
+        `storage`, `replicas` and `max_age_s` apply only to a new bucket. If an existing bucket was created without
+        `removed_age_s`, this argument has no effect. A key expires `max_age_s` seconds after its last write (0: never).
         The broker stores a marker for each removed key. The marker expires after `removed_age_s` seconds (0: after
         `max_age_s`). Watches report no expiry.
         """

@@ -57,8 +57,8 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
     """Call `attempt` until it raises no WrongRevision, and return its result. Raises WrongRevision if all `attempts`
     attempts raise it. With `attempts` None, the number is unlimited, and the caller must set a time-out.
 
-    A random pause follows each failed attempt, so that competing writers do not collide again. Its limit is at first
-    FIRST_PAUSE_S, and doubles up to MAX_PAUSE_S.
+    A random pause follows each failed attempt, so that competing writers do not collide again. The longest pause is at
+    first FIRST_PAUSE_S, and doubles after each attempt up to MAX_PAUSE_S.
     """
     pause_s = FIRST_PAUSE_S
     for number in itertools.count(1):

@@ -49,8 +49,9 @@ def decode(entry: Entry) -> Placement | PlacementPart:
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Read the table of one lane. Return (entries, revision). The last entry is that of the lane's key. A watch that
-    starts after the revision delivers each entry that is newer than the returned entries. Raises BrokerError.
+    """Read the table of one lane (pool, machine profile and bundle). Return (entries, revision). The last entry is that
+    of the lane's key. A watch that starts after the revision delivers each entry that is newer than the returned
+    entries. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -67,7 +68,9 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
 
 
 class StoredTable:
-    """Table of one lane, as the bucket stores it. `table` is None before a complete table was read."""
+    """Table of one lane (pool, machine profile and bundle), as the bucket stores it. `table` is None before a complete
+    table was read.
+    """
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
@@ -169,7 +172,8 @@ class StoredTable:
         """Set the table and the parts to those of `change`, which the broker has stored with `revision`."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
         self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
-        # A batch is atomic, so no other write has a revision between its writes. The last revision serves all its keys.
+        # A batch is atomic, so no other write has a revision between the writes of this batch. So the last revision of
+        # the batch can be recorded for each of its keys.
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _size(self, part: PlacementPart) -> int:

@@ -60,8 +60,9 @@ class ClusterCache:
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str, select: Wanted | None = None) -> Fetch | None:
-        """Return a function that fetches the snapshot, or its files that `select` accepts. Return None if the bucket
-        has no manifest of the snapshot, or if the manifest has no such file. Raises FetchFailed, ManifestError.
+        """Return a function that fetches the snapshot, or only its files that `select` accepts. Return None if the
+        bucket has no manifest of the snapshot, or if the manifest names no file that `select` accepts. Raises
+        FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
@@ -106,8 +107,8 @@ class ClusterCache:
         return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]
 
     def remove(self, repository: str, revision: str) -> int:
-        """Remove a snapshot, its manifest first. Returns the number of removed bytes. Raises FetchFailed,
-        ManifestError.
+        """Remove a snapshot, its manifest first, so that no node begins to fetch the snapshot. Returns the number of
+        removed bytes. Raises FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         return self._run(self._bucket.removed(repository, revision))

@@ -30,7 +30,7 @@ POOLING_NAMES = {
 }
 # name of a pooling in sentence-transformers -> name in entries, if they differ
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
-# model types whose first position is pad id + 1, so that fewer positions are usable
+# model types that number the positions of a text from pad id + 1 on, so that a text cannot use the first positions
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -73,10 +73,10 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, if any. An entry may add prompts. It may change the prompts of the files
-    only by templates with {instruction}.
+    """Return the fault of the entry's prompts, if any. If the files have a prompt, the entry must have the same text
+    under its name, or a template with {instruction}. The entry may add prompts that the files lack.
     """
-    # Only families that compute vectors are checked: other families use a prompt only if a request names it.
+    # Only families that compute vectors are checked: other families use a prompt only if a request names the prompt.
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
@@ -111,11 +111,13 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens, with special tokens, that a transformer reads by its config.json; 0 if unknown."""
+    """Return the largest number of tokens, with special tokens, that a transformer with this config.json can read; 0 if
+    the file does not say it.
+    """
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit < 1:  # XLNet has -1: no limit
         return 0
-    is_rotary = config.get("position_embedding_type") == "rotary"  # ESM: rotary positions begin at 0
+    is_rotary = config.get("position_embedding_type") == "rotary"  # such an ESM model numbers positions from 0
     if config.get("model_type") not in _NUMBERED_FROM_PAD or is_rotary:
         return limit
     pad = config.get("pad_token_id")

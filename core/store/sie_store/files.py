@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FOLDER = "files"
-PART_BYTES = 8 << 20  # bytes of one part of a multipart upload; a bucket allows 10,000 parts, in total 80 GB
+PART_BYTES = 8 << 20  # bytes of one part of a multipart upload; a bucket allows 10,000 parts, so 80 GB for a file
 PARTS_AT_ONCE = 2
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -40,8 +40,8 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # Bytes still to claim. An upload claims only the bytes that it may have in memory, because the disk reports
-            # written bytes as used.
+            # Bytes that this upload may claim from here on. In total, it claims only the bytes that it may have in
+            # memory, because the disk reports bytes as used once they are written.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
@@ -56,7 +56,7 @@ class FileObjects:
         await object_stores.sync(self._store, _key(file))
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
-        """Return the pieces of an object. Raises ObjectMissing if the object does not exist."""
+        """Return the bytes of an object, in pieces. Raises ObjectMissing if the object does not exist."""
         _, pieces = await object_stores.within(CALL_S, object_stores.open_object(self._store, _key(file)))
         return pieces
 
@@ -70,8 +70,8 @@ class FileObjects:
         )
 
     async def remove(self, file: str) -> None:
-        """Remove an object if it exists. In a folder, also remove incomplete files that a killed process has left. In a
-        bucket, a lifecycle rule must remove incomplete uploads.
+        """Remove an object if it exists. If the store is a folder, also remove incomplete files that a killed process
+        has left. In a bucket, incomplete uploads stay until a lifecycle rule of the bucket removes them.
         """
         import obstore
         from obstore.store import LocalStore
@@ -80,7 +80,7 @@ class FileObjects:
         try:
             await object_stores.within(CALL_S, obstore.delete_async(self._store, key))
         except ObjectMissing:
-            pass  # already removed; buckets do not report this error
+            pass  # already removed; only a folder reports this, a bucket raises no error for a missing object
         if isinstance(self._store, LocalStore):
             await asyncio.to_thread(_remove_unfinished, Path(str(self._store.prefix)) / key)
 

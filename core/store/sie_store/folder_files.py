@@ -31,7 +31,9 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """Fields that SIE itself reads in `config.json` of a model or of a module. transformers reads all other fields."""
+    """Fields that SIE itself reads in `config.json` of a model, or of a sentence-transformers module such as
+    `1_Pooling`. transformers reads all other fields.
+    """
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -82,8 +84,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE. Its message names `file`, or
-    the file that an OSError names. All types are converted, because libraries may raise any type for an untrusted file.
+    """Context manager that converts every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE, because
+    libraries may raise any type for an untrusted file. The message names `file`, or the file that an OSError names.
     """
     try:
         yield

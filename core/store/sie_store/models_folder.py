@@ -25,8 +25,9 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Return the rules by which a worker trusts an entry. The worker's settings must allow what the entry claims, or a
-    packaged entry or an entry in SIE_MODELS_DIR must claim the same. Each check reads the folder again.
+    """Return the rules by which a worker trusts an entry. Each claim of the entry (to run code, or to read a path) must
+    be allowed by the worker's settings, or be a claim of a packaged entry or of an entry in SIE_MODELS_DIR too. A check
+    reads this folder again if the settings do not allow a claim.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
@@ -102,7 +103,9 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
 
 
 def _read(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path and content of each readable YAML file of a models folder that has at most MAX_FILE_BYTES."""
+    """Yield path and content of each readable YAML file of a models folder, except files with more than MAX_FILE_BYTES,
+    hidden files and folders, and the folder `bundles`.
+    """
     for place, below, names in os.walk(root):
         below[:] = [
             name for name in below if not name.startswith(".") and not (Path(place) == root and name == "bundles")

@@ -66,7 +66,7 @@ _REFUSED = frozenset(
         "TokenRefreshRequired",
     }
 )
-# addresses of cloud metadata services: obstore requests credentials there if none are set
+# addresses of cloud metadata services, from which obstore requests credentials if the process has none
 _INSTANCE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -107,7 +107,9 @@ class WrittenMeanwhile(StoreError):
 
 
 class StoreFull(StoreError):
-    """Error for a write without space: the disk is full, the quota is used up, or too little would stay free."""
+    """Error for a write without space: the disk is full, the quota is used up, or the write would leave too little free
+    space (see `room`).
+    """
 
 
 def opened(url: str, setting: str) -> ObjectStore:
@@ -147,13 +149,13 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 @contextmanager
 def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that claims disk space for a number of bytes. A writer calls it before it writes these bytes
-    to a folder. For a bucket the function does nothing, because a bucket has its own quota.
+    """Yield a function that claims disk space for a number of bytes. A writer calls the function before it writes these
+    bytes to a folder. For a bucket the function does nothing, because a bucket has its own quota.
 
     The queue may use the same disk, and accepts no work when the disk is full. So a write must leave `reserves` times
     the reserve (RESERVE_SHARE) free: payloads leave one reserve, for the queue; files and outputs of jobs leave two,
-    for the queue and for payloads. The claims of a writer count until it leaves the context, because its bytes may not
-    be on the disk yet.
+    for the queue and for payloads. The claims of a writer count until the `with` block ends, because its bytes may not
+    be on the disk before that.
 
     The function raises StoreFull if less than these reserves would stay free. Raises StoreError if the folder of the
     store cannot be read, for example because its disk is not mounted.
@@ -185,8 +187,9 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
 
 
 async def sync(store: ObjectStore, key: str) -> None:
-    """Wait until an object and its name are on the disk, if the store is a folder. Otherwise a power failure could lose
-    the object, but keep a record that calls it complete. Objects in a bucket are durable at once. Raises StoreError.
+    """Wait until an object and its name are on the disk, if the store is a folder. Without this wait, a power failure
+    could lose the object after a caller has recorded it as complete. Nothing is done for a bucket, which replies only
+    when an object is durable. Raises StoreError.
     """
     from obstore.store import LocalStore
 
@@ -209,7 +212,9 @@ def _let_threads_finish() -> None:
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
-    """Await `work`, a call of a store, for at most `timeout_s`. Exceptions of obstore and OSError become StoreError."""
+    """Await `work`, a call of a store, for at most `timeout_s` seconds. A time-out, exceptions of obstore and OSError
+    become StoreError.
+    """
     from obstore.exceptions import BaseError
 
     try:
@@ -292,14 +297,14 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Return the result of `call`, repeated if another attempt may help. Each attempt may take `timeout_s`, by
-        default `stall_s`. Raises StoreError.
+        """Await `call`, again after each StoreError for which another attempt may help (see `pause`), and return its
+        result. Each attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]], label: str = "a store") -> _T:
-        """Return the result of `call`, repeated if another attempt may help. `call` must have its own time limit and
-        raise StoreError. `label` names the requested object in the log.
+        """Do the same as the method `call`, for a function that has its own time limit and raises StoreError. `label`
+        names the requested object in the log.
         """
         tries = 0
         while True:
@@ -311,7 +316,8 @@ class RetryPolicy:
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `at`: first byte of the next request, for
-        the log. Raises `error` if all attempts are used up, or if another attempt cannot help.
+        the log. Raises `error` if all attempts are used up, or if `error` is of a subclass of StoreError: then another
+        attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error

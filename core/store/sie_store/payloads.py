@@ -44,8 +44,8 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data` and return its key. An existing object is written again, so that its age begins again at zero
-        and `sweep` does not remove it.
+        """Store `data` and return its key, which contains `period`, the number of the present period. An existing
+        object is written again, so that its age begins again at zero and `sweep` does not remove it.
         """
         import obstore
 
@@ -86,8 +86,8 @@ class PayloadStore:
         return await _within(timeout_s, read())
 
     async def sweep(self, *, older_than_s: float, now_s: float, timeout_s: float) -> int:
-        """Remove payloads last written more than `older_than_s` before `now_s`. Returns their number, about
-        MAX_REMOVALS at most.
+        """Remove payloads that were last written more than `older_than_s` seconds before `now_s` (seconds since 1970).
+        Returns the number of removed payloads, at most about MAX_REMOVALS.
         """
         import obstore
 
@@ -103,7 +103,7 @@ class PayloadStore:
                     failpoint("payloads.before_removal")
                     try:
                         await obstore.delete_async(self._store, old)
-                    except FileNotFoundError:  # another gateway has removed a payload; the next call removes the rest
+                    except FileNotFoundError:  # another gateway removes payloads too; the next sweep removes the others
                         continue
                 removed += len(old)
                 if removed >= MAX_REMOVALS:

@@ -20,7 +20,7 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """Streams, and the routing of messages that are not stored."""
+    """Server of streams that also routes messages that are not stored."""
 
     def __init__(self, max_payload: int, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         super().__init__(clock, wall_clock)
@@ -167,7 +167,8 @@ class MemoryConnection(ConnectionState):
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        # Other tasks run here, as during a network round trip. Otherwise a caller with a loop of requests blocks them.
+        # Let other tasks run, as during a network round trip. Otherwise a caller that sends requests in a loop would
+        # block these tasks.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s

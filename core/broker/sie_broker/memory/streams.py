@@ -43,7 +43,9 @@ def overlap(first: str, second: str) -> bool:
 
 
 class Timers:
-    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due` at the earliest time."""
+    """Callbacks, each due at a time of the server's clock. A timer of the event loop calls `run_due` at the earliest of
+    these times.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -89,7 +91,7 @@ class Puller(Protocol):
     """Methods of the pulls of one connection from one stream that the server calls."""
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls to the consumer's queue of credits, if the credit is above 0."""
+        """Add the credit of these pulls for the consumer `name`, if above 0, to the consumer's queue of credits."""
 
     def attach_all(self) -> None: ...
 
@@ -115,8 +117,8 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """Consumer of a stream. Each of its messages is in `waiting`, `leases` or `again`. Connections with credit get
-    messages one after the other.
+    """Consumer of a stream. Each of its messages is in `waiting` (not delivered yet), `leases` (delivered) or `again`
+    (waits for another delivery). Connections with credit get messages in turn.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
@@ -204,7 +206,7 @@ class Stream:
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
         self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
-        self._age_due_s = math.inf  # time at which the armed timer calls `_age`
+        self._age_due_s = math.inf  # time at which the timer calls `_age`; infinite without a timer
 
     def state(self) -> StreamState:
         first = next(iter(self.messages), self.last_sequence + 1 if self.last_sequence else 0)

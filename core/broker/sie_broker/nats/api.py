@@ -163,9 +163,9 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # The broker has the leases of a consumer in memory, and delivers leased messages again after it restarts.
-        # With leases in files, each busy consumer would write them ten times per second. For 200 consumers, this costs
-        # the broker 10 times the CPU of the work itself (bench/broker.py).
+        # The broker keeps the leases of a consumer in memory, and delivers leased messages again after a restart. With
+        # leases in files, the broker would write the leases of each busy consumer ten times per second. For 200
+        # consumers, this costs the broker 10 times the CPU of the work itself (bench/broker.py).
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }

@@ -77,7 +77,9 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject to which this user may not publish. Return whether any existed."""
+        """Let the requests in flight on a subject to which this user may not publish raise NotPermitted. Return whether
+        there was such a request.
+        """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -118,7 +120,8 @@ class NatsConnection(ConnectionState):
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
-        self._inboxes: set[PullInbox] = set()  # open pulls; called as the methods of PullInbox say
+        # open pulls, whose methods are called when the connection is lost, restored or closed
+        self._inboxes: set[PullInbox] = set()
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect to a server, as described in `sie_broker.nats.connect`."""
@@ -154,7 +157,9 @@ class NatsConnection(ConnectionState):
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try once to connect. The client's own retries are off: a cancellation would not end them (nats-py 2.16)."""
+        """Try once to connect. During this attempt, the client's own retries are off, because a cancellation would not
+        end them (nats-py 2.16).
+        """
         self._client = Client()
         self._client._transport = self._transport = Transport()
         await self._client.connect(
@@ -327,7 +332,7 @@ class NatsConnection(ConnectionState):
 
 
 def _check_size(limit: int, data: bytes, headers: dict[str, str] | None) -> None:
-    # the client refuses a larger message, because the server would close the connection
+    # a larger message is refused before it is sent, because the server would close the connection
     size = len(data)
     if headers is not None:
         size += 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())

@@ -43,8 +43,9 @@ log = logging.getLogger("sie.broker")
 PULL_EXPIRES_S = 5.0  # largest number of seconds until a pull request expires
 # Seconds until a pull for several messages of a work stream expires. If a process hangs, its connection stays open, and
 # the broker still sends messages for its open pulls. After the ack wait (at least 3 s), the broker delivers these
-# messages again. A pull that is still open then could get a message twice, so a pull expires earlier. A pull for one
-# message ends with its delivery, so it may last PULL_EXPIRES_S. Each idle model has one, so a longer pull costs less.
+# messages again. A pull that is still open then could get a message twice, so a pull expires before the ack wait ends.
+# A pull for one message ends with its delivery, so it may last PULL_EXPIRES_S. Each idle model has such a pull, which
+# costs less if it is renewed less often.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the event loop renews the pulls of many
 # consumers. Pulls that last less than 2 s expire at multiples of half their duration. 200 pulls that expire one by one
@@ -231,7 +232,9 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """End the inbox when its arrived deliveries are handled. Later deliveries may be lost."""
+        """End the inbox (reply subject of the pulls) when its arrived deliveries are handled. Later deliveries may be
+        lost.
+        """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):

@@ -87,9 +87,9 @@ async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return a text that describes the damage of a stream's files; empty if no damage was found. A bucket counts as
-    damaged if two reads of all its entries fail while the broker replies to requests. In other streams, only the first
-    message is read. Raises BrokerError.
+    """Return a text that describes the damage of a stream's files; empty if the checks detect none. A bucket counts as
+    damaged if it does not have one entry for each key, or if two reads of all its entries fail while the broker replies
+    to requests. In other streams, only the first message is read. Raises BrokerError.
     """
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
@@ -107,7 +107,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
             await NatsKeyValue(broker, bucket).entries()
         except BrokerUnavailable as error:
             fault = str(error)
-            await broker.stream_state(name)  # a broker that does not reply raises BrokerError; this is no damage
+            await broker.stream_state(name)  # raises BrokerError if the broker does not reply at all: no damage then
         else:
             return ""
     return fault

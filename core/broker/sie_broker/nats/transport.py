@@ -41,7 +41,8 @@ class Transport(TcpTransport):  # type: ignore[misc]
     async def wait_closed(self) -> None:
         if self._io_writer is None:
             return
-        # In a separate task: the cancellation of this wait would also cancel the waits of other tasks (Python 3.11).
+        # A separate task waits, because a cancellation of `super().wait_closed()` would also cancel the waits of other
+        # tasks (Python 3.11).
         closed = asyncio.get_running_loop().create_task(super().wait_closed())
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         self.abort()

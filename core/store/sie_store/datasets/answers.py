@@ -33,8 +33,10 @@ OTHER = "OTHER"  # key for the sum of the counts of rare error codes
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Description of a shard: the job, the number of the shard, the model, and counts of the shard's rows. `lines`:
-    number of lines of the output if rows have chunks; otherwise 0, because each row has one line.
+    """Description of a shard: the job, the number of the shard, the model, and counts of the shard's rows. `failed`:
+    rows with an error. `reused`: rows whose answer was copied from the cache or from an equal row. `tokens`: sum for
+    all rows. `codes`: error code -> number of rows. `lines`: number of lines of the output if rows have chunks;
+    otherwise 0, because each row has one line.
     """
 
     job: str
@@ -64,8 +66,9 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Chunk of a row's text. `chunk`: number of the chunk. `start`, `end`: positions in the text, in code points.
-    `row_tokens`: tokens of the whole row. `section`: page and heading at `start`; None if the row has no document.
+    """Chunk of a row's text. `chunk`: number of the chunk, from 0. `start`, `end`: positions in the text, counted in
+    code points. `row_tokens`: tokens of the whole row. `section`: page and heading at `start`; None if the row has no
+    document.
     """
 
     chunk: int
@@ -139,7 +142,9 @@ class Shard:
 
 
 def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
-    """Return the shard of rows and their answers. Raises ValueError if an output's vectors differ in width or type."""
+    """Return the shard of rows and their answers. `keep`: names of the input columns that are copied to the output.
+    Raises ValueError if vectors of one output differ in width or type.
+    """
     lines = lines_of(rows, answers)
     chunks = [line.chunk for line in lines] if any(line.chunk is not None for line in lines) else []
     errors = [answer.error for answer in answers if answer.error is not None]
@@ -191,7 +196,9 @@ _json_encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def kept_json(value: Any) -> bytes:
-    """Encode a value of a copied column or of an extraction as JSON: bytes as base64, times in ISO 8601."""
+    """Encode a value of a copied column or of an extraction as JSON: bytes as base64, times in ISO 8601, and a value
+    that msgspec does not support as its `str`.
+    """
     return _json_encoder.encode(value)
 
 

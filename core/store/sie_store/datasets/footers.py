@@ -1,8 +1,9 @@
-"""Read Parquet files. The footer of a file has the positions of its row groups and columns. So a job reads only the
-columns that it needs, and only the row groups of a span (a range of rows).
+"""Read the rows of a job's input from Parquet files. The footer of a file has the positions of its row groups and
+columns. So a job reads only the columns that it needs, and only the row groups of a span (a range of rows).
 
-A span has whole row groups, or a part of one row group. `start` and `end` of a span are numbers of row groups; `first`
-is a row number in the whole file. The footer has the number of rows of each group.
+A span has whole row groups, or some rows of one row group. `start` and `end` of a span are numbers of row groups.
+`first` is a row number in the whole file; `read` computes its position in the group from the footer, which has the
+number of rows of each group.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ SMALL_FOOTER_BYTES = 128 << 10  # a footer of at most this size is not checked, 
 
 
 class ParquetGroup(NamedTuple):
-    """Row group. `size`: decoded bytes of the columns that the job reads. `values`: their number of values."""
+    """Row group. `size`: uncompressed bytes of the columns that the job reads, as the footer states them. `values`:
+    number of values in these columns.
+    """
 
     rows: int
     size: int
@@ -77,7 +80,7 @@ class _PageFile(RangeFile):
         return data
 
     def dictionary_bytes(self, column: ColumnChunkMetaData) -> int:
-        """Return the decoded bytes of the dictionary of a column; 0 if the column has no dictionary."""
+        """Return the number of decoded bytes of the dictionary of a column; 0 if the column has no dictionary."""
         if not column.num_values:
             return 0
         self.seek(_start(column))
@@ -96,7 +99,7 @@ class _PageFile(RangeFile):
 
 
 class _DataRequested(Exception):
-    """Exception for a request of bytes from a `_WithoutData`."""
+    """Exception that ends a read of `_WithoutData`: pyarrow has requested bytes, after it accepted the metadata."""
 
 
 class _WithoutData(RangeFile):
@@ -163,7 +166,8 @@ def _chunks(
     """Yield the metadata of the leaf columns `leaves`, for each row group in `numbers`. Raises InvalidInput.
 
     pyarrow (26) ends the process if it reads the metadata of an encrypted or malformed column. So this function first
-    starts a reader of the row group. The reader raises an exception for such metadata before it requests a byte.
+    starts a reader of the row group. The reader raises an exception for such metadata before it requests a byte. For
+    other metadata it requests bytes, and `_WithoutData` raises _DataRequested, which is suppressed.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -273,12 +277,13 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 def _batches(
     file: ParquetFile, source: _PageFile, number: int, chunks: Mapping[int, ColumnChunkMetaData], names: Sequence[str]
 ) -> Iterator[RecordBatch]:
-    """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: metadata of the leaf
-    columns to read, by index.
+    """Yield the rows of a row group in batches. On average, a batch has at most MAX_SPAN_VALUES values and
+    MAX_DECODED_BYTES bytes. `chunks`: metadata of the leaf columns to read, by index.
 
     pyarrow copies a value of a dictionary for each row, so a batch has fewer rows if dictionaries are large. If a batch
-    would have too few rows, pyarrow returns texts as dictionary arrays (indices into distinct values). Such an array
-    has the values of all earlier rows of the row group, so dictionary arrays are not used in all cases.
+    could have fewer than MIN_BATCH_ROWS rows, or if a list column has a dictionary, pyarrow is set to return texts as
+    dictionary arrays (indices into distinct values). Such an array has the values of all earlier rows of the row group,
+    so dictionary arrays are used only in these cases.
     """
     columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)
@@ -343,7 +348,9 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Return the bytes of an array's values. A value of a dictionary array counts once for each index."""
+    """Return the number of bytes of an array's values. A value of a dictionary array counts once for each index that
+    refers to it.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 

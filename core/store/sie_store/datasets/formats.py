@@ -27,8 +27,8 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether jobs skip the object `name`: a hidden object, a folder, a manifest, or a marker file of another
-    program, such as _SUCCESS.
+    """Return whether jobs skip the object `name`: a manifest, or an object with a segment of its name that is empty or
+    begins with `.` or `_`, such as the marker file _SUCCESS of other programs.
     """
     segments = name.split("/")
     return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

@@ -12,7 +12,7 @@ from sie_store.object_stores import sync
 
 async def write(place: Place, manifest: JobManifest) -> None:
     """Write the manifest, or replace the existing manifest. If the gateway that runs the job dies after the write, the
-    next gateway writes the manifest again. Raises StoreError.
+    gateway that continues the job writes the manifest again. Raises StoreError.
     """
     import obstore
 

@@ -23,8 +23,8 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object in a store. `source`: name relative to its Place, as spans store it. `size`: in bytes. `tag`: a text
-    that differs for each version of the object.
+    """An object in a store. `source`: its name in the Place (folder or object of a job), as in `RowSpan.source`.
+    `size`: in bytes. `tag`: a text that differs for each version of the object.
     """
 
     source: str
@@ -33,9 +33,9 @@ class ObjectEntry:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """Return a tag that only this version of the object has: the digest of the Place, the ETag of the store, or (if the
-    store has no ETags) size and time. The tag of a file on a disk is size and time too, because obstore's ETag of a
-    file has the inode, which changes if the folder is copied.
+    """Return a tag that only this version of the object has: `place.digest` if it is set, else the store's ETag, else
+    size and time of the last change. The ETag of a file on a disk is not used, because obstore computes it from the
+    inode, which changes if the folder is copied.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -68,7 +68,7 @@ async def find(place: Place, source: str) -> ObjectEntry:
 
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> AsyncIterator[bytes]:
     """Yield the bytes from `start` to before `end` of the version with the tag of `entry`. If `entry` has no tag, all
-    bytes are of the version in the first response. After a failure, the function requests the missing bytes again.
+    bytes are of the version that the first response returns. After a failure, the missing bytes are requested again.
     Raises InvalidInput (reasons input_missing, input_changed, not_allowed), StoreError.
     """
     import obstore

@@ -17,8 +17,8 @@ _MARK = re.compile(r"(?m)^ {0,3}(?:(?P<fence>`{3,}|~{3,})|#{1,6}(?=[ \t]))(?P<re
 
 
 class Section(NamedTuple):
-    """Page and heading at a position of a document. `page`: None in a format without pages. `heading`: None before the
-    first heading.
+    """Number of the page and text of the heading at a position of a document. `page`: None in a format without pages.
+    `heading`: None before the first heading.
     """
 
     page: int | None
@@ -26,7 +26,9 @@ class Section(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Pages as (position, number) and headings as (position, text), in order. Positions count code points."""
+    """Pages as (position of the first character, number) and headings as (position, text), in the order of positions.
+    Positions count code points.
+    """
 
     pages: tuple[tuple[int, int], ...]
     headings: tuple[tuple[int, str], ...]

@@ -16,10 +16,10 @@ from typing import Any
 from sie_store.datasets.sizes import MAX_DECODED_BYTES
 
 RATIO = 8  # usual number of decoded bytes for each compressed byte; only decoded bytes above this ratio count
-# largest number of decoded bytes beyond RATIO in the pages from which one batch is made
+# largest number of decoded bytes beyond RATIO in the pages from which pyarrow decodes one batch of rows
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
-MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group
+MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group; more are a PageFault
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20
 FIELDS_DEPTH = 2  # `_ThriftReader.struct` returns only fields of structs at a depth below this number
@@ -40,7 +40,7 @@ class PageFault(ValueError):
 
 
 class FooterTooLarge(PageFault):
-    """Error for a footer, or the header of a page, that needs too much memory."""
+    """Error for a footer, or the header of a page, that has more than MAX_FOOTER_VALUES values."""
 
 
 class ChunkPages:
@@ -94,8 +94,8 @@ class ChunkPages:
 
 
 def dictionary_bytes(chunk: bytes) -> int:
-    """Return the decoded bytes of the dictionary, the first page of a column; 0 if the column has no dictionary.
-    `chunk`: first bytes of the column, at most MAX_HEADER_BYTES. Raises PageFault.
+    """Return the number of decoded bytes of the dictionary, which is the first page of a column; 0 if the column has no
+    dictionary. `chunk`: first bytes of the column, at most MAX_HEADER_BYTES. Raises PageFault.
     """
     try:
         header, _ = _header(chunk)
@@ -128,8 +128,8 @@ class _ThriftReader:
 
     def struct(self, depth: int) -> Fields:
         """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of the value). Skip
-        other values, and structs below FIELDS_DEPTH. The kind is a part of the key, because Parquet's readers ignore a
-        field with a value of another kind.
+        other values, and the fields of structs at FIELDS_DEPTH or deeper. The kind is a part of the key, because
+        Parquet's readers ignore a field with a value of another kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)

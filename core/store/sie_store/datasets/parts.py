@@ -1,4 +1,4 @@
-"""Encodes parts, and reads their descriptions. A part is the output file that stores one shard (output of a row range).
+"""Encodes parts, the output files of jobs, and reads their descriptions. A part stores a shard (output of a row range).
 
 parquet  one row for each line; outputs of a failed row are null. The file's metadata has `About`, as JSON, under `sie`.
 jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
@@ -29,7 +29,7 @@ MIN_DIGITS = 5
 ROWS, ABOUT = "rows.jsonl", "about.json"
 CODE_POINT_BYTES = 4  # bytes of a character in a NumPy array of texts
 _PIECE_ROWS = 256
-# exceptions of the libraries for an object that is no part; RecursionError is a RuntimeError
+# exceptions of zipfile, pyarrow and msgspec for an object that is no part; RuntimeError includes RecursionError
 _FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
@@ -44,20 +44,24 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the bytes of the ids in a part of the format npy, where each id is as wide as the longest; else 0."""
+    """Return the number of bytes of all ids in a part of the format npy, in which each id is as wide as the longest id;
+    0 for other formats.
+    """
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard (answers to a range of rows). Processes of one version of SIE return the same bytes for it."""
+    """Encode a shard (answers to a range of rows). For equal shards, all processes with the same version of SIE return
+    equal bytes.
+    """
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the shard's description in an output file. For JSON Lines, `job`, `shard`, `model`, `reused` and `lines`
-    are empty or 0, because the file does not have them. Raises PartFault.
+    """Return the description of the shard that is stored in an output file. For JSON Lines, `job`, `shard`, `model`,
+    `reused` and `lines` are empty or 0, because the file does not have them. Raises PartFault.
     """
     try:
         if format == "parquet":
@@ -138,8 +142,8 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
 
 
 class _Line(msgspec.Struct):
-    """Line of a part. Only lines of chunks have `row_tokens`. In a line without `row_tokens`, `chunk` is a column that
-    was copied from the input.
+    """Line of a part (output file), with only the columns that `outcomes` and `_counted` read. Only lines of chunks
+    have `row_tokens`. In a line without `row_tokens`, `chunk` is a column that was copied from the input.
     """
 
     id: str

@@ -32,8 +32,8 @@ class Place:
     `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in the folder; empty for all
     objects. `label`: name of the object in spans and row ids if it differs from `name`, such as the name of an uploaded
     file. `digest`: digest of an object that never changes; empty if unknown. `root`: allowed folder on the disk, which
-    symbolic links must not leave; None in a bucket. `patience`: limits of the calls of the store. `param`: field of the
-    request that names the place, for errors.
+    symbolic links must not leave; None in a bucket. `patience`: time limit and number of attempts of a call of the
+    store. `param`: field of the request that names the place, for errors.
     """
 
     store: ObjectStore
@@ -85,8 +85,8 @@ class Place:
         return replace(self, folder=f"{self.folder}{folder}/", name="", label="", digest="")
 
     async def check(self, key: str) -> None:
-        """Raise InvalidInput if a symbolic link leads out of the allowed folder. This does not protect against a user
-        who creates such a link while a file is being opened.
+        """Raise InvalidInput if a symbolic link leads out of the allowed folder. The check does not protect against a
+        user who creates such a link between this check and the opening of the file.
         """
         if self.root is not None and not await asyncio.to_thread(_is_inside, self.root, key):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Plan of a job: the spans of its input. A span is a range of rows that can be read separately.
+"""Plan of a job: the spans of its input, ranges of rows that can be read separately.
 
     folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ─┐
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
@@ -132,7 +132,9 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder with a name after `after`, sorted by name, at most `most` images."""
+    """Return the images below a folder whose own names are after `after`, sorted by name. With `most`, return only the
+    first `most`. Raises InvalidInput, StoreError.
+    """
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
@@ -247,7 +249,9 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that each JSON row must have: the columns that the job does not only copy."""
+    """Return the columns that rows of JSON Lines must have: all columns that the job reads, except those that it only
+    copies to the output.
+    """
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 
@@ -309,7 +313,7 @@ class _JsonSample(NamedTuple):
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
     """Return the first row of `head`, and the position of the next row in the object. `begin`: position of `head` in
-    the object. Raises InvalidInput.
+    the object. `is_whole`: whether `head` ends at the end of the object. Raises InvalidInput.
     """
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]

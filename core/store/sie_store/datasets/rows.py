@@ -1,4 +1,4 @@
-"""Reads the rows of a span (a range of rows of an object), and no other bytes of the object. A row becomes inputs for
+"""Reads the rows of a span (a range of rows of an object), without reading the whole object. A row becomes inputs for
 the model, or an error.
 
 span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► InputRow
@@ -195,7 +195,9 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Return the number of bytes of a row's texts and files in memory. Values in lists and maps are not counted."""
+    """Return the number of bytes of a row's texts and files in memory. Values in lists and maps are not counted, except
+    the `data` of a document.
+    """
     file = row.file.get("data") if isinstance(row.file, dict) else row.file
     texts = (row.text, row.query, row.document, file, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
@@ -233,7 +235,7 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
             )
         try:
             # This read does not check the tag, because some stores (Google's emulator) return other tags in responses
-            # than in listings. The comparison above has checked the tags of the listing.
+            # than in listings. The comparison with `span.tag` has checked the tags of the listing.
             return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
         except InvalidInput as error:
             if error.reason == "not_allowed":

@@ -81,7 +81,9 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start`, `end`: row groups in Parquet, else bytes."""
+    """Rows `first` to before `first + rows` of an object. `start`, `end`: numbers of row groups in Parquet, positions
+    of bytes in other formats.
+    """
 
     first: int
     rows: int
@@ -113,7 +115,7 @@ class Cutter:
                 yield from self.end()
 
     def end(self) -> Iterator[Cut]:
-        """Yield the last span (a range of rows), if any rows are left."""
+        """Yield one span (a range of rows) of the rows since the last span, if there are any, and begin a new span."""
         if self._rows:
             yield Cut(self._first, self._rows, self._start, self._end)
         self._first += self._rows

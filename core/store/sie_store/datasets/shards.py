@@ -37,7 +37,9 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object with the name of a part, but other content. The job continues after an operator moves it."""
+    """Error for an object that has the name of a part, but is no part. The job continues after an operator moves the
+    object.
+    """
 
 
 async def claim(place: Place, owner: str) -> None:
@@ -86,7 +88,9 @@ async def _has_parts(place: Place) -> bool:
 
 
 async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -> ShardRecord:
-    """Write a part (output file) if none exists. Return the stored part's record. Raises PartDamaged, StoreError."""
+    """Write a part (output file) if no object `name` exists. Return the record of the stored part, which may be a part
+    that another process has written. Raises PartDamaged, StoreError.
+    """
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)

@@ -18,7 +18,8 @@ MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-SPARE_LEVELS = 200  # levels of nesting that a value of a row must leave free below the interpreter's limit
+# levels of nesting that a value of a row must leave free below the interpreter's limit of recursion, see `decoded`
+SPARE_LEVELS = 200
 # The pattern also matches a string without an end. Otherwise the search would start again at each escaped quote in this
 # string, and take quadratic time.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.S)
@@ -70,7 +71,7 @@ def values_of(value: bytes | msgspec.Raw) -> int:
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode one JSON value of a column. Raises an exception of `errors.UNDECODABLE`."""
+    """Decode one JSON value of a column. Raises an exception of a type in `errors.UNDECODABLE`."""
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
     # The value is encoded again later, when less of the stack is free. If the value can be decoded inside SPARE_LEVELS

@@ -1,4 +1,4 @@
-"""Parts in Parquet. A part is the output file that stores one shard, the answers to a range of rows."""
+"""Parts (output files of a job) in Parquet. Each part stores one shard, the answers to a range of rows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return id, tokens and error of each line; with chunks, also chunk and row_tokens. Raises ValueError, OSError."""
+    """Return the columns id, tokens and error of each line of a part (output file), by name. If the part has chunks,
+    return chunk and row_tokens too. Raises ValueError, OSError.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -1,7 +1,7 @@
 """LanceDB: tables in a folder or in an object store, without a server. The rows of a job are in the table `collection`
 with the columns `id`, `vector` and `payload` (JSON as text).
 
-    rows ──merge_insert(id)──► a new version of the table, whole or not at all
+    rows ──merge_insert(id)──► a new version of the table, which has all of the rows or does not appear
 
 `id` is the primary key of the table. So if two writers insert the same id at the same time, the writes conflict, and
 LanceDB repeats one write as an update.
@@ -87,7 +87,7 @@ class LanceSink(Sink):
         self._schema: Any = None
 
     async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
-        """Create or check the table. `kinds` is unused: the payload is one text."""
+        """Create or check the table. `kinds` is unused: the payload is one text, so its fields have no indexes."""
         checked_name(collection)
         dims = widths["dense"]
         check_dims(dims, MAX_DIMS, "LanceDB")

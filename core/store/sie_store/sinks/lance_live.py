@@ -2,7 +2,7 @@
 
     vector                    vectors in use
     vector_next               new vectors before the switch     vector_before    old vectors after the switch
-    vector_marker_1f0c9a2b    markers; 8 hexadecimal digits of the new model's fingerprint
+    vector_marker_1f0c9a2b    markers; the name ends with 8 hexadecimal digits of the new model's fingerprint
 
 The marker of a row is a digest of the text and vectors that the row had when the marker was written. A row is pending
 for a side (the old or the new model) if it has no vector of this side, or if its marker differs from the digest of its
@@ -44,7 +44,8 @@ T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 # An optimization puts written rows into the indexes of the table. It may write the whole table again, and earlier
-# versions stay on the disk. So it runs only when OPTIMIZE_ROWS rows and OPTIMIZE_SHARE of all rows were written.
+# versions stay on the disk. So a write optimizes only when OPTIMIZE_ROWS rows and OPTIMIZE_SHARE of all rows were
+# written since the last optimization. The end of a scan and `build_indexes` optimize if any row was written.
 OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table: they belong to the application
@@ -80,7 +81,9 @@ class _LanceShape:
 
 @dataclass(frozen=True)
 class _LanceRow:
-    """Stored row. `texts`: values of the columns from which its text is made. `vectors`: bytes of a vector by side."""
+    """Stored row. `texts`: values of the columns from which its text is made. `vectors`: bytes of the vector, or None,
+    by side (old or new model).
+    """
 
     id: Any
     texts: tuple[Any, ...]
@@ -270,8 +273,8 @@ class LanceLive:
         arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
-            # Vectors of the side in use are written only to rows that a writer has changed. So their vectors of the
-            # opposite side belong to earlier texts.
+            # Vectors of the side in use are written only to rows that a writer has changed. So the vectors of the
+            # opposite side in these rows belong to earlier texts, and are removed.
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
@@ -302,15 +305,15 @@ class LanceLive:
         await self._optimize(self._optimize_rows)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
-        """Return a row with `vector` for a side, and with the marker that fits its changed vectors."""
+        """Return `row` with `vector` for a side (old or new model), and with the marker for the changed vectors."""
         in_use = self._opened().in_use
         vectors: dict[Side, bytes | None] = {**row.vectors, side: vector}
         sides: tuple[Side, ...] = SIDES
         if side == in_use:
             vectors[opposite(side)] = None
         elif side == "old" and row.marker not in (self._digest(row, *SIDES), self._digest(row, "new")):
-            # The marker does not prove that the vector in use is from the new model: a writer may have computed it with
-            # the old model. So the new marker covers only the old vector.
+            # The present marker does not prove that the vector in use is from the new model: a writer may have computed
+            # this vector with the old model. So the written marker covers only the vector of the old side.
             sides = ("old",)
         changed = _LanceRow(row.id, row.texts, vectors, None)
         return _LanceRow(row.id, row.texts, vectors, self._digest(changed, *sides))
@@ -406,8 +409,8 @@ class LanceLive:
         return await self._database.run(checked, seconds, once=once)
 
     async def _change_columns(self, after: set[str], change: Callable[[Any], Awaitable[Any]]) -> None:
-        """Call `change`, which must leave exactly the vector and marker columns in `after`. Raises
-        CollectionMismatch if another command has changed these columns.
+        """Call `change`, which adds, renames or drops columns. `after`: names of the vector and marker columns that the
+        table has after the call. Raises CollectionMismatch if another command has changed these columns.
         """
         is_repeat = False
 

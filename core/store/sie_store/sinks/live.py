@@ -1,5 +1,5 @@
-"""Interface of live collections. Searches and writers use a live collection while a migration writes the vectors of a
-new model beside the old vectors. A side (`Side`) is the old or the new model with its vectors.
+"""Interface of live collections: collections of a vector database that searches and writers use while a migration
+writes the vectors of a new model beside the old vectors. A side (`Side`) is the old or the new model with its vectors.
 
     rows ──pending(side)──► rows without a vector of their present text ──write──► the vectors of that side
                                  switch ──► searches and writers use the vectors of that side
@@ -7,7 +7,7 @@ new model beside the old vectors. A side (`Side`) is the old or the new model wi
 The database stores the progress beside the vectors, so that a migration that was killed can continue. A vector is
 current only if it was computed from the present text of its row, even if another program has written the row.
 
-Methods raise the errors of sinks.
+Methods raise the errors that `sink` defines.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class LiveSource:
 
 @dataclass(frozen=True)
 class LiveState:
-    """State of a live collection. `dims`: width of the vectors in use, 0 if unknown. `in_use`: the side that searches
-    use. `is_begun`: whether the column or collection for vectors of the opposite side exists.
+    """State of a live collection. `dims`: width of the vectors in use, 0 if unknown. `in_use`: the side (old or new
+    model) that searches use. `is_begun`: whether the database has a column or collection for vectors of the other side.
     """
 
     rows: int
@@ -69,7 +69,7 @@ class LiveState:
 class LiveRow:
     """A row of a live collection. `columns`: values of the columns that the template names. `version`: digest of these
     values when they were read, empty if the database compares `stored` instead. A write skips a row whose values have
-    changed since. `stored`: the row in the form of its database.
+    changed since they were read. `stored`: the row in the form of its database, such as `_LanceRow`.
     """
 
     id: str
@@ -98,8 +98,8 @@ class LiveCollection(Protocol):
         """Create the column or collection for new vectors of `dims` numbers. If it exists, check it."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        """Scan all rows, and yield the rows without a vector of their present text. A row that needs only a new marker,
-        and no new vector, is updated at once.
+        """Scan all rows, and yield the rows without a vector of their present text. If a row has such a vector, but not
+        the marker that proves it (a digest of text and model), the scan itself writes the marker.
         """
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:

@@ -274,7 +274,7 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
 
 
 def _types(columns: Sequence[Any]) -> dict[str, str]:
-    """Return the types of columns by name, without their schemas."""
+    """Return the types of columns by name, without the SQL schemas of the types."""
     return {column["name"]: column["type"].rpartition(".")[2] for column in columns}
 
 

@@ -300,8 +300,8 @@ class PgvectorLive:
     async def _page(
         self, connection: Any, side: Side, after: str | None
     ) -> tuple[int, str | None, list[LiveRow], list[str]]:
-        """Read the next rows. Returns (number of rows, last id, pending rows, ids of the other rows whose marker is
-        outdated: their vector of this side was computed from their present text).
+        """Read the rows after the id `after`. Returns (number of rows, last id, rows that need a new vector, ids of the
+        rows that need only a new marker: their vector of this side was computed from their present text).
         """
         shape = self._opened()
         identity, column = f"t.{quoted(shape.id_column)}", f"t.{quoted(shape.column(side))}"
@@ -370,7 +370,7 @@ class PgvectorLive:
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
             # Vectors of the side in use are written only to rows that a writer has changed. So the vector of the
-            # opposite side belongs to an earlier text.
+            # opposite side belongs to an earlier text, and is removed.
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
@@ -385,7 +385,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(side, f"NULL::{shape.type}")
         await connection.execute(
-            # With this marker, a later scan for the opposite side accepts the row's vector of that side.
+            # With this marker, a later scan for the opposite side accepts the vector of the opposite side in this row.
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
@@ -430,8 +430,9 @@ class PgvectorLive:
             await self._database.alone(functools.partial(self._built, like=index), INDEX_S)
 
     async def _built(self, connection: Any, like: Any) -> None:
-        """Build an index of the new vectors with the method and operators of `like`, an index of the old vectors. Do
-        nothing if it exists. First remove invalid indexes of failed builds. CONCURRENTLY lets writers continue.
+        """Build an index of the new vectors with the method and operators of `like`, an index of the old vectors, if
+        the new vectors have no such index. First remove invalid indexes of failed builds. CONCURRENTLY lets writers
+        continue.
         """
         column = self._opened().column("new")
         # If the connection of an earlier build was lost, the server continues that build and holds this lock. A second
@@ -481,7 +482,7 @@ class PgvectorLive:
         await self.open()
 
     async def _has_gaps(self, shape: _TableShape) -> bool:
-        """Return whether a row has no vector in use."""
+        """Return whether any row has no vector of the side (old or new model) in use."""
         gaps = f"SELECT EXISTS (SELECT FROM {self._table} WHERE {quoted(shape.vector)} IS NULL)"  # noqa: S608
         return bool(await self._database.transaction(lambda connection: connection.fetchval(gaps)))
 
@@ -508,7 +509,7 @@ class PgvectorLive:
 
         async def run(connection: Any) -> None:
             await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_S}s'")
-            # The lock precedes the read of the columns, which an earlier attempt at the server may still change.
+            # The columns are read under the lock: an earlier attempt may still run at the server and change them.
             await connection.execute(f"LOCK TABLE {self._table} IN ACCESS EXCLUSIVE MODE")
             for statement in statements(await self._read_shape(connection)):
                 await connection.execute(statement)
@@ -517,9 +518,11 @@ class PgvectorLive:
         self._shape = await self._database.transaction(self._read_shape)
 
     def _fresh_marker(self, side: Side, vector: str) -> str:
-        """Return the SQL expression for the marker of a row that gets `vector` of a side. A scan for the new side
-        accepts the new vector of a row with the old side's marker. So if the new vectors are in use, and the present
-        marker does not prove the new vector current, the new marker is hashed once more. The scan rejects this marker.
+        """Return the SQL expression for the marker of a row to which `vector` of a side is written.
+
+        A scan for the new side takes the old side's marker as a proof that the row's new vector is current too. After
+        the switch, an old vector may be written to a row whose present marker does not prove this. Then the SHA-256 of
+        the old side's marker is written: a scan for the old side accepts it, a scan for the new side does not.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":

@@ -1,5 +1,5 @@
 """Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
-writers use the first collection. They name the collection by an alias of Qdrant, here `docs`:
+writers use the first collection. Searches and writers name it by an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
@@ -7,7 +7,8 @@ writers use the first collection. They name the collection by an alias of Qdrant
 
 The new collection has copies of the points of the old collection. A copy has the same id and payload, and the same
 vectors except the migrated vector. The marker of a point is the field `_sie` of its payload. A point is pending if its
-copy is missing, has another payload, or has a marker of another text or model. A writer's replacement has no marker.
+copy is missing, has another payload, or has a marker of another text or model. A point that a writer has replaced has
+no marker.
 
     _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
                           PAYLOAD  digest of the payload when both collections last had the same payload
@@ -243,8 +244,9 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # A vector without TEXT comes from the application. It is a vector of the old model in two cases: the copy is
-        # unchanged since both collections had it, or it has no marker and the old collection is not in use.
+        # Without TEXT (first part of the marker), the vector comes from the application. It is a vector of the old
+        # model in two cases: the copy is unchanged since both collections had it, or the copy has no marker and the
+        # old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
@@ -274,7 +276,9 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD in the markers of points to the digest of their payload, which both collections now have."""
+        """Set PAYLOAD, the second part of a marker, of each point to the digest of its payload, which both collections
+        have at this time.
+        """
         operations = [
             {
                 "set_payload": {
@@ -375,7 +379,8 @@ class QdrantLive:
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
         """Write vectors and markers to the collection in use. The first write sets the markers to a random claim, and
-        each later write requires the claim. A writer that replaces a point removes the claim and keeps its vector.
+        each later write requires the claim. A writer that replaces a point meanwhile removes the claim with the old
+        payload, so the vector of the writer stays.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]

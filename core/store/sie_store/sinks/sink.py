@@ -144,8 +144,8 @@ class Sink(Protocol):
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         """Return why the database can never store a row, by the number of the row. A job counts these rows as failed
-        and does not write them, because `upsert` would refuse all rows of the call. By default no row is refused: only
-        databases of multivectors have rows that are too large.
+        and does not write them, because `upsert` would refuse all rows of the call. By default no row is refused,
+        because only a multivector can make a row too large.
         """
         return {}
 
@@ -164,7 +164,7 @@ def checked_name(collection: str) -> str:
 
 
 def check_dims(dims: int, most: int, database: str) -> None:
-    """Raise SinkUnsuitable for vectors of a width that no vector of the database can have."""
+    """Raise SinkUnsuitable for vectors with `dims` numbers if vectors of the database have at most `most` numbers."""
     if not 1 <= dims <= most:
         raise SinkUnsuitable(f"a vector has {dims} numbers, but {database} takes 1 to {most}")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
+MAX_OBJECTS = 100_000  # largest number of objects of one snapshot; with more, `sizes` raises StoreError
 GLANCE_S, GLANCES = 10.0, 3  # time limit in seconds of one attempt to read a manifest; number of attempts
 _FOLDER = re.compile(r"models--(.+)")
 
@@ -54,12 +54,14 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # The limits are short, because the load of a model tries its next source only after this read.
+        # These limits are short, because the load of a model tries its next source only after the manifest is read.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return (manifest of a snapshot, or None if it is not complete; obstore's mode for the next write of the
-        manifest). This write fails if another writer has changed the manifest. Raises FetchFailed for a wrong manifest.
+        """Return (manifest of a snapshot, or None if the bucket has none; obstore's mode for the next write of this
+        manifest). With this mode, the write fails if another writer changes the manifest after this call. Only with
+        the mode "overwrite", for a store without ETags, the write does not fail. Raises FetchFailed for a wrong
+        manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -90,7 +92,7 @@ class WeightBucket:
         return manifest, version
 
     async def sizes(self, repository: str, revision: str) -> dict[str, int]:
-        """Return the bytes of each object of a snapshot except the manifest, by name."""
+        """Return the number of bytes of each object of a snapshot except the manifest, by name."""
         import obstore
 
         prefix = place(repository, revision)
@@ -182,7 +184,9 @@ class BucketSource:
         return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
 
     def _broken(self, wrong: str) -> FetchFailed:
-        """Return the error for files that differ from the manifest. A push can repair them, so the load is retried."""
+        """Return the error for files that differ from the manifest. Its class NETWORK lets the load be retried, because
+        a push can repair the files.
+        """
         return FetchFailed(
             "NETWORK", f"{self.label} is damaged in the bucket, {wrong}: `sie weights push --force` writes it again"
         )

@@ -153,9 +153,9 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Return a lease on a snapshot. The snapshot may be missing. No process removes the snapshot during the lease.
-        Raises FetchFailed if another process removes the snapshot for longer than REMOVAL_S, or if the lock file cannot
-        be written. Raises ManifestError.
+        """Return a lease, a shared file lock on a snapshot that may be missing. No process removes the snapshot during
+        the lease. Raises FetchFailed if another process takes longer than REMOVAL_S to remove the snapshot, or if the
+        lock file cannot be written. Raises ManifestError.
         """
         check_names(repository, revision)
         deadline_s = time.monotonic() + REMOVAL_S
@@ -185,7 +185,8 @@ class LocalCache:
         """Return the folder of a snapshot. Fetch the snapshot first if it is not complete; other processes of the node
         wait until this fetch ends. `label`: name of the snapshot in logs and errors. Raises FetchFailed, ManifestError.
 
-        A caller that uses the files later must have a lease before this call.
+        A caller that uses the files later must have a lease before this call, because another process could remove the
+        snapshot after it.
         """
         progress = progress or FetchProgress(label)
 
@@ -228,8 +229,8 @@ class LocalCache:
             raise _disk_failed(label, self.folder, error) from error
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. If it never had
-        a lease, return the time of the last change of the snapshot's folder; 0 if the folder does not exist.
+        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. If the snapshot never
+        had a lease, return the time of the last change of its folder; 0 if the folder does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -266,13 +267,15 @@ class LocalCache:
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
-                    size = _bytes_in(path, linked=False)  # the removal of a hard link frees no space
+                    # a file with a second hard link, for example in the snapshot, stays on the disk after the removal
+                    size = _bytes_in(path, linked=False)
                     going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=size))
         return sorted(going, key=lambda copy: (copy.used_s, not copy.is_partial, copy.repository, copy.revision))
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        # a snapshot without a lock file was never used; `try_lock` would create the file, whose mtime is the last use
+        # A snapshot without a lock file was never used. `try_lock` would create the file, and `used_s` would take its
+        # mtime for a use.
         if not path.exists():
             return False
         try:
@@ -285,7 +288,8 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate. If a process uses or fetches the snapshot, only return False. Raises OSError.
+        """Remove a candidate and return True. If a process uses or fetches the snapshot, remove nothing and return
+        False. Raises OSError.
 
         The hub's own client stores files in `blobs`, and a snapshot has links to these files. A file in `blobs` is
         removed with the last snapshot that has a link to it.
@@ -310,8 +314,9 @@ class LocalCache:
         return True
 
     def clean(self, repository: str, revision: str) -> None:
-        """Remove the lock files and the empty folders of a missing snapshot. Otherwise they would accumulate, because
-        clients may name any number of LoRAs. Do nothing during a lease. Files of a started download stay.
+        """Remove the lock files and the empty folders of a snapshot that does not exist. Without this, they would
+        accumulate, because clients may name any number of LoRAs. Do nothing while a process has a lease on the
+        snapshot. Files of an unfinished download stay.
         """
         use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)
         with contextlib.suppress(OSError):  # a folder is not empty, or belongs to another user
@@ -322,7 +327,7 @@ class LocalCache:
                     return
                 with contextlib.suppress(FileNotFoundError):
                     (folder / "partial" / revision).rmdir()
-                # no process has the lock of the fetch, because every fetch also has a lease
+                # no process has the lock of the fetch, because every fetch also has a lease, which `lock` excludes
                 self._lock_file(repository, revision, "fetch").unlink(missing_ok=True)
                 use.unlink()
             use.parent.rmdir()
@@ -381,7 +386,8 @@ class LocalCache:
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
         """Return the manifest of the fetched files, joined with the manifest of the existing snapshot. If that snapshot
-        has no manifest, another program has written it. So `origin` is `found`, and no eviction removes the snapshot.
+        has no manifest, another program has written it. Then `origin` is `found`, so that the snapshot is never removed
+        to free disk space.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -394,7 +400,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # the snapshot may be in use: move the new files into it
+        if place.exists():  # the snapshot may be in use, so it is not replaced: the new files are moved into it
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
@@ -414,7 +420,7 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the error for a failed write. Its class allows a retry for a full disk, but not for other errors."""
+    """Return the error for a failed write. The class of the error allows a retry only if the disk was full."""
     if error.errno in FULL:
         return FetchFailed(
             "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; free space on it"

@@ -1,5 +1,6 @@
-"""Disk space for weights. Before a fetch, least recently used snapshots are evicted (removed) if space is needed.
-Between fetches, `DiskWatch` evicts snapshots while the disk is too full, because other programs fill the disk too.
+"""Disk space for weights. Before a fetch, the least recently used snapshots are removed from the disk cache if space is
+needed. Between fetches, `DiskWatch` removes snapshots while the disk is too full, because other programs fill the disk
+too.
 
 Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
 continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
@@ -64,9 +65,9 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), the cache evicts no snapshot. It
-    refuses a fetch that does not fit on the disk before the fetch begins.
+    """Return the local cache in `folder`. It removes snapshots while its disk is fuller than `threshold_percent`
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), it removes no snapshot. In both
+    cases, it refuses a fetch that does not fit on the disk before the fetch begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -76,9 +77,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Evict snapshots until the disk will stay below the threshold with `needed_bytes` more, plus the bytes that other
-    fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk. Evicts no snapshot
-    if the bytes would not fit even after all evictions.
+    """Remove snapshots until the disk stays below the threshold after these bytes are written: `needed_bytes`, and the
+    bytes that other fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk.
+    Removes no snapshot if the bytes would not fit even after the removal of all candidates.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -94,7 +95,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
             used, free = probe(cache.folder)
             return 100 * (used + needed) > threshold_percent * (used + free) or needed + SPARE_BYTES > free
 
-        _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
+        _remove_while(is_above, cache, going, f"with the new files the disk would be over {threshold_percent:g} % full")
         if is_above():
             _logger.warning(
                 "with the new files, the disk of %s will be above %g %% or full, and no other snapshot may be removed",
@@ -107,7 +108,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is fuller than the threshold. Returns whether the disk is then below it."""
+    """Remove snapshots while the disk is fuller than the threshold. Returns whether the disk is then below it."""
 
     def is_above() -> bool:
         used, free = probe(cache.folder)
@@ -115,7 +116,7 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
     if is_above():
         with _sole_removal(cache):
-            _remove_while(is_above, cache, cache.candidates(), f"the disk is above {threshold_percent:g} %")
+            _remove_while(is_above, cache, cache.candidates(), f"the disk is more than {threshold_percent:g} % full")
     return not is_above()
 
 
@@ -159,7 +160,8 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
         try:
             is_removed = cache.discard(candidate)
         except OSError as error:  # for example, the snapshot belongs to another user; other snapshots may be removable
-            cause = error.strerror or type(error).__name__  # not str(error), whose path contains the snapshot's name
+            # str(error) is not logged: its path contains the name of the snapshot, which may be a LoRA of a client
+            cause = error.strerror or type(error).__name__
             _logger.warning("%s could not be removed from the local cache: %s", name, cause)
             continue
         if is_removed:
@@ -170,8 +172,8 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the error for a fetch for which the disk has no space. Its class NETWORK lets the load be tried again,
-    because space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. Its class is NETWORK, so that the load is tried
+    again, because space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (

@@ -34,7 +34,7 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-# number of bytes that must arrive within `stall_s`; a response with this number resets the count of failed attempts
+# number of bytes that must arrive within `stall_s`; a response with at least this number resets the count of failures
 MIN_BYTES = 1 << 14
 # largest number of unwritten bytes of a file in memory; at this limit, the download waits for the running write
 MAX_WAITING_BYTES = 1 << 20
@@ -47,7 +47,7 @@ ROUNDS = 2
 class DownloadLimits(RetryPolicy):
     """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES may arrive. `tries`: number of
     attempts in a row, each with fewer than MIN_BYTES, after which the download fails. `part_bytes`: bytes of one
-    request; with 0, one request reads the whole rest of a file. `parts_at_once`: number of parts, of all files, that
+    request; with 0, one request reads all missing bytes of a file. `parts_at_once`: number of parts, of all files, that
     are requested ahead and kept in memory.
     """
 
@@ -209,9 +209,9 @@ class SnapshotDownload:
         return complete | {file.path: fact for file, fact in zip(missing, fetched, strict=True)}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and SHA-256 of a file that is already complete and correct. Otherwise remove a wrong file and a
-        too long PART file, and return None. The wrong file is not written to, because it may be a hard link to a file
-        of another program.
+        """Return size and SHA-256 of a file that is already complete and correct. For any other file, return None, and
+        remove a wrong file and a PART file that is too long. A wrong file is never written to, because it may be a hard
+        link to a file of another program.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -242,7 +242,7 @@ class SnapshotDownload:
                 await asyncio.to_thread(_complete, part, self._folder / file.path)
                 return fact
             _logger.warning(
-                "%s: %s does not have the digest that its source names; it is fetched again",
+                "%s: %s does not have the digest that its source names, so its bytes are discarded",
                 self._source.label,
                 file.path,
             )

@@ -29,7 +29,7 @@ class StoredTensor(msgspec.Struct):
 
 
 class DamagedFile(Exception):
-    """Error for a file that is no complete safetensors file. The message is a sentence, which calls the file "it"."""
+    """Error for a file that is no complete safetensors file. The message is a sentence that calls the file "it"."""
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:

@@ -134,9 +134,9 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
 
 
 async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> RemoteFile:
-    """Return the size and the digest of a file in the listing. If a mirror's listing has no sizes, both are read from
-    the headers of a HEAD request. The digest is a SHA-256 for a file in LFS, and the digest of the git blob for another
-    file. A mirror may send no digest.
+    """Return the size and the digest of a file in the listing. If a mirror's listing has no sizes, size and digest are
+    read from the headers of a HEAD request. The digest is a SHA-256 for a file in LFS, and the digest of the git blob
+    for another file. A mirror may send no digest.
     """
     name = sibling.rfilename
     if sibling.size is not None:

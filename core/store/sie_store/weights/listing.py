@@ -59,8 +59,8 @@ def contradiction(folder: Path) -> str:
 
 
 def _missing(path: Path, stored: object) -> str:
-    """Return the first file or folder that an index of shards or a list of modules names and that is missing; empty if
-    all exist.
+    """Return the first missing file or folder that the JSON file `path` names; empty if all exist. `stored`: value in
+    this file. Only an index of safetensors files and `modules.json` name files.
     """
     named: list[str] = []
     if (

@@ -39,7 +39,7 @@ class Lock:
             os.ftruncate(self._descriptor, len(data))
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)  # an empty file is better than an old note
+                os.ftruncate(self._descriptor, 0)  # an empty note reports no progress, an old one would be wrong
 
     def _touch(self) -> None:
         if self._descriptor is not None and self._is_use:

@@ -99,7 +99,9 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError if `repository` or `revision` is unsafe in a path. Archives and buckets may have any name."""
+    """Raise ManifestError if `repository` or `revision` is unsafe in a path. The names are untrusted, because archives
+    and buckets of other authors may contain any name.
+    """
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")

@@ -20,7 +20,7 @@ class FetchProgress:
     in seconds.
 
     `expect` calls `on_expect` with the number of missing bytes. This call may raise FetchFailed. Then `expect` calls
-    `on_step` with the progress. Later calls follow at most once per second, also while files are only checked.
+    `on_step` with the progress. Later, `add` and `touch` call `on_step` at most once per second.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -172,8 +172,8 @@ class Push:
             await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
-        """Write an object. Raises WrittenMeanwhile if `mode` forbids it because another writer wrote the object first.
-        A store that cannot check `mode` overwrites the object.
+        """Write an object. Raises WrittenMeanwhile if another writer has written the object in the meantime, and `mode`
+        does not allow to replace it. In a store that cannot check `mode`, the object is always replaced.
         """
         import obstore
         from obstore.exceptions import NotSupportedError

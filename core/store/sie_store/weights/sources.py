@@ -140,7 +140,7 @@ class WeightSources:
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
-                holds = "has no" if fetch is None else "has not all of"
+                holds = "has no" if fetch is None else "has only some files of"
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE) {holds} {label}")
             except FetchFailed as error:
                 failed = error
@@ -271,7 +271,7 @@ class WeightSources:
             error_type = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(
                 error.error_class, lora_failed
             )
-            # `private` is a name for logs, which means nothing to the client
+            # `private` is a name for logs, which means nothing to the client, so the error says "it"
             message = error.message.replace(private, "it") if private else error.message
             raise error_type(
                 name, f"it is neither in the models folder nor in the local cache; {message}{allowed}"
@@ -330,8 +330,8 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """Return the commit of a branch (by default main), as the cache has recorded it. Without a record and without
-        `branch`, return the only cached commit. In all other cases, ask the hub.
+        """Return the commit that the cache has recorded for a branch (by default main). If it has no record, and
+        `branch` is empty, return the only cached commit. In all other cases, return the commit that the hub reports.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
