@@ -5,6 +5,7 @@
     after a batch, and at a Ping that permits evictions ──► evict models while memory is above the threshold
     out of memory in a batch ──► make_room: evict one model, even below the threshold, or wait for a load to end
     out of memory in a load ──► load again while no other load runs ──► evict one model, and load again
+    Release, because the sidecar unloads a model (idle, removed, changed, or requested) ──► release
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
 The sidecar decides which models may be evicted: each request has an ordered list of these models, and the reply names
@@ -396,7 +397,7 @@ class ResidentModels:
                 return False
             del self._residents[victim]
             permission.record_drop(victim)
-        _logger.warning("unloaded %s: %s", victim, why)
+        _logger.warning("evicted %s: %s", victim, why)
         self._collect()
         return True
 

@@ -36,7 +36,7 @@ SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
 # that `_cost` gives up if all work items of a full batch are urgent.
 MAX_LOSS = 0.5
-# the next batch is sent at least this number of seconds before the running batch ends, so that the device stays busy
+# an urgent batch is sealed this number of seconds before the device is predicted to be free, so that it stays busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0

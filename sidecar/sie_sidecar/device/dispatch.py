@@ -357,7 +357,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
     first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     if ready is None:
-        raise ModelLoading(f"{key.residency} was unloaded while its work waited")
+        raise ModelLoading(f"{key.residency} is not loaded any more: it was unloaded, or its adapter ended")
     parts = []
     for entry in batch.entries:
         item = entry.work.item
@@ -498,7 +498,7 @@ class Dispatch:
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
-                except ModelLoading:  # the model was evicted after this work was prepared
+                except ModelLoading:  # the model was unloaded, or its adapter was lost, after this work was prepared
                     self._again(flights)
                 except LoraLoading:  # the adapter evicted the batch's LoRA for other LoRAs after this work was prepared
                     if in_turn:
