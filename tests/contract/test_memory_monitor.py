@@ -79,7 +79,7 @@ def assert_dropped(adapter: Adapter, client: Client, model: str, look: Callable[
             break
     assert dropped_names == (model,)
     assert loaded(client) == rest
-    assert REASON in adapter.wait_for(f"unloaded {model}"), (
+    assert REASON in adapter.wait_for(f"evicted {model}"), (
         "a failed allocation drops a model as well, and is not what is tested"
     )
 

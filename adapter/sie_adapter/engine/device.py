@@ -132,10 +132,11 @@ class Compute:
     """Settings for the weights and forward passes of one model on this device.
 
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
-    `dtype` differs from `requested`; empty if it does not. `outputs`: the cache of outputs of image towers. `model`:
-    facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot run the
-    model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `scratch`: the
-    folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8 bits.
+    `dtype` differs from `requested`; empty if both are equal. `outputs`: the cache of outputs of image encoders.
+    `model`: facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot
+    run the model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `scratch`:
+    the folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8
+    bits.
     """
 
     device: torch.device

@@ -62,7 +62,7 @@ DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
 # Seconds after which a waiting device thread makes the running device thread release the interpreter. Python's default
 # of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
-_KEPT_PRODUCTS = "64"  # number of entries of each cache of matrix products (see `prepare_process`)
+_KEPT_PRODUCTS = "64"  # number of matrix sizes for which oneDNN and torch cache data (see `prepare_process`)
 
 
 def _end_process() -> None:
@@ -118,9 +118,9 @@ class AdapterEngine:
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
-        # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core:
-        # on two cores in bfloat16, bench/engine.py measured, in texts/s of mixed lengths and of 8 tokens: 324 and 3,623
-        # with two threads, 333 and 3,608 with two processes, 292 and 2,567 with one thread on both cores.
+        # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core.
+        # bench/engine.py measured texts/s on two cores in bfloat16, of mixed lengths, and of 8 tokens each: 324, 3,623
+        # with two threads; 333, 3,608 with two processes; 292, 2,567 with one thread that uses both cores.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -187,7 +187,7 @@ class AdapterEngine:
                     return functools.partial(self.execute, preparation=preparation, permission=permission)
         except SIEError:
             return None
-        except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs it
+        except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs its own error
             _logger.debug("a batch of the model %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
@@ -369,7 +369,7 @@ class BatchRun:
         """Check the batch. Raises InvalidInput or InternalFailure if the batch cannot run.
 
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
-        `make_room`: called if memory runs out; frees memory. Returns how, or None if nothing can be freed.
+        `make_room`: frees memory after memory ran out, and returns the way, or None if nothing can be freed.
         `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
         on disk of each running pass. If the pass kills this process, the next process reads the record.
         """

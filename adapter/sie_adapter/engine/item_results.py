@@ -249,7 +249,8 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # query weights that come from a table are on the host
+    # the ids and weights of a query that were looked up in a `TokenTable`, without a pass, are on the host
+    ids, weights = (part.to(device) for part in query)
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -282,7 +283,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     """Return the scores of `_late_scores`, by one matrix product for all documents. `query`: [rows, width], normalised.
-    `segment_reduce` gets offsets, because torch would check lengths on the host and so wait for the device.
+    `segment_reduce` gets offsets, not lengths: torch would check lengths on the host, and so wait for the device.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):

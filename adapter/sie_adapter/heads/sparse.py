@@ -26,8 +26,9 @@ BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
-    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations increase with the logit, so
-    the maximum is computed first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
+    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`, where v is an id of the vocabulary. The
+    activation never decreases, so it is applied only to the maximum. With `sums`: `w[v] = sum over tokens of
+    activation(logit[v])` (SPLADE v1).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Head of any transformers class `For...`, without the backbone: the head is called with hidden states."""
+"""Head of any transformers class such as `BertForMaskedLM`, without its backbone: it is called with hidden states."""
 
 from __future__ import annotations
 

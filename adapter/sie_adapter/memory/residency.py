@@ -7,8 +7,10 @@
     out of memory in a load ──► load again while no other load runs ──► evict one model, and load again
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
-The sidecar decides which models may be evicted: each request has an ordered list of these models, and the reply names
-the evicted models. The adapter stores no permission between requests.
+The threshold is `DeviceMemory.threshold_percent`. The sidecar decides which models may be evicted: each request has an
+ordered list of these models, and the reply names the evicted models. The adapter stores no permission between requests.
+The adapter evicts a model because memory is needed. It unloads a model (`release`) because the sidecar requests this:
+an operator has unloaded the model, or the model was idle for SIE_IDLE_EVICT_S seconds.
 
 `ResidentModels` guards its state with one lock, which is never held during a load or a forward pass.
 """
@@ -122,8 +124,8 @@ class Permission:
     """Models that may be evicted for one request: the models in `may_drop`, in this order, except models that were
     used after the request arrived (`asked_s`).
 
-    `dropped`: the models evicted for the request so far. `has_shed`: whether cached outputs were already dropped for
-    the request. A second drop would remove outputs that the request has computed again.
+    `dropped`: the models evicted for the request so far. `has_shed`: whether the caches were already dropped for the
+    request (`DeviceMemory.shed`). A second drop would remove outputs that the request has computed again.
     """
 
     may_drop: tuple[str, ...]
@@ -266,7 +268,7 @@ class ResidentModels:
                 resident.running -= 1
 
     def release(self, model: str) -> None:
-        """Unload `model` if it is loaded. The memory stays in use until the batches that run on the model end."""
+        """Unload `model` if it is loaded. Its memory stays in use until the batches that run on the model end."""
         with self._lock:
             was_loaded = self._residents.pop(model, None) is not None
         if was_loaded:
@@ -380,8 +382,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # Before evictions, drop cached outputs and return free memory of the allocator. This also frees models that
-        # were unloaded during a batch.
+        # Before evictions, drop cached outputs, collect garbage and return free memory of the allocator. A model that
+        # was unloaded during a batch may be part of this garbage.
         self._memory.shed()
         self._collect()
         why = f"device memory is short, the threshold is {self._memory.threshold_percent:g} %"
@@ -396,7 +398,7 @@ class ResidentModels:
                 return False
             del self._residents[victim]
             permission.record_drop(victim)
-        _logger.warning("unloaded %s: %s", victim, why)
+        _logger.warning("evicted %s: %s", victim, why)
         self._collect()
         return True
 

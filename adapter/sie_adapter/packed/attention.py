@@ -211,8 +211,8 @@ def _(
     return query.new_empty(query.shape[:2] + value.shape[2:])
 
 
-# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, length, ..] and k, v [.., key
-# heads, visible, ..].
+# A kernel in `_GROUPED` fills `output` [sequences, heads, length, width] from a query [.., heads, length, ..] and from
+# keys and values [.., key heads, visible tokens, ..].
 
 
 def _attend_fused(

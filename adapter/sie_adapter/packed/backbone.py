@@ -389,7 +389,7 @@ class Backbone:
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
         """Return packed sequences of random ids, for trials, without the pad id, which models treat as padding. The
-        first sequence has a mask token: ESM scales the embeddings of a row by the share of mask tokens in it.
+        first sequence has a mask token, because ESM scales the embeddings of a sequence by its share of mask tokens.
         """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
