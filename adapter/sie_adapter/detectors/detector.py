@@ -34,8 +34,8 @@ class _DetectorKind(Protocol):
     """Model class of a detector: it reads the labels and runs the forward passes.
 
     `thresholds`: names of the options that set a lowest score for an object, with their defaults. `max_tokens`: limit
-    for all labels together, or for each label if the class encodes labels separately. `recipe`: the recipe of the
-    pixels that `detect` reads.
+    for the tokens of all labels together, or of each label if the class encodes labels separately. `recipe`: how the
+    sidecar prepares the pixels that `detect` reads.
     """
 
     thresholds: ClassVar[Mapping[str, float]]

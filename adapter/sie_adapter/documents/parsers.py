@@ -1,10 +1,10 @@
 """Pool of the processes that parse documents for a model. The first process starts when the model is loaded, more
-processes start when documents need them. All processes end when the model is unloaded.
+processes start when documents need them. All processes end when the model is unloaded or evicted.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
                                    └── no client waits any more: the process is killed
-    In both cases the next document of the thread starts a new process.
+    After a process has died or was killed, its thread starts a new process for the next document.
 
 Documents are parsed in separate processes, one for each thread of the pool, because the parsers are native code that
 reads files of clients: a crash fails only one document, and a process can be killed at a time limit.

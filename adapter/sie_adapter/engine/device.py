@@ -38,7 +38,8 @@ _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
-# lower threshold while a model loads or RLIMIT_DATA is set, so that freed memory leaves no holes in the heap
+# threshold in place of _MAPPED_BYTES while a model loads or RLIMIT_DATA is set: freed memory of this size and more then
+# leaves no holes in the heap
 _APART_BYTES = 1 << 20
 # number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()

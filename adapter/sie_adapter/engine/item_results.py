@@ -138,7 +138,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide each by max(norm, 1e-12)."""
+    """Return the first `dimensions` numbers of each vector. Unless `keep_scale`, divide them by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -239,7 +239,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Return whether the client requested scores from 0 to 1 that grow with relevance, as other rerankers return."""
+    """Return whether the client requested scores from 0 to 1 that grow with relevance (the parameter `relevance`)."""
     return bool(options.parameters.get("relevance"))
 
 

@@ -39,7 +39,7 @@ class VerbModel(Protocol):
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
     `extract(texts, options)` returns for each text the map that the client gets. `options` of `extract` has an entry
-    for each text; `options` of `encode` and `score` applies to all texts. Any result may be an SIEError instead.
+    for each text; `options` of `encode` and `score` applies to all texts. A method may return an SIEError for a text.
 
     `extract` gets up to two more arguments, in this order:
     1. If the model has `prepare(texts, options)`, which tokenises outside the device threads: its Preparation.

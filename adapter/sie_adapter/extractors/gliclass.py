@@ -5,8 +5,8 @@ text.
     sigmoid
 
 The prompt may also have an instruction and `examples`, which are texts with their labels. Models with `instruct` in
-their names were trained for both. A score depends on all labels and their order. Scores are a softmax over the labels
-of a request; with `multi_label` each label has a sigmoid instead.
+their names were trained with instructions and examples. A score depends on all labels and their order. Scores are a
+softmax over the labels of a request; with `multi_label`, the score of a label is the sigmoid of its own logit.
 """
 
 from __future__ import annotations

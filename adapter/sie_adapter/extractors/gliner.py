@@ -7,7 +7,7 @@ encoders.
 
 The package's own `inference` is not called. It cuts long texts. It counts a word without tokens as a word, which shifts
 all offsets after it. It finds entities in the padding of a token-level batch. It encodes the labels of a bi-encoder
-again for each batch. In all other cases, the results here are equal to those of the package.
+again for each batch. Apart from these differences, the results here are equal to those of the package.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from sie_contracts.models.load_errors import load_failed
 
 # A word is cut after this number of characters times `max_tokens`: the model reads only the first token of a word.
 _CHARACTERS_PER_TOKEN = 16
-# Largest number of candidates per window; the decoder gets only the best ones. The decoder's time grows with the square
-# of this number, because the decoder compares each candidate with all selected candidates. For a token-level model, the
-# decoder also compares all starts with all ends.
+# Largest number of candidate entities per window of a text; the decoder gets only the best ones. The decoder's time
+# grows with the square of this number, because the decoder compares each candidate with all selected candidates. For a
+# token-level model, the decoder also compares all starts with all ends.
 _CANDIDATES = 2048
 # the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
 # candidates and makes few comparisons
@@ -125,7 +125,7 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer text is read in several windows.
     """
 
-    pass_tokens = 512, 8192  # on a CPU, elsewhere; for a model of width 512, span states need about 0.2 MB per word
+    pass_tokens = 512, 8192  # on a CPU, on a GPU; for a model of width 512, span states need about 0.2 MB per word
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -117,7 +117,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # removed from the tower, because its forward pass would call the float32 head with states of 16 bits
+        # the head is removed from the text tower, whose forward pass would call the float32 head with 16-bit states
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings

@@ -48,7 +48,7 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
-# at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; the labels use at most the other tokens
+# at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; a request whose labels leave fewer is refused
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
 _LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in a pass of the label encoder

@@ -183,7 +183,7 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -> Any:
     """Convert weights to the dtype of `compute`, except weights that the architecture keeps in float32, and move the
     model to the device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
-    batch normalisation keep their dtype, too: torch accepts 16-bit weights only with 16-bit statistics, but the
+    batch normalisation keep their dtype, because torch accepts 16-bit weights only with 16-bit statistics, and the
     statistics are buffers.
     """
     # each submodule that is a transformers model may have its own list of float32 modules

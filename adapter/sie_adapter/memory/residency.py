@@ -139,9 +139,9 @@ class Permission:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the device. `held(n)` returns the memory in use, plus n bytes. `give_back` returns free memory of the
-    allocator to the device. Models are evicted while more than `threshold_percent` of the memory is in use. `shed`
-    drops caches that can be filled again, and returns whether a cache had entries.
+    """Memory of the device. `held(n)` returns the use of the memory as if n more bytes were in use. `give_back` returns
+    free memory of the allocator to the device. Models are evicted while more than `threshold_percent` of the memory is
+    in use. `shed` drops caches that can be filled again, and returns whether a cache had entries.
     """
 
     held: Callable[[int], MemoryUse]

@@ -140,7 +140,9 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the frames of the first window of `levels`. After the window, no frame remains, or at least two."""
+        """Return the number of frames of the first window of `levels`. After the window, no frame remains, or at least
+        two, because the standard deviation of a single frame is undefined (`_normalised`).
+        """
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE

@@ -245,7 +245,7 @@ class _Loop:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """Put these rows back at the head of the waiting rows. These rows start again and generate equal text."""
+        """Put these rows back at the head of the waiting rows. Later, each generates its text again from its prompt."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))
