@@ -276,7 +276,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send `parts`, and return the answer. At the deadline the process is killed, which ends the wait."""
+        """Send `parts` (bytes of a frame), and return the answer. At the deadline, kill the process; the wait ends."""
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()

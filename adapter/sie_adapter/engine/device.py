@@ -77,7 +77,7 @@ def _cuda_devices() -> int:
 def hide_other_gpus(name: str) -> None:
     """Hide all GPUs except `cuda:N` from this process and its children, so that no library uses the GPU of another
     adapter. The GPU is then called `cuda:0`. Call this before any use of CUDA. Raises SettingError if
-    CUDA_VISIBLE_DEVICES lists too few GPUs.
+    CUDA_VISIBLE_DEVICES lists at most N GPUs.
     """
     index = int(name.removeprefix("cuda:"))
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -195,9 +195,9 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
     """Return the memory use of the device as if `more_bytes` more bytes were in use. If several limits apply, return
     the limit with the highest share in use.
 
-    The limits are, on CUDA: the memory of the GPU, and the fraction that this process may use. On MPS: the size that
-    Metal recommends. On a CPU: the memory of the machine, the limit of the container, and RLIMIT_DATA (`ulimit -d`),
-    for an adapter without a container of its own.
+    The limits are, on CUDA: the memory of the GPU, and the fraction of it that torch lets this process use, if a
+    fraction is set. On MPS: the size that Metal recommends. On a CPU: the memory of the machine, the limit of the
+    container, and RLIMIT_DATA (`ulimit -d`), for an adapter without a container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),

@@ -148,8 +148,8 @@ class DeviceThreads:
         try:
             self._threads[number] = self._start(number)
         except RuntimeError as error:
-            # There is no memory for the stack of a new thread. This thread continues, although it is slower, and tries
-            # to start its replacement again after its next batch.
+            # There is no memory for the stack of a new thread. This thread continues, although each of its passes then
+            # needs a new thread (`on_usable_thread`). It tries to start its replacement again after its next batch.
             _logger.warning(
                 "thread %s could not be replaced and continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,

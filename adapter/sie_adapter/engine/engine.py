@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
-# Seconds after which a waiting device thread makes the running device thread release the interpreter. Python's default
-# of 5 ms slows two device threads by 2 to 4 %.
+# Seconds after which a waiting thread makes the running thread release Python's GIL (`sys.setswitchinterval`). The
+# default of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"  # number of matrix sizes for which oneDNN and torch cache data (see `prepare_process`)
 
@@ -119,8 +119,8 @@ class AdapterEngine:
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
         # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core.
-        # bench/engine.py measured texts/s on two cores in bfloat16, of mixed lengths, and of 8 tokens each: 324, 3,623
-        # with two threads; 333, 3,608 with two processes; 292, 2,567 with one thread that uses both cores.
+        # On two cores in bfloat16 (bench/engine.py), two threads computed 324 texts/s of mixed lengths, and 3,623 of 8
+        # tokens; two processes 333 and 3,608; one thread on both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None

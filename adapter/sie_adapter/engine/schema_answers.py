@@ -46,7 +46,7 @@ FieldSpans = Mapping[str, Sequence[FieldSpan]]
 
 @dataclass
 class SchemaAnswer:
-    """The values of one input, and the rows that are their evidence."""
+    """Answer to a schema for one input: its values in `data`, their evidence in `entities` and `classifications`."""
 
     data: dict[str, Any] = field(default_factory=dict)
     entities: list[dict[str, Any]] = field(default_factory=list)

@@ -91,7 +91,9 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: of OpenMP, on a CPU."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: number of threads of
+    OpenMP, if the device is a CPU.
+    """
 
     python: str
     folder: Path

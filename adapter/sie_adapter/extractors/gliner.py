@@ -51,10 +51,10 @@ _CHARACTERS_PER_TOKEN = 16
 # grows with the square of this number, because the decoder compares each candidate with all selected candidates. For a
 # token-level model, the decoder also compares all starts with all ends.
 _CANDIDATES = 2048
-# the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
-# candidates and makes few comparisons
+# limit in place of _CANDIDATES for requests whose entities have one label and must not overlap: the decoder then
+# selects few candidates and makes few comparisons
 _FLAT_CANDIDATES = 8192
-_TOKEN_CANDIDATES = 1024  # the same limit for a token-level model
+_TOKEN_CANDIDATES = 1024  # limit in place of _CANDIDATES for a token-level model
 
 Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
 
@@ -104,7 +104,7 @@ class WindowResult:
     relations: list[WordPair] = field(default_factory=list)
 
     def moved(self, words: int) -> WindowResult:
-        """Return the same result with `words` added to each position."""
+        """Return a copy of this result with `words` added to each position."""
         return WindowResult(
             [(first + words, last + words, label, score) for first, last, label, score in self.spans],
             [
@@ -125,7 +125,8 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer text is read in several windows.
     """
 
-    pass_tokens = 512, 8192  # on a CPU, on a GPU; for a model of width 512, span states need about 0.2 MB per word
+    # on a CPU, and on other devices; for a model of width 512, the states of the spans need about 0.2 MB per word
+    pass_tokens = 512, 8192
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -263,7 +264,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _read(self, words: list[list[str]], batch: Any, request: GlinerRequest) -> list[WindowResult | SIEError]:
-        """Run one pass over the collator's batch. Return the result of each row, with word indices of the row."""
+        """Run one pass over the collator's batch. Return the result of each row; positions are indices in its words."""
         inputs = self._inputs(batch)
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}

@@ -168,7 +168,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    pass_tokens = 512, 16384  # on a CPU, on a GPU; for a model of width 768, span states need about 0.1 MB per word
+    # on a CPU, and on other devices; for a model of width 768, the states of the spans need about 0.1 MB per word
+    pass_tokens = 512, 16384
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -227,7 +227,7 @@ def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """Return the path of the entry's golden vectors, which the entry gives absolute or relative to the catalogue."""
+    """Return the path of the entry's golden vectors. A relative path begins at the folder of the packaged catalogue."""
     return packaged_folder() / entry.golden
 
 

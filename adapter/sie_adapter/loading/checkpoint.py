@@ -85,7 +85,8 @@ def load_model(
     caller reads itself. `changes`: replacements for settings in config.json. `decodes`: whether the caller runs the
     decoder of a model with encoder and decoder.
 
-    With `float32_head`, the backbone is in the precision of `compute`, and the pooler and all later layers in float32.
+    With `float32_head`, the backbone is in the precision of `compute`, but its pooler and all layers after the backbone
+    are in float32.
 
     Raises ModelLoadFailed INCOMPATIBLE for a decoder that the caller does not run, and for weights that do not fit
     config.json. The message names up to five of these weights.

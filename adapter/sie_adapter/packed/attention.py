@@ -332,7 +332,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     the number of visible tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
-        # these kernels count windows from the last token: wrong windows if only the first tokens are visible
+        # these kernels count a window from the last token, which is wrong if only the first tokens are visible
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)

@@ -48,7 +48,7 @@ _QUIET_FRAMES = 10
 _UNSET = ("eos_token_id", "max_length", "max_new_tokens")
 # largest number of windows in one pass of the encoder; a CPU is not faster with several windows
 _WINDOWS_PER_PASS = 8
-_END = 0  # the only token of a row in the loop of `reading`: one step decodes a whole window
+_END = 0  # the only token of a row in the loop of `reading`, because `begin` decodes the whole window
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ class ParakeetReader:
         """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
-        if not window.seek:  # after a failed batch, the loop starts again with the first window: drop earlier results
+        if not window.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
             sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
         tokens = read.tokens[: sound.most or None]
         if read.is_cut or len(tokens) < len(read.tokens):

@@ -109,7 +109,8 @@ class SoundWindow:
     def heard_frames(self) -> int:
         """Return the number of frames of the window without the padding of a sound that is shorter than a window. In
         the padding, all bins have the lowest level of the sound. The last frame above this level is not counted,
-        because it overlaps the padding. The number may be one too large. Recorded silence at the end counts as padding.
+        because it overlaps the padding. The result may be too large by one. Recorded silence at the end counts as
+        padding.
         """
         if self.sound.frames > self.max_frames:
             return self.frames
@@ -121,7 +122,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # after a failed batch, the loop starts again with the first window: drop earlier results
+        if not self.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
             sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)

@@ -190,7 +190,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
 
 
 def reserved(field: str) -> InvalidInput:
-    """Return the error for a client's text that contains a token of the prompt."""
+    """Return the error for a client's text that contains a special token of the model's prompts."""
     return InvalidInput(f"{field}: it contains a token that the model reserves", reason="reserved_token", param=field)
 
 
