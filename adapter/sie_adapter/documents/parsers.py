@@ -121,7 +121,7 @@ class Parsers:
         """Return the running process of this thread, or a new one if it has none. Raises ParserNotStarted."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
-            _logger.warning("the parsing process %d ended without a document and is replaced", process.pid)
+            _logger.warning("the parsing process %d ended while it parsed no document, and is replaced", process.pid)
             self._dismiss()
             process = None
         if process is None:

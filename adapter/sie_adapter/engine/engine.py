@@ -465,7 +465,9 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Compute the results of rows that need no forward pass. Return the indices of the other rows."""
+        """Compute the results of rows (sequences of token ids, or vectors of a client) that need no forward pass.
+        Return the indices of the other rows.
+        """
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -541,7 +543,9 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Store the results of the heads for a pass. Return the indices of rows with NaN or infinite values."""
+        """Compute the heads (output layers) on the states of a pass, and store the results. Return the indices of rows
+        with NaN or infinite values.
+        """
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
@@ -565,8 +569,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the result of each input of a work item, with the number of its tokens. The tokens of a query that all
-        inputs share count for the first input.
+        """Return the result of each input of a work item (inputs of one request), with the number of its tokens. The
+        tokens of a query that all inputs share count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -600,8 +604,8 @@ class BatchRun:
         return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """Return the result of each input of a work item. `shared`: the rows of the query that all inputs share.
-        `units`: for each input, the rows that belong to it.
+        """Return the result of each input of a work item (inputs of one request). `shared`: the rows of the query that
+        all inputs share. `units`: for each input, the rows that belong to it.
         """
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
@@ -627,7 +631,7 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this work item probably caused the error, so the other work items still get results
+            # the options of this work item's request probably caused the error, so other work items still get results
             _logger.exception("the outputs of a work item could not be computed, so its inputs get an error")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")

@@ -1,5 +1,5 @@
-"""Results of inputs, computed from the outputs of the heads for each row. The output options of a request are applied
-here, per work item, so requests with different options can share a batch.
+"""Results of inputs, computed from what the heads (output layers) return for each row (sequence of token ids). The
+output options of a request are applied here, per work item, so requests with different options can share a batch.
 
     rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
                         ──► row of the query against rows of documents ──► scores    score of stored vectors

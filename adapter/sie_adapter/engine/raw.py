@@ -168,7 +168,7 @@ def _extracted(
     preparation: Preparation | None,
     files: Sequence[Any] | None,
 ) -> list[ItemResults]:
-    """Call `extract` with the texts of all work items: the model itself forms passes of texts with equal options."""
+    """Call `extract` with the texts of all requests: the model itself forms passes of texts with equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 

@@ -137,8 +137,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row. In a normal pass, the towers have already computed the vectors. In the
-    check of a loaded model (`certificate`), only the text backbone runs, and this head computes the vectors.
+    """Head that returns the vector of each row. In a normal pass, `TwoTowers.forward` has already computed the vectors.
+    In the check of a loaded model (`certificate`), only the text backbone runs, and this head computes the vectors.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -155,7 +155,9 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Embeddings of a text tower without its limit on tokens: packed texts together may be longer than one text."""
+    """Embeddings of a text encoder, without the limit for the tokens of one text that the class in transformers checks:
+    the packed texts of a pass together may be longer.
+    """
 
     def __init__(self, source: Any) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ class Head(Protocol):
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose result for a chunk of a text can be joined from parts, one for each segment of the chunk."""
+    """Head whose result for a chunk of a text can be joined from parts, one for each segment (tokens in one row)."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
         """Return a part of a chunk's result for each sequence, which has the tokens of one segment of the chunk."""

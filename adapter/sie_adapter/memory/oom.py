@@ -36,7 +36,7 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of the remedies against a lack of memory, by model, since the start of the process. Thread-safe."""
+    """Counters of what was done when memory ran out (`Remedy`), by model, since the process started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

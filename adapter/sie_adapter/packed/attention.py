@@ -90,8 +90,8 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """Record of a trial pass. `calls`: calls of the attention function. `edges`: the values of `sie_edge` (see
-    `packed_attention`) that the layers with a window need.
+    """Record of a trial pass, in which `packed_attention` checks the masks that the model requests. `calls`: number of
+    its calls. `edges`: the values of `sie_edge` that the layers with a window need.
     """
 
     calls: int = 0

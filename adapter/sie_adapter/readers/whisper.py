@@ -2,7 +2,7 @@
 
   features ──► a window of 30 s ──► encoder ──► states ──┐
                                                          ├──► decoder, a token a step ──► segments ──► the next window
-  language, task, words before it ──► prompt ────────────┘                    └──► with `word_times`: times of words
+  language, task, the instruction ──► prompt ────────────┘                    └──► with `word_times`: times of words
 
 Each window begins at the end of the last whole segment of the previous window, as in `generate` of transformers.
 """
