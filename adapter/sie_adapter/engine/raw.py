@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 
 class VerbModel(Protocol):
-    """A model has one or more of three methods: encode, score, extract. Each may run on several threads at once.
+    """Model with one or more of three methods: encode, score, extract. Each method may run on several threads at once.
 
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.

@@ -1,4 +1,4 @@
-"""Dual encoders, whose vectors of texts and of images are in one space: CLIP (arXiv 2103.00020), SigLIP (arXiv
+"""Dual encoders, whose vectors of texts and of images can be compared: CLIP (arXiv 2103.00020), SigLIP (arXiv
 2303.15343).
 
     token ids ──► packed text tower ──► state of one token of each text ─┐

@@ -1,4 +1,4 @@
-"""Dual encoders, whose vectors of texts and of sounds are in one space: CLAP (arXiv 2211.06687).
+"""Dual encoders, whose vectors of texts and of sounds can be compared: CLAP (arXiv 2211.06687).
 
     token ids ──► packed text tower ──► pooler of the first token ──► projection ──┐
                                                                                    ├──► one vector for each row

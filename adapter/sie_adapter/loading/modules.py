@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and names it, so
-that no setting of a newer library is ignored without notice.
+`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and names it. A
+setting that a newer version of the library adds is therefore never ignored silently.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """

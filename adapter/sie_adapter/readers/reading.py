@@ -9,7 +9,7 @@ at most one step for a disconnected client. The text of a row does not depend on
 another prompt follows, such as the next window of a sound, the row waits again, behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
-has a lower priority than the device threads: while these are busy, the loop's thread gets only a part of a core.
+has a lower priority than the device threads. While the device threads are busy, it gets only a part of a core.
 """
 
 from __future__ import annotations
