@@ -1,4 +1,5 @@
-"""Code that the extraction families share: options, tokenisation, windows over long texts, padded passes, weights.
+"""Code that families share whose models extract entities, relations or classes from texts: options, tokenisation,
+windows over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘

@@ -1,6 +1,6 @@
 """Load of a model: a resolved catalogue entry becomes an object of its family.
 
-  entry ──► folder of its weights ──► family ──► Loaded
+  entry ──► folder of its weights ──► class of its family ──► loaded model, checked (`certificate`)
 
 A family of another Python package is loaded by an entry point of the group `sie.adapters`, named like the family.
 """

@@ -335,7 +335,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token. Characters with such a token are lost for the model."""
+    """Return the ids of special tokens and of the unknown token. The model cannot read characters with these tokens."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:
