@@ -369,7 +369,7 @@ class BatchRun:
         """Check the batch. Raises InvalidInput or InternalFailure if the batch cannot run.
 
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
-        `make_room`: frees memory after memory ran out, and returns the way, or None if nothing can be freed.
+        `make_room`: frees memory after memory ran out, and returns how (a `Relief`), or None if nothing can be freed.
         `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
         on disk of each running pass. If the pass kills this process, the next process reads the record.
         """

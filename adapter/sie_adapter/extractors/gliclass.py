@@ -139,7 +139,9 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _check_prompt(self, labels: list[str], around: _Around) -> None:
-        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves no tokens for the text."""
+        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves too few tokens for the
+        text (`_check_room`).
+        """
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes

@@ -45,7 +45,8 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# A word is cut after this number of characters times `max_tokens`: the model reads only the first token of a word.
+# A word is cut after this number of characters times `max_tokens`. The cut changes no result, because the model reads
+# only the first token of a word.
 _CHARACTERS_PER_TOKEN = 16
 # Largest number of candidate entities per window of a text; the decoder gets only the best ones. The decoder's time
 # grows with the square of this number, because the decoder compares each candidate with all selected candidates. For a

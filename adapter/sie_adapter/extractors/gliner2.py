@@ -67,7 +67,7 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-_CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`
+_CHARACTERS_PER_TOKEN = 16  # only this number of characters times `max_tokens` of a word are tokenised
 _CANDIDATES = 16384  # limit of candidate entities per window; only candidates with equal scores may exceed it
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")

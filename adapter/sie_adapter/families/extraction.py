@@ -235,7 +235,9 @@ def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
 
 
 def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOptions:
-    """Return the options of the run for one part. A decision needs the scores of all labels, so its threshold is 0."""
+    """Return the options of the run for one part of a schema. A decision needs the scores of all labels, so the
+    threshold of its run is 0.
+    """
     if isinstance(part, TextRecord):
         return replace(options, labels=(), parts=(), part=part)
     prompt = " ".join(filter(None, (options.instruction, part.question)))

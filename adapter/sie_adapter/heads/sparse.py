@@ -21,7 +21,7 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Int64
 
-# limit for the bytes of the float32 logits or states of one block of tokens
+# largest number of bytes of the float32 logits, or states, that are computed at a time
 BLOCK_BYTES = 30_000_000
 
 
@@ -138,7 +138,7 @@ def _rows(weights: Tensor) -> list[Row]:
 
 
 def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
-    """Yield consecutive sequences with at most `tokens` tokens in total. A longer sequence is yielded alone."""
+    """Yield ranges of consecutive sequences with at most `tokens` tokens in total. A longer sequence is alone."""
     start, total = 0, 0
     for index, length in enumerate(lengths.tolist()):
         if index > start and total + length > tokens:

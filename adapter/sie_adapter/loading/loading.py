@@ -144,7 +144,7 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # Temporary files of the load can be as large as the weights. In /tmp they would exceed the pod's limit of
+        # Temporary files of the load can be as large as the weights. In /tmp they could exceed the pod's limit of
         # storage, and Kubernetes would evict the pod. So the load writes them into the cache folder if it is writable.
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None

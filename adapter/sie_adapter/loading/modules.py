@@ -84,7 +84,7 @@ _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
-_OUTPUTS = {  # task of a Transformer module -> the model's output, and the feature with this output
+_OUTPUTS = {  # task of a Transformer module -> the model's output, and the key of this output for the next module
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),

@@ -125,8 +125,8 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """Steps when memory of a device runs out. `make_room` frees memory and returns the way, or None if nothing can be
-    freed. `count` is called with the name of a counter to increment.
+    """Steps when memory of a device runs out. `make_room` frees memory and returns how (a `Relief`), or None if nothing
+    can be freed. `count` is called with the name of a counter to increment.
     """
 
     device: torch.device

@@ -180,7 +180,7 @@ class ParakeetReader:
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Raise AssertionError: the loop runs no step, because each row ends with its first token."""
-        raise AssertionError("a window is decoded in one step")
+        raise AssertionError("a window has no steps, because `begin` decodes it")
 
     def add(self, window: ParakeetWindow) -> None:
         """Append the words of a decoded window to the transcription of its sound."""
