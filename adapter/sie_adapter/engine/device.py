@@ -346,7 +346,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     """Call `run`. Return the bytes by which its peak memory on the device exceeded the memory in use before; 0 if this
     cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # without this call, `run` could reuse freed memory of the allocator, and the resident memory would not grow
+    # without this call, `run` could reuse freed memory of the allocator, which is already part of the resident memory
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)

@@ -223,10 +223,10 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: positions without a token that `filled` has counted. These do not include the padding sequence of
-    `filled_up`. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height
-    and width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the
-    engine that runs the pass; None for the engine of the model.
+    `padding`: number of positions without a token that `filled` has counted. The padding sequence of `filled_up` is not
+    counted. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height and
+    width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the engine
+    that runs the pass; None for the engine of the model.
     """
 
     ids: Int64  # shape [tokens]
