@@ -143,7 +143,7 @@ class Modules:
     transformer: TransformerSettings = TransformerSettings()
     # class name of a module, except the transformer -> its config.json
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # reduction of token vectors for late interaction
+    token_pooling: TokenPooling | None = None  # settings by which similar token vectors of a text are merged
 
     def width(self, hidden: int) -> int:
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)

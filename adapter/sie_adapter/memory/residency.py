@@ -153,8 +153,9 @@ class DeviceMemory:
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may use `more_bytes` bytes more. The limit is halfway between `threshold_percent` and
-        100 %. If the use would exceed the limit, first free other caches and the allocator's free memory.
+        """Return whether a KV cache may use `more_bytes` bytes more. The limit for the memory in use is halfway between
+        `threshold_percent` and 100 %. If the limit would be exceeded, first drop caches that can be filled again, and
+        free memory of the allocator.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:

@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add `positions` to `padding`: the number of positions without a token that a pass computed."""
+        """Add `positions` to `padding`. `positions`: number of positions without a token that a pass has computed."""
         self.padding += positions
 
 
