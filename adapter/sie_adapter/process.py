@@ -103,8 +103,8 @@ def _import() -> None:
 
 
 def _name_temporary_folder() -> None:
-    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. The
-    import of torch reads this path and would raise without a path, although torch writes no file there.
+    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. When
+    torch is imported, it reads this path, and raises if there is none. It writes no file there.
     """
     try:
         tempfile.gettempdir()
@@ -182,8 +182,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or a byte is written to the
-    second. The signals that `run` has blocked are not blocked inside the context.
+    """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or when a byte is written to
+    the second. At the begin of the context, unblock the signals that `run` has blocked.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)

@@ -106,7 +106,7 @@ class AdapterServer:
             connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # a new thread starts with the number that the last call in any thread has set
+        torch.set_num_threads(1)  # without this call, the thread has the number that another thread has set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
@@ -123,7 +123,7 @@ class AdapterServer:
         except EOFError:
             pass
         except FrameError as error:
-            # the error names only a path in the request, so no contents of the request reach the log
+            # the error names only a field of the request, such as `$.lengths`, so no input of a client reaches the log
             _logger.warning("closed a connection after an invalid or incomplete frame: %s", error)
         except OSError as error:
             _logger.info("closed a connection that broke: %s", error)

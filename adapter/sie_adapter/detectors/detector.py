@@ -34,8 +34,8 @@ class _DetectorKind(Protocol):
     """Model class of a detector: it reads the labels and runs the forward passes.
 
     `thresholds`: names of the options that set a lowest score for an object, with their defaults. `max_tokens`: limit
-    for all labels together, or for each label if the class encodes labels separately. `recipe`: the recipe of the
-    pixels that `detect` reads.
+    for the tokens of all labels together, or of each label if the class encodes labels separately. `recipe`: how the
+    sidecar prepares the pixels that `detect` reads.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -54,7 +54,7 @@ class _DetectorKind(Protocol):
         """Return an error if the model cannot read the image; None if it can."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
-        """Detect objects in images of one size."""
+        """Return boxes, and the score of each label for each box. All `images` have the same size."""
 
     def frame(self, image: Shown) -> ImageFrame:
         """Return the sizes that `objects` needs to convert boxes from fractions to pixels."""
@@ -72,8 +72,8 @@ class Detector:
     have exactly one image, or if its image, its labels or an option cannot be used. It is an InferenceFailed if scores
     or boxes are not finite, or if the model code fails.
 
-    The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
-    DINO), or for each label (OWLv2, which truncates a longer label).
+    The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for the tokens of all labels
+    together (Grounding DINO), or of each label (OWLv2, which truncates a longer label).
     """
 
     @staticmethod

@@ -161,7 +161,7 @@ class GroundingDino:
         )
 
     def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
-        """Detect objects in images of one size. Call it under inference mode."""
+        """Return boxes, and the score of each label for each box. All `images` have one size. Needs inference mode."""
         maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape

@@ -33,8 +33,8 @@ _OBJECT_BYTES = 8  # bytes of a tree's Python objects for each byte of its JSON,
 
 
 class DoclingModel:
-    """Parser processes of one model, at most one for each core. Several threads may use the objects that `reading`
-    returns at the same time.
+    """Parser processes of one model, at most one for each core. `reading` returns an object for each batch; several
+    threads may use different objects at once.
 
     A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`. If the parameter `tree`
     is false, a result has no `document`. The result is an InvalidInput if an input has no document or asks for `ocr`,

@@ -12,7 +12,9 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number`: set when the job is sent. `has_tree`: True if the answer needs docling's JSON."""
+    """Document to parse. `number`: set when the job is sent; the answer has the same number. `has_tree`: True if the
+    answer needs docling's JSON.
+    """
 
     number: int
     document: DocumentFile

@@ -1,10 +1,10 @@
 """Pool of the processes that parse documents for a model. The first process starts when the model is loaded, more
-processes start when documents need them. All processes end when the model is unloaded.
+processes start when documents need them. All processes end when the model is unloaded or evicted.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
                                    └── no client waits any more: the process is killed
-    In both cases the next document of the thread starts a new process.
+    After a process has died or was killed, its thread starts a new process for the next document.
 
 Documents are parsed in separate processes, one for each thread of the pool, because the parsers are native code that
 reads files of clients: a crash fails only one document, and a process can be killed at a time limit.
@@ -121,7 +121,7 @@ class Parsers:
         """Return the running process of this thread, or a new one if it has none. Raises ParserNotStarted."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
-            _logger.warning("the parsing process %d ended without a document and is replaced", process.pid)
+            _logger.warning("the parsing process %d ended while it parsed no document, and is replaced", process.pid)
             self._dismiss()
             process = None
         if process is None:
@@ -276,7 +276,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send `parts`, and return the answer. At the deadline the process is killed, which ends the wait."""
+        """Send `parts` (bytes of a frame), and return the answer. At the deadline, kill the process; the wait ends."""
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()

@@ -38,7 +38,8 @@ _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
-# lower threshold while a model loads or RLIMIT_DATA is set, so that freed memory leaves no holes in the heap
+# threshold in place of _MAPPED_BYTES while a model loads or RLIMIT_DATA is set: freed memory of this size and more then
+# leaves no holes in the heap
 _APART_BYTES = 1 << 20
 # number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()
@@ -76,7 +77,7 @@ def _cuda_devices() -> int:
 def hide_other_gpus(name: str) -> None:
     """Hide all GPUs except `cuda:N` from this process and its children, so that no library uses the GPU of another
     adapter. The GPU is then called `cuda:0`. Call this before any use of CUDA. Raises SettingError if
-    CUDA_VISIBLE_DEVICES lists too few GPUs.
+    CUDA_VISIBLE_DEVICES lists at most N GPUs.
     """
     index = int(name.removeprefix("cuda:"))
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -132,10 +133,11 @@ class Compute:
     """Settings for the weights and forward passes of one model on this device.
 
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
-    `dtype` differs from `requested`; empty if it does not. `outputs`: the cache of outputs of image towers. `model`:
-    facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot run the
-    model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `scratch`: the
-    folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8 bits.
+    `dtype` differs from `requested`; empty if both are equal. `outputs`: the cache of outputs of image encoders.
+    `model`: facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot
+    run the model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `scratch`:
+    the folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8
+    bits.
     """
 
     device: torch.device
@@ -193,9 +195,9 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
     """Return the memory use of the device as if `more_bytes` more bytes were in use. If several limits apply, return
     the limit with the highest share in use.
 
-    The limits are, on CUDA: the memory of the GPU, and the fraction that this process may use. On MPS: the size that
-    Metal recommends. On a CPU: the memory of the machine, the limit of the container, and RLIMIT_DATA (`ulimit -d`),
-    for an adapter without a container of its own.
+    The limits are, on CUDA: the memory of the GPU, and the fraction of it that torch lets this process use, if a
+    fraction is set. On MPS: the size that Metal recommends. On a CPU: the memory of the machine, the limit of the
+    container, and RLIMIT_DATA (`ulimit -d`), for an adapter without a container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -344,7 +346,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     """Call `run`. Return the bytes by which its peak memory on the device exceeded the memory in use before; 0 if this
     cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # without this call, `run` could reuse freed memory of the allocator, and the resident memory would not grow
+    # without this call, `run` could reuse freed memory of the allocator, which is already part of the resident memory
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)

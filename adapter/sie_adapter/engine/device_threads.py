@@ -3,7 +3,8 @@ time to wake another thread.
 
     submit(DeviceJob) ──► queue ──► thread: BatchStarted, run, reply
 
-The queue has at most one job per connection, so it needs no limit. If the first thread is idle, it takes the next job.
+The queue has at most one job per connection, so it needs no limit. If the first thread is idle, it takes the next job,
+because only the first thread may compute a batch with several torch threads.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class DeviceThreads:
     does not raise.
 
     If no other batch runs or waits, the first device thread computes its batch with `count` torch threads, at most 8.
-    In every other case, a device thread uses one torch thread: torch would start more threads for each device thread,
-    and if there are more torch threads than cores, libgomp puts threads to sleep at barriers.
+    In every other case, a device thread uses one torch thread. With more, torch would run more threads than the CPU has
+    cores, and libgomp then puts threads to sleep at barriers, which takes time.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
@@ -147,8 +148,8 @@ class DeviceThreads:
         try:
             self._threads[number] = self._start(number)
         except RuntimeError as error:
-            # There is no memory for the stack of a new thread. This thread continues, although it is slower, and tries
-            # to start its replacement again after its next batch.
+            # There is no memory for the stack of a new thread. This thread continues, although each of its passes then
+            # needs a new thread (`on_usable_thread`). It tries to start its replacement again after its next batch.
             _logger.warning(
                 "thread %s could not be replaced and continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,

@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
-# Seconds after which a waiting device thread makes the running device thread release the interpreter. Python's default
-# of 5 ms slows two device threads by 2 to 4 %.
+# Seconds after which a waiting thread makes the running thread release Python's GIL (`sys.setswitchinterval`). The
+# default of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
-_KEPT_PRODUCTS = "64"  # number of entries of each cache of matrix products (see `prepare_process`)
+_KEPT_PRODUCTS = "64"  # number of matrix sizes for which oneDNN and torch cache data (see `prepare_process`)
 
 
 def _end_process() -> None:
@@ -118,9 +118,9 @@ class AdapterEngine:
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
-        # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core:
-        # on two cores in bfloat16, bench/engine.py measured, in texts/s of mixed lengths and of 8 tokens: 324 and 3,623
-        # with two threads, 333 and 3,608 with two processes, 292 and 2,567 with one thread on both cores.
+        # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core.
+        # On two cores in bfloat16 (bench/engine.py), two threads computed 324 texts/s of mixed lengths, and 3,623 of 8
+        # tokens; two processes 333 and 3,608; one thread on both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -187,7 +187,7 @@ class AdapterEngine:
                     return functools.partial(self.execute, preparation=preparation, permission=permission)
         except SIEError:
             return None
-        except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs it
+        except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs its own error
             _logger.debug("a batch of the model %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
@@ -369,7 +369,7 @@ class BatchRun:
         """Check the batch. Raises InvalidInput or InternalFailure if the batch cannot run.
 
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
-        `make_room`: called if memory runs out; frees memory. Returns how, or None if nothing can be freed.
+        `make_room`: frees memory after memory ran out, and returns how (a `Relief`), or None if nothing can be freed.
         `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
         on disk of each running pass. If the pass kills this process, the next process reads the record.
         """
@@ -465,7 +465,9 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Compute the results of rows that need no forward pass. Return the indices of the other rows."""
+        """Compute the results of rows (sequences of token ids, or vectors of a client) that need no forward pass.
+        Return the indices of the other rows.
+        """
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -541,7 +543,9 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Store the results of the heads for a pass. Return the indices of rows with NaN or infinite values."""
+        """Compute the heads (output layers) on the states of a pass, and store the results. Return the indices of rows
+        with NaN or infinite values.
+        """
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
@@ -565,8 +569,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the result of each input of a work item, with the number of its tokens. The tokens of a query that all
-        inputs share count for the first input.
+        """Return the result of each input of a work item (inputs of one request), with the number of its tokens. The
+        tokens of a query that all inputs share count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -600,8 +604,8 @@ class BatchRun:
         return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """Return the result of each input of a work item. `shared`: the rows of the query that all inputs share.
-        `units`: for each input, the rows that belong to it.
+        """Return the result of each input of a work item (inputs of one request). `shared`: the rows of the query that
+        all inputs share. `units`: for each input, the rows that belong to it.
         """
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
@@ -627,7 +631,7 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this work item probably caused the error, so the other work items still get results
+            # the options of this work item's request probably caused the error, so other work items still get results
             _logger.exception("the outputs of a work item could not be computed, so its inputs get an error")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")

@@ -10,7 +10,7 @@ family, device, precision, LoRAs, installed packages ──► RULES, in order: 
   torch       the packed path of `backbone`                                    everything
 
 The measurements behind the rules are in bench/results/engine.md. SGLang (enabled by SIE_SGLANG_PYTHON) was not
-measured. `backbone` rejects a selected engine if its states differ from those of the unchanged transformers model.
+measured. `backbone` rejects a chosen engine whose hidden states differ from those of the unchanged transformers model.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class EngineFacts:
     this process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang, empty
     if no setting names one. `int8`: the entry requests weights in 8 bits.
 
-    From the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a window;
-    OpenVINO cannot run such a model. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model,
-    empty if it can.
+    From the model's files: `hides_tokens`: some tokens of queries are masked, and in some layers a token attends only
+    to a window of near tokens; OpenVINO cannot run a model with both. `beyond_sglang`: the reason why SGLang cannot
+    compute the vectors of this model, empty if it can.
     """
 
     device: str

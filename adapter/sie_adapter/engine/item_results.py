@@ -1,5 +1,5 @@
-"""Results of inputs, computed from the outputs of the heads for each row. The output options of a request are applied
-here, per work item, so requests with different options can share a batch.
+"""Results of inputs, computed from what the heads (output layers) return for each row (sequence of token ids). The
+output options of a request are applied here, per work item, so requests with different options can share a batch.
 
     rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
                         ──► row of the query against rows of documents ──► scores    score of stored vectors
@@ -115,7 +115,7 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
         encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
-        # only vectors of a client can have an infinite sum, because vectors of a model are normalised
+        # MUVERA adds vectors: only vectors of a client can have an infinite sum, because a model's are normalised
         for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
             results[item] = InvalidInput.at("multivector", "the numbers are too large, their sum is infinite")
         _put("dense", options.dtype, encoded, range(count), results)
@@ -138,7 +138,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide each by max(norm, 1e-12)."""
+    """Return the first `dimensions` numbers of each vector. Unless `keep_scale`, divide them by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -239,7 +239,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Return whether the client requested scores from 0 to 1 that grow with relevance, as other rerankers return."""
+    """Return whether the client requested scores from 0 to 1 that grow with relevance (the parameter `relevance`)."""
     return bool(options.parameters.get("relevance"))
 
 
@@ -249,7 +249,8 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # query weights that come from a table are on the host
+    # the ids and weights of a query that were looked up in a `TokenTable`, without a pass, are on the host
+    ids, weights = (part.to(device) for part in query)
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -282,7 +283,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     """Return the scores of `_late_scores`, by one matrix product for all documents. `query`: [rows, width], normalised.
-    `segment_reduce` gets offsets, because torch would check lengths on the host and so wait for the device.
+    `segment_reduce` gets offsets, not lengths: torch would check lengths on the host, and so wait for the device.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):

@@ -34,12 +34,12 @@ _CPU = torch.device("cpu")
 
 
 class VerbModel(Protocol):
-    """A model has one or more of three methods: encode, score, extract. Each may run on several threads at once.
+    """Model with one or more of three methods: encode, score, extract. Each method may run on several threads at once.
 
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
     `extract(texts, options)` returns for each text the map that the client gets. `options` of `extract` has an entry
-    for each text; `options` of `encode` and `score` applies to all texts. Any result may be an SIEError instead.
+    for each text; `options` of `encode` and `score` applies to all texts. A method may return an SIEError for a text.
 
     `extract` gets up to two more arguments, in this order:
     1. If the model has `prepare(texts, options)`, which tokenises outside the device threads: its Preparation.
@@ -168,7 +168,7 @@ def _extracted(
     preparation: Preparation | None,
     files: Sequence[Any] | None,
 ) -> list[ItemResults]:
-    """Call `extract` with the texts of all work items: the model itself forms passes of texts with equal options."""
+    """Call `extract` with the texts of all requests: the model itself forms passes of texts with equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 

@@ -3,8 +3,9 @@
     decision ──► score of each label ──► the best label, labels above a threshold, true or false ─┐
     record   ──► spans of each property ──► texts, numbers in their range, choices ───────────────┴─► data, evidence
 
-The evidence of a value is a row in `entities`, whose label is the path of the value in `data`. The evidence of a label
-or a choice is in rows of `classifications`, whose label is the path, a dot, and the label or choice.
+A decision is a property whose value is chosen among labels. A record is an object whose properties are read from the
+text. The evidence of a value is a row in `entities`, whose label is the path of the value in `data`. The evidence of a
+label or a choice is in rows of `classifications`, whose label is the path, a dot, and the label or choice.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FieldSpans = Mapping[str, Sequence[FieldSpan]]
 
 @dataclass
 class SchemaAnswer:
-    """The values of one input, and the rows that are their evidence."""
+    """Answer to a schema for one input: its values in `data`, their evidence in `entities` and `classifications`."""
 
     data: dict[str, Any] = field(default_factory=dict)
     entities: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""SGLang server for one model: a separate process that listens on loopback, and that ends when the model is unloaded.
+"""SGLang server of one model: a separate process on loopback, which ends when the model is unloaded or evicted.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
                                          └──► the process ended or hangs ──► a new process, once for each batch
@@ -91,7 +91,9 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: for a CPU only."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: number of threads of
+    OpenMP, if the device is a CPU.
+    """
 
     python: str
     folder: Path
@@ -144,7 +146,7 @@ class SGLang:
         self._width = 0
         # the kernel kills the server when the thread that started it ends, so a thread of this executor starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # a list of the server in use, because the finalizer below reads the list after this object was freed
+        # A list with the one server in use. The finalizer below runs after this object was freed, so it gets the list.
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()

@@ -3,9 +3,10 @@
 token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each partition ──►
 count sketch ──► [items, width]
 
-Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
-are numbered by Gray code. Items and repetitions are computed in blocks of limited size, so that the memory of
-intermediate results does not grow with the batch.
+Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Each
+repetition divides the space of token vectors into partitions by other random planes. Partitions are numbered by Gray
+code. Items and repetitions are computed in blocks of limited size, so that the memory of intermediate results does not
+grow with the batch.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def _aggregate(
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
     """Return for each bag (partition of an item in a repetition) the nearest entry (token) of the item, int64 [bags]:
     the first if several are nearest, -1 if the item has no entry. The distance is the Hamming distance between the bits
-    of the bag's partition and of the entry's partition. The loop adds one bit at a time: `best` has the minimum over
-    the bits so far. This avoids a comparison of each token with each partition.
+    of the bag's partition and of the entry's partition. For each bit, the loop compares the best entry of a partition
+    with that of the partition that differs in this bit, so it need not compare each token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries

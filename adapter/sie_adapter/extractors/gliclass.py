@@ -5,8 +5,8 @@ text.
     sigmoid
 
 The prompt may also have an instruction and `examples`, which are texts with their labels. Models with `instruct` in
-their names were trained for both. A score depends on all labels and their order. Scores are a softmax over the labels
-of a request; with `multi_label` each label has a sigmoid instead.
+their names were trained with instructions and examples. A score depends on all labels and their order. Scores are a
+softmax over the labels of a request; with `multi_label`, the score of a label is the sigmoid of its own logit.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _check_prompt(self, labels: list[str], around: _Around) -> None:
-        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves no tokens for the text."""
+        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves too few tokens for the
+        text (`_check_room`).
+        """
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes

@@ -7,7 +7,7 @@ encoders.
 
 The package's own `inference` is not called. It cuts long texts. It counts a word without tokens as a word, which shifts
 all offsets after it. It finds entities in the padding of a token-level batch. It encodes the labels of a bi-encoder
-again for each batch. In all other cases, the results here are equal to those of the package.
+again for each batch. Apart from these differences, the results here are equal to those of the package.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# A word is cut after this number of characters times `max_tokens`: the model reads only the first token of a word.
+# A word is cut after this number of characters times `max_tokens`. The cut changes no result, because the model reads
+# only the first token of a word.
 _CHARACTERS_PER_TOKEN = 16
-# Largest number of candidates per window; the decoder gets only the best ones. The decoder's time grows with the square
-# of this number, because the decoder compares each candidate with all selected candidates. For a token-level model, the
-# decoder also compares all starts with all ends.
+# Largest number of candidate entities per window of a text; the decoder gets only the best ones. The decoder's time
+# grows with the square of this number, because the decoder compares each candidate with all selected candidates. For a
+# token-level model, the decoder also compares all starts with all ends.
 _CANDIDATES = 2048
-# the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
-# candidates and makes few comparisons
+# limit in place of _CANDIDATES for requests whose entities have one label and must not overlap: the decoder then
+# selects few candidates and makes few comparisons
 _FLAT_CANDIDATES = 8192
-_TOKEN_CANDIDATES = 1024  # the same limit for a token-level model
+_TOKEN_CANDIDATES = 1024  # limit in place of _CANDIDATES for a token-level model
 
 Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
 
@@ -104,7 +105,7 @@ class WindowResult:
     relations: list[WordPair] = field(default_factory=list)
 
     def moved(self, words: int) -> WindowResult:
-        """Return the same result with `words` added to each position."""
+        """Return a copy of this result with `words` added to each position."""
         return WindowResult(
             [(first + words, last + words, label, score) for first, last, label, score in self.spans],
             [
@@ -125,7 +126,8 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer text is read in several windows.
     """
 
-    pass_tokens = 512, 8192  # on a CPU, elsewhere; for a model of width 512, span states need about 0.2 MB per word
+    # on a CPU, and on other devices; for a model of width 512, the states of the spans need about 0.2 MB per word
+    pass_tokens = 512, 8192
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -263,7 +265,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _read(self, words: list[list[str]], batch: Any, request: GlinerRequest) -> list[WindowResult | SIEError]:
-        """Run one pass over the collator's batch. Return the result of each row, with word indices of the row."""
+        """Run one pass over the collator's batch. Return the result of each row; positions are indices in its words."""
         inputs = self._inputs(batch)
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}

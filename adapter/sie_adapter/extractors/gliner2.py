@@ -1,6 +1,7 @@
 """GLiNER2, run by the package `gliner2`. A model finds entities and relations of the types that a request names. If the
-entry has the output classifications, a model scores the classes of a request instead. A model scores all spans of words
-up to a width, or has the boundary architecture (`gliner2_boundary.py`), which supports no relations and records here.
+entry has the output classifications, the model scores the classes of a request, and finds no entities. A model scores
+all spans of words up to a width, or has the boundary architecture (`gliner2_boundary.py`), which supports no relations
+and no records here.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► padded
          passes ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -8,7 +9,7 @@ up to a width, or has the boundary architecture (`gliner2_boundary.py`), which s
 
 The package's own `batch_extract` is not called. It runs a text of any length in one pass. It finds entities in the full
 stop that it adds to a text. For a word without tokens it uses the token that follows. It keeps the words of texts in
-memory. In all other cases, the results here are equal to those of the package.
+memory. Apart from these differences, the results here are equal to those of the package.
 
 Classes share a prompt that begins with the name of their task (parameter `task`). Only the first window of a text is
 classified.
@@ -66,7 +67,7 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-_CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`
+_CHARACTERS_PER_TOKEN = 16  # only this number of characters times `max_tokens` of a word are tokenised
 _CANDIDATES = 16384  # limit of candidate entities per window; only candidates with equal scores may exceed it
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
@@ -76,7 +77,7 @@ Output = TypeVar("Output")
 # None if the model predicts no object.
 _Logits = Sequence[Tensor | None]
 Kind = Literal["entities", "relations", "classifications", "json_structures"]
-_SHARED_WORDS = 16  # least number of words that windows share, if spans may have any width
+_SHARED_WORDS = 16  # least number of words that two neighbouring windows share, if spans may have any width
 _TASK = "category"  # name of the classification task if neither the request nor the entry names one
 
 
@@ -167,7 +168,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    pass_tokens = 512, 16384  # on a CPU, elsewhere; for a model of width 768, span states need about 0.1 MB per word
+    # on a CPU, and on other devices; for a model of width 768, the states of the spans need about 0.1 MB per word
+    pass_tokens = 512, 16384
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -561,8 +563,8 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         model = kinds[kind](config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # Give the model's table of embeddings as many rows as the weights have. More rows than tokens are normal;
-    # `fault_of_files` reports too few.
+    # Give the model's table of embeddings as many rows as the weights have. More rows than tokens are normal; if there
+    # are fewer rows than tokens, `fault_of_files` reports this.
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)

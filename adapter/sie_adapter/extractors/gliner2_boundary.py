@@ -19,7 +19,8 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
-# largest number of overlapping spans of a label that the package compares: the usual number in 8 windows
+# largest number of overlapping spans of a label that the package compares, the usual number in 8 windows; of more
+# spans, it gets only the best
 _CANDIDATES = 1024
 
 
@@ -53,7 +54,7 @@ def window_candidates(
         count_log_rates=output.count_log_rates,
         adaptive_threshold=settings.adaptive_threshold,
     )[0]
-    if output.null_logits is not None:  # logit of each label that the window has no such entity
+    if output.null_logits is not None:  # for each label, the logit that the window has no entity of this label
         absent = (torch.sigmoid(output.null_logits[0].float()) > settings.abstention_threshold).tolist()
         grouped = [[] if is_absent else own for is_absent, own in zip(absent, grouped, strict=True)]
     size = at.stop - at.start

@@ -83,7 +83,8 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # without a path, all values stay, because another window may have the best value
+        # a record without a path keeps all values: its only object has values of all windows (`joined_objects`)
+        if record.path:
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):

@@ -57,7 +57,7 @@ _QUESTIONS: tuple[Question, ...] = ("choice", "score", "noul")
 _OF_LABELS: dict[Question, str] = {"choice": "Which of these describes the text?", "score": "How much?", "noul": ""}
 # the two options of a statement, in the order of the package
 _TRUTH = ("false: no, the statement does not hold", "true: yes, the statement holds")
-_OPTION_TOKENS = 48  # largest number of tokens of an option
+_OPTION_TOKENS = 48  # largest number of tokens of an option; further tokens are cut off
 _QUESTION_TOKENS, _LEAST_QUESTION_TOKENS, _LEAST_OPTION_TOKENS = 16, 8, 4
 _AROUND_TOKENS = 32  # approximate number of tokens around a statement: its type, its two options and the special tokens
 _HEAD_TOKENS = 192  # limit for the tokens of question and options, if the configuration has none

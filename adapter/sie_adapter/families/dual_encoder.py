@@ -1,4 +1,4 @@
-"""Dual encoders, whose vectors of texts and of images are in one space: CLIP (arXiv 2103.00020), SigLIP (arXiv
+"""Dual encoders, whose vectors of texts and of images can be compared: CLIP (arXiv 2103.00020), SigLIP (arXiv
 2303.15343).
 
     token ids ──► packed text tower ──► state of one token of each text ─┐
@@ -117,7 +117,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # removed from the tower, because its forward pass would call the float32 head with states of 16 bits
+        # the head is removed from the text tower, whose forward pass would call the float32 head with 16-bit states
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -137,8 +137,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row. In a normal pass, the towers have already computed the vectors. In the
-    check of a loaded model (`certificate`), only the text backbone runs, and this head computes the vectors.
+    """Head that returns the vector of each row. In a normal pass, `TwoTowers.forward` has already computed the vectors.
+    In the check of a loaded model (`certificate`), only the text backbone runs, and this head computes the vectors.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -155,7 +155,9 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Embeddings of a text tower without its limit on tokens: packed texts together may be longer than one text."""
+    """Embeddings of a text encoder, without the limit for the tokens of one text that the class in transformers checks:
+    the packed texts of a pass together may be longer.
+    """
 
     def __init__(self, source: Any) -> None:
         super().__init__()

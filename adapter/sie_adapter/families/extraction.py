@@ -1,4 +1,5 @@
-"""Code that the extraction families share: options, tokenisation, windows over long texts, padded passes, weights.
+"""Code that families share whose models extract entities, relations or classes from texts: options, tokenisation,
+windows over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘
@@ -48,7 +49,7 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
-# at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; the labels use at most the other tokens
+# at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; a request whose labels leave fewer is refused
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
 _LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in a pass of the label encoder
@@ -234,7 +235,9 @@ def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
 
 
 def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOptions:
-    """Return the options of the run for one part. A decision needs the scores of all labels, so its threshold is 0."""
+    """Return the options of the run for one part of a schema. A decision needs the scores of all labels, so the
+    threshold of its run is 0.
+    """
     if isinstance(part, TextRecord):
         return replace(options, labels=(), parts=(), part=part)
     prompt = " ".join(filter(None, (options.instruction, part.question)))

@@ -1,4 +1,4 @@
-"""Dual encoders, whose vectors of texts and of sounds are in one space: CLAP (arXiv 2211.06687).
+"""Dual encoders, whose vectors of texts and of sounds can be compared: CLAP (arXiv 2211.06687).
 
     token ids ──► packed text tower ──► pooler of the first token ──► projection ──┐
                                                                                    ├──► one vector for each row
@@ -157,15 +157,15 @@ class SoundEncoder(TwoTowers):
 
 def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     """Return the recipe that turns sounds into features. Raises ModelLoadFailed for a model other than CLAP, and for a
-    recipe that is missing, cannot be reproduced, or does not fit the sound tower.
+    recipe that is missing, cannot be reproduced, or does not fit the model's encoder of sounds.
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
         model_type = raw.get("model_type")
         raise incompatible(f"{entry.id}: model_type is {model_type}, family sound-encoder needs {MODEL_TYPE}")
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # The last stage of the sound tower has edge x edge positions. The number of these positions is the cost of a sound,
-    # because states are widest in this stage.
+    # The last stage of the encoder of sounds has edge x edge positions. The number of these positions is the cost of a
+    # sound, because states are widest in this stage.
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     recipe = extractor_of(folder, entry, edge * edge)
     frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)

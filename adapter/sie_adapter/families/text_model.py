@@ -197,8 +197,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the table of token weights that encodes queries without a forward pass; None if queries need a pass.
-        They need it if `query_encoder` is `model`, or is not set and the model's files have no such table.
+        """Return the table of token weights that encodes queries without a forward pass; None if queries need a pass:
+        if `query_encoder` is `model`, or if it is not set and the folder has no Router with a table of weights.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -249,7 +249,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return a marker token's id; -1 for none. PyLate appends a space: the token without a space is tried too."""
+        """Return the id of a marker; -1 if it is empty. A marker of PyLate ends with a space, the token may lack it."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -295,7 +295,7 @@ class Builder:
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
         """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score needs
-        only this logit. Operations of the model after this layer, such as a scaling, still apply.
+        only this logit. Operations of the model after this layer, such as a scaling, do not change.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")

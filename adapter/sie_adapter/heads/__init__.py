@@ -27,8 +27,8 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner` [sequences]: True for a sequence
-    that is a later part of a row, without the row's first token; None if all sequences are whole rows.
+    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner` [sequences]: True for a segment of a
+    row (`late_chunks`) without the row's first token; None if all sequences are whole rows.
     """
 
     hidden: Tensor
@@ -68,10 +68,10 @@ class Head(Protocol):
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose result for a chunk of a text can be joined from parts, one for each segment of the chunk."""
+    """Head whose result for a chunk of a text can be joined from parts, one for each segment (tokens in one row)."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return a part of a chunk's result for each sequence. Sequences are segments: a chunk's tokens in a window."""
+        """Return a part of a chunk's result for each sequence, which has the tokens of one segment of the chunk."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the

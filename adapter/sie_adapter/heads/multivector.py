@@ -13,7 +13,7 @@ from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.heads.token_pooling import TokenPooling
 from sie_adapter.packed.packing import Int64
 
-_STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one block of tokens
+_STATE_BYTES = 32 << 20  # largest number of bytes of the float32 states to which the layers are applied at a time
 
 
 class MultivectorHead:

@@ -73,8 +73,8 @@ class DenseHead:
         return self._finished(self._pooled(states, sequences))
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the pooled states of each segment of a chunk, float32, before the dense layers. Raises InvalidInput
-        for a pooling whose parts cannot be joined.
+        """Return the pooled states of each segment (tokens of a chunk in one row), float32, before the dense layers.
+        Raises InvalidInput for a pooling whose parts cannot be joined.
         """
         pooling = states.pooling or self.pooling
         if not is_joinable(pooling):

@@ -21,13 +21,14 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Int64
 
-# limit for the bytes of the float32 logits or states of one block of tokens
+# largest number of bytes of the float32 logits, or states, that are computed at a time
 BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
-    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations increase with the logit, so
-    the maximum is computed first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
+    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`, where v is an id of the vocabulary. The
+    activation never decreases, so it is applied only to the maximum. With `sums`: `w[v] = sum over tokens of
+    activation(logit[v])` (SPLADE v1).
     """
 
     def __init__(
@@ -137,7 +138,7 @@ def _rows(weights: Tensor) -> list[Row]:
 
 
 def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
-    """Yield consecutive sequences with at most `tokens` tokens in total. A longer sequence is yielded alone."""
+    """Yield ranges of consecutive sequences with at most `tokens` tokens in total. A longer sequence is alone."""
     start, total = 0, 0
     for index, length in enumerate(lengths.tolist()):
         if index > start and total + length > tokens:

@@ -17,7 +17,9 @@ from torch.nn import functional
 
 from sie_contracts.models.load_errors import incompatible
 
-MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all their pairs need 0.5 GB
+# largest number of rows of a sequence, whose distances to each other need 0.5 GB; a model whose max_tokens is larger is
+# refused
+MAX_ROWS = 8192
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Head of any transformers class `For...`, without the backbone: the head is called with hidden states."""
+"""Head of any transformers class such as `BertForMaskedLM`, without its backbone: it is called with hidden states."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        if not in_float32:  # this copies the weight of a decoder layer that is tied to the embedding
+        if not in_float32:  # the last layer may share its weight with the backbone's embedding; it then gets a copy
             block_linears(self._model)
         # addresses of the backbone's tensors, because `memory_bytes` does not count tensors that the head shares with
         # the backbone, often the embedding

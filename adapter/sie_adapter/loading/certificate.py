@@ -4,8 +4,8 @@ results of the checks are the model's certificate.
     digests   SHA-256 of the model's files against the catalogue entry
     files     max_tokens, pooling and prompts of the entry against the model's files; only max_tokens if
               load.accept_unproven is set
-    tokenizer its ids are within the table of embeddings, it adds the special tokens that the model needs, and it knows
-              at least one of several sample texts
+    tokenizer its ids are within the table of embeddings, it adds the special tokens that the model needs, and it can
+              read at least one of several sample texts
     direction the measured direction of attention (causal or not) against load.causal
     packed    each output of the packed path, except token states, against the same output of the reference path, the
               unchanged transformers model
@@ -227,7 +227,7 @@ def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """Return the path of the entry's golden vectors, which the entry gives absolute or relative to the catalogue."""
+    """Return the path of the entry's golden vectors. A relative path begins at the folder of the packaged catalogue."""
     return packaged_folder() / entry.golden
 
 

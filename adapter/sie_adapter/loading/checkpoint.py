@@ -85,7 +85,8 @@ def load_model(
     caller reads itself. `changes`: replacements for settings in config.json. `decodes`: whether the caller runs the
     decoder of a model with encoder and decoder.
 
-    With `float32_head`, the backbone is in the precision of `compute`, and the pooler and all later layers in float32.
+    With `float32_head`, the backbone is in the precision of `compute`, but its pooler and all layers after the backbone
+    are in float32.
 
     Raises ModelLoadFailed INCOMPATIBLE for a decoder that the caller does not run, and for weights that do not fit
     config.json. The message names up to five of these weights.
@@ -183,7 +184,7 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -> Any:
     """Convert weights to the dtype of `compute`, except weights that the architecture keeps in float32, and move the
     model to the device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
-    batch normalisation keep their dtype, too: torch accepts 16-bit weights only with 16-bit statistics, but the
+    batch normalisation keep their dtype, because torch accepts 16-bit weights only with 16-bit statistics, and the
     statistics are buffers.
     """
     # each submodule that is a transformers model may have its own list of float32 modules

@@ -11,8 +11,8 @@ from sie_store.folder_files import read_json
 
 LAYA = "rl_agent_config.json"  # configuration of the family laya
 _GLINER_WORDS = 384
-# A window of GLiNER has at most this number of tokens per word, or fewer if the files have a lower limit. The package
-# sets no limit on tokens, but it counts a whole Chinese clause as one word.
+# A window of GLiNER (section of a text that runs as one sequence) has at most this number of tokens per word, or fewer
+# if the files have a lower limit. The package limits only words, and counts a whole Chinese clause as one word.
 TOKENS_PER_WORD = 8
 _WINDOW = 512  # tokens of a window if the model's files have no limit; for GLiNER2 the largest window
 

@@ -14,16 +14,16 @@ from sie_adapter.loading.open_clip import CONFIG, is_open_clip
 from sie_adapter.loading.published_florence import is_published, published_config
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
 
-# prompt of every text. Source: transformers, ColPaliProcessor
+# prompt of every query and document for ColPali. Source: transformers, ColPaliProcessor
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
-# prompt of every text. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
+# prompt of every query and document for ColQwen. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
-# largest number of merged patches of a page. Source: colpali-engine, class of ColQwen2.5 and training of ColQwen3
+# largest number of blocks (merged patches) of a page. Source: colpali-engine, ColQwen2.5 and training of ColQwen3
 _QWEN_PAGE_BLOCKS = 768
-# prompt of every text. Source: colpali-engine 0.3.18, ColIdefics3Processor
+# prompt of every query and document for ColIdefics3. Source: colpali-engine 0.3.18, ColIdefics3Processor
 _IDEFICS_QUESTION = "{text}" + "<end_of_utterance>" * 10
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
-# smallest and largest number of merged patches of an image, from the vendor's code of Qwen3-VL-Embedding
+# smallest and largest number of blocks (merged patches) of an image, from the vendor's code of Qwen3-VL-Embedding
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
 _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages

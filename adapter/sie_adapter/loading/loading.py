@@ -1,6 +1,6 @@
 """Load of a model: a resolved catalogue entry becomes an object of its family.
 
-  entry ──► folder of its weights ──► family ──► Loaded
+  entry ──► folder of its weights ──► class of its family ──► loaded model, checked (`certificate`)
 
 A family of another Python package is loaded by an entry point of the group `sie.adapters`, named like the family.
 """
@@ -144,8 +144,8 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # Temporary files of the load can be as large as the weights. In a pod, such files in /tmp would exceed its
-        # limit, and the pod would be evicted. So the load writes them into the cache folder if that folder is writable.
+        # Temporary files of the load can be as large as the weights. In /tmp they could exceed the pod's limit of
+        # storage, and Kubernetes would evict the pod. So the load writes them into the cache folder if it is writable.
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
@@ -169,7 +169,7 @@ class Loader:
 
     def ended(self, resolved: Resolved) -> None:
         """Release the lock that a load has on the files of the model. A loaded model has a lock of its own on the files
-        until it is unloaded.
+        until it is unloaded or evicted.
         """
         self._leases.pop(resolved.residency, None)
 
@@ -220,7 +220,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check weight files. Skip folders that have not changed since a check, and families of another package."""
+        """Check weight files. Skip a folder that has not changed since a check, and a family of another package."""
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)

@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and names it, so
-that no setting of a newer library is ignored without notice.
+`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and names it. A
+setting that a newer version of the library adds is therefore never ignored silently.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -84,7 +84,7 @@ _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
-_OUTPUTS = {  # task of a Transformer module -> the model's output, and the feature with this output
+_OUTPUTS = {  # task of a Transformer module -> the model's output, and the key of this output for the next module
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
@@ -143,7 +143,7 @@ class Modules:
     transformer: TransformerSettings = TransformerSettings()
     # class name of a module, except the transformer -> its config.json
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # reduction of token vectors for late interaction
+    token_pooling: TokenPooling | None = None  # settings by which similar token vectors of a text are merged
 
     def width(self, hidden: int) -> int:
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
@@ -371,8 +371,8 @@ def _check_output(
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse a layer of tokens after the
-    Pooling, or of vectors before the Pooling: sentence-transformers fails on the layer, or the layer has no effect.
+    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse a layer that changes token states
+    after the Pooling, or text vectors before it: sentence-transformers fails on the layer, or the layer has no effect.
     """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])

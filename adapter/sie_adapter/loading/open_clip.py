@@ -70,7 +70,7 @@ _BARE = {  # tensor that belongs to no layer in open_clip -> its name in transfo
 
 
 def is_open_clip(folder: Path) -> bool:
-    """Return whether the folder has the files that open_clip reads. If so, a load reads only their weights."""
+    """Return whether the folder has the files that open_clip reads. If so, a load reads no other weights."""
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 

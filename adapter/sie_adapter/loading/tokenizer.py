@@ -26,11 +26,12 @@ from sie_store.folder_files import read_json
 # names of the vocabulary files in published model folders
 _FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# a tokenizer knows a sentence if more than this fraction of the sentence's characters becomes known tokens
+# a tokenizer can read a sentence if it turns more than this fraction of the characters into tokens other than the
+# unknown token and special tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
 # sentences in several scripts, and notations for models of programs, proteins or molecules; the right tokenizer of any
-# model knows at least one of these samples
+# model can read at least one of these samples
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -320,7 +321,7 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the fraction of the characters of `text`, white space excluded, that become known tokens."""
+    """Return the fraction of the characters of `text`, without white space, that become tokens not in `_unread_ids`."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {
@@ -334,7 +335,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token. A character that becomes such a token is not known."""
+    """Return the ids of special tokens and of the unknown token. The model cannot read characters with these tokens."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

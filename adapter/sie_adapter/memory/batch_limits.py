@@ -7,10 +7,10 @@
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
 * The limit rises by the factor RAISE after each wait without a new result, because another process may have used the
 memory at the time of the failure. The first wait is WAIT_S.
-* If a pass fails that only a raised limit permitted, the wait doubles, up to MAX_WAIT_S. This makes failures rare. If a
-pass fits that only a raised limit permitted, its size is the new limit, and the wait is the first wait again.
-* A failure that kills the adapter process ends all its models and batches. Such a failure counts as a failure with half
-of the tokens, and the first wait is KILLED_WAIT_S.
+* A pass may be larger than the limit before its raises. If this pass fails, the wait doubles, up to MAX_WAIT_S, so that
+failures are rare. If this pass fits, its size is the new limit, and the wait is the first wait again.
+* A failure that kills the adapter process ends all its models and batches, so it must be rarer than other failures. It
+counts as a failure of a pass with half of the tokens, and the first wait is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. If a pass of at most
-    `fit_tokens` fails later, `fit_tokens` becomes half of the failed pass. `fail_tokens`: tokens of the last recorded
-    failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens` becomes RAISE times that
-    pass. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the limit rises; its first
-    value is `first_wait_s`.
+    """Measured passes of one model on one device (`limits_key`). `fit_tokens`: tokens of the largest pass that fitted.
+    If a pass of at most `fit_tokens` fails later, `fit_tokens` becomes half of the failed pass. `fail_tokens`: tokens
+    of the last recorded failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens`
+    becomes RAISE times that pass. `since_s`: wall time of the last result that changed the limit. `wait_s`: seconds
+    until the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -92,7 +92,7 @@ class DeviceLimits:
     """Limits for the tokens of a pass on this device, for at most MAX_KEYS models, stored in the file at `path`.
     Thread-safe. No method raises.
 
-    The first use reads the file, because the file may change between the start of a standby process and its first use.
+    The file is read at the first use of this object, because another process may change the file before this use.
     `clock` is wall time in seconds, which stays valid after a restart.
     """
 

@@ -10,8 +10,8 @@ from sie_store.weights.headers import StoredTensor
 
 
 def weight_bytes(folder: Path, itemsize: int) -> int:
-    """Return how many bytes the weights in `folder` take if every float is stored in `itemsize` bytes; 0 without
-    safetensors. Raises ModelLoadFailed INCOMPATIBLE for a damaged file, and the errors of `loaded_files`.
+    """Return how many bytes the weights in `folder` take if every float is stored in `itemsize` bytes; 0 if the folder
+    has no safetensors. Raises ModelLoadFailed INCOMPATIBLE for a damaged file, and the errors of `loaded_files`.
     """
     return sum(_bytes(tensor, itemsize) for file in loaded_files(folder) for tensor in tensors_in(file).values())
 

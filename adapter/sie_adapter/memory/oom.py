@@ -36,11 +36,11 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of the remedies against a lack of memory, by model, since the start of the process. Thread-safe."""
+    """Counters of what was done when memory ran out (`Remedy`), by model, since the process started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # model -> counters of its remedies; a model stays a key after it is unloaded
+        # model -> counters of its remedies; a model stays a key after it is unloaded or evicted
         self._counts: dict[str, Counter[str]] = {}
 
     def count(self, model: str, remedy: Remedy) -> None:
@@ -125,8 +125,8 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """Steps when memory of a device runs out. `make_room` frees memory and returns how, or None if nothing can be
-    freed. `count` is called with the name of a counter to increment.
+    """Steps when memory of a device runs out. `make_room` frees memory and returns how (a `Relief`), or None if nothing
+    can be freed. `count` is called with the name of a counter to increment.
     """
 
     device: torch.device

@@ -8,8 +8,10 @@
     Release, because the sidecar unloads a model (idle, removed, changed, or requested) ──► release
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
-The sidecar decides which models may be evicted: each request has an ordered list of these models, and the reply names
-the evicted models. The adapter stores no permission between requests.
+The threshold is `DeviceMemory.threshold_percent`. The sidecar decides which models may be evicted: each request has an
+ordered list of these models, and the reply names the evicted models. The adapter stores no permission between requests.
+The adapter evicts a model because memory is needed. It unloads a model (`release`) because the sidecar requests this:
+an operator has unloaded the model, or the model was idle for SIE_IDLE_EVICT_S seconds.
 
 `ResidentModels` guards its state with one lock, which is never held during a load or a forward pass.
 """
@@ -123,8 +125,8 @@ class Permission:
     """Models that may be evicted for one request: the models in `may_drop`, in this order, except models that were
     used after the request arrived (`asked_s`).
 
-    `dropped`: the models evicted for the request so far. `has_shed`: whether cached outputs were already dropped for
-    the request. A second drop would remove outputs that the request has computed again.
+    `dropped`: the models evicted for the request so far. `has_shed`: whether the caches were already dropped for the
+    request (`DeviceMemory.shed`). A second drop would remove outputs that the request has computed again.
     """
 
     may_drop: tuple[str, ...]
@@ -138,9 +140,9 @@ class Permission:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the device. `held(n)` returns the memory in use, plus n bytes. `give_back` returns free memory of the
-    allocator to the device. Models are evicted while more than `threshold_percent` of the memory is in use. `shed`
-    drops caches that can be filled again, and returns whether a cache had entries.
+    """Memory of the device. `held(n)` returns the use of the memory as if n more bytes were in use. `give_back` returns
+    free memory of the allocator to the device. Models are evicted while more than `threshold_percent` of the memory is
+    in use. `shed` drops caches that can be filled again, and returns whether a cache had entries.
     """
 
     held: Callable[[int], MemoryUse]
@@ -152,8 +154,9 @@ class DeviceMemory:
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may use `more_bytes` bytes more. The limit is halfway between `threshold_percent` and
-        100 %. If the use would exceed the limit, first free other caches and the allocator's free memory.
+        """Return whether a KV cache may use `more_bytes` bytes more. The limit for the memory in use is halfway between
+        `threshold_percent` and 100 %. If the limit would be exceeded, first drop caches that can be filled again, and
+        free memory of the allocator.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -267,7 +270,7 @@ class ResidentModels:
                 resident.running -= 1
 
     def release(self, model: str) -> None:
-        """Unload `model` if it is loaded. The memory stays in use until the batches that run on the model end."""
+        """Unload `model` if it is loaded. Its memory stays in use until the batches that run on the model end."""
         with self._lock:
             was_loaded = self._residents.pop(model, None) is not None
         if was_loaded:
@@ -381,8 +384,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # Before evictions, drop cached outputs and return free memory of the allocator. This also frees models that
-        # were unloaded during a batch.
+        # Before evictions, drop cached outputs, collect garbage and return free memory of the allocator. A model that
+        # was unloaded during a batch may be part of this garbage.
         self._memory.shed()
         self._collect()
         why = f"device memory is short, the threshold is {self._memory.threshold_percent:g} %"

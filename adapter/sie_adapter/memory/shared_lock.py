@@ -19,7 +19,7 @@ class SharedLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shares = 0
-        self._taken = 0  # number of shared holds since the start; a higher number means that a later hold began
+        self._taken = 0  # number of shared holds that have begun; if it grows during a hold, another hold has begun
         self._is_exclusive = False
 
     @contextlib.contextmanager

@@ -90,8 +90,8 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """Record of a trial pass. `calls`: calls of the attention function. `edges`: the values of `sie_edge` (see
-    `packed_attention`) that the layers with a window need.
+    """Record of a trial pass, in which `packed_attention` checks the masks that the model requests. `calls`: number of
+    its calls. `edges`: the values of `sie_edge` that the layers with a window need.
     """
 
     calls: int = 0
@@ -211,8 +211,8 @@ def _(
     return query.new_empty(query.shape[:2] + value.shape[2:])
 
 
-# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, length, ..] and k, v [.., key
-# heads, visible, ..].
+# A kernel in `_GROUPED` fills `output` [sequences, heads, length, width] from a query [.., heads, length, ..] and from
+# keys and values [.., key heads, visible tokens, ..].
 
 
 def _attend_fused(
@@ -332,7 +332,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     the number of visible tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
-        # these kernels count windows from the last token: wrong windows if only the first tokens are visible
+        # these kernels count a window from the last token, which is wrong if only the first tokens are visible
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)

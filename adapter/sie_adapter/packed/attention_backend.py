@@ -34,7 +34,7 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # flash-attn is imported, because a look-up also finds a build for another torch, which cannot be imported.
+        # flash-attn is imported, because `find_spec` would also find a build for another torch, whose import fails.
         # Without CUDA, no code uses flash-attn.
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,

@@ -47,9 +47,10 @@ from sie_contracts.models.load_errors import incompatible
 
 _logger = logging.getLogger("sie.adapter")
 
-# lengths of the sequences of a trial, in tokens; the longest exceeds the local window of ModernBERT
+# lengths, in tokens, of the sequences of the trial, which compares packed with padded states when a model is loaded;
+# the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
-_LORA_LENGTHS = (8, 24)  # lengths in tokens of the sequences whose states a LoRA must change
+_LORA_LENGTHS = (8, 24)  # lengths in tokens of the sequences whose states a LoRA must change, else it is refused
 # smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16
 _TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
@@ -362,9 +363,9 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the state of a text's first token does not depend on the text's last token, else False. Two
-        measurements change the last token: one in a batch of this text alone, one in a batch with a longer text. Return
-        None if their results differ.
+        """Return True if the state of a text's first token does not depend on the text's last token, else False. The
+        last token is changed in two batches: one of this text alone, one with a longer text. Return None if the two
+        results differ.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -389,7 +390,7 @@ class Backbone:
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
         """Return packed sequences of random ids, for trials, without the pad id, which models treat as padding. The
-        first sequence has a mask token: ESM scales the embeddings of a row by the share of mask tokens in it.
+        first sequence has a mask token, because ESM scales the embeddings of a sequence by its share of mask tokens.
         """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)

@@ -33,8 +33,8 @@ PROCESSOR = "preprocessor_config.json"
 # Largest number of images or sounds in one pass of a tower. Larger passes are not faster on a CPU.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image runs in a pass of
-# its own. On a CPU, every image runs in a pass of its own.
+# Largest number of blocks of patches (see `Patches`) in one pass of a `GridTower`. A larger image runs in a pass of its
+# own. On a CPU, every image runs in a pass of its own.
 _BLOCKS_PER_PASS = 16384
 
 
@@ -65,8 +65,8 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Re
 
 
 def extractor_of(folder: Path, entry: ModelEntry, positions: int) -> SoundRecipe:
-    """Return the recipe that turns sounds into features. `positions`: number of positions of the model for one window
-    of a sound, from which the cost of a sound follows (see `from_extractor`). Raises the errors of `processor_of`.
+    """Return the recipe that turns sounds into features. `positions`: determines the cost of a sound (see
+    `from_extractor`). Raises the errors of `processor_of`.
     """
     config = read_processor(folder, entry, "feature_extractor")
     try:

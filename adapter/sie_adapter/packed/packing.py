@@ -187,8 +187,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None,
-    because kernels that compute all sequences at once require None. Token types are dropped.
+    with `attended`, the other tokens also attend to the added tokens. If no item is padded, the result's `visible` is
+    None, which kernels that compute all sequences at once require. Token types are dropped.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -223,10 +223,10 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: positions without a token that `filled` has counted. These do not include the padding sequence of
-    `filled_up`. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height
-    and width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the
-    engine that runs the pass; None for the engine of the model.
+    `padding`: number of positions without a token that `filled` has counted. The padding sequence of `filled_up` is not
+    counted. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height and
+    width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the engine
+    that runs the pass; None for the engine of the model.
     """
 
     ids: Int64  # shape [tokens]
@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add `positions` to `padding`: the number of positions without a token that a pass computed."""
+        """Add `positions` to `padding`. `positions`: number of positions without a token that a pass has computed."""
         self.padding += positions
 
 

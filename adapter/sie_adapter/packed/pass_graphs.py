@@ -158,7 +158,7 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
-        # graphs of failed captures, which torch's allocator of pinned memory still uses
+        # graphs of failed captures; they are not freed, because torch's allocator of pinned memory still uses them
         self._failed: list[Any] = []
 
     def pool(self) -> Any:
@@ -244,7 +244,7 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """`model`: name in the log. `kernel`: kernel of attention. `filler`, `first`: id and position of padding."""
+        """`model`: name in the log. `kernel`: an `attention.Kernel`. `filler`, `first`: id and position of padding."""
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
         self._pool: Any = None

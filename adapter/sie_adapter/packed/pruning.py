@@ -1,6 +1,6 @@
 """Pruning of a passage to the parts that are relevant for a query.
 
-logit of each token ──► probability ──► pruned | kept | highlighted, by two thresholds ──► spans of equal tokens
+logit of each token ──► probability ──► pruned | kept | highlighted, by two thresholds ──► spans of tokens of one kind
 kept spans ──► summary, with the score of the pair of query and passage
 """
 

@@ -43,7 +43,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
-_CLASS_TOKENS = 8  # largest number of tokens for the name of a class; most names have three or four
+_CLASS_TOKENS = 8  # largest number of tokens for the name of a document's class; most names have three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4  # the cost of a page in tokens is the number of its encoder states, divided by this number

@@ -46,7 +46,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000  # number of bins into which coordinates divide an edge of the image
-# largest number of pages in one pass of the tower; a CPU is not faster with more than one page
+# largest number of pages in one pass of the image encoder; a CPU is not faster with more than one page
 _PAGES_PER_PASS = 8
 
 

@@ -48,7 +48,7 @@ _QUIET_FRAMES = 10
 _UNSET = ("eos_token_id", "max_length", "max_new_tokens")
 # largest number of windows in one pass of the encoder; a CPU is not faster with several windows
 _WINDOWS_PER_PASS = 8
-_END = 0  # the only token of a row in the loop of `reading`: one step decodes a whole window
+_END = 0  # the only token of a row in the loop of `reading`, because `begin` decodes the whole window
 
 
 @dataclass(eq=False)
@@ -140,7 +140,9 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the frames of the first window of `levels`. After the window, no frame remains, or at least two."""
+        """Return the number of frames of the first window of `levels`. After the window, no frame remains, or at least
+        two, because the standard deviation of a single frame is undefined (`_normalised`).
+        """
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE
@@ -178,13 +180,13 @@ class ParakeetReader:
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Raise AssertionError: the loop runs no step, because each row ends with its first token."""
-        raise AssertionError("a window is decoded in one step")
+        raise AssertionError("a window has no steps, because `begin` decodes it")
 
     def add(self, window: ParakeetWindow) -> None:
         """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
-        if not window.seek:  # after a failed batch, the loop starts again with the first window: drop earlier results
+        if not window.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
             sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
         tokens = read.tokens[: sound.most or None]
         if read.is_cut or len(tokens) < len(read.tokens):

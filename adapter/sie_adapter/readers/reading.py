@@ -9,7 +9,7 @@ at most one step for a disconnected client. The text of a row does not depend on
 another prompt follows, such as the next window of a sound, the row waits again, behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
-has a lower priority than the device threads: while these are busy, the loop's thread gets only a part of a core.
+has a lower priority than the device threads. While the device threads are busy, it gets only a part of a core.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class _Loop:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """Put these rows back at the head of the waiting rows. These rows start again and generate equal text."""
+        """Put these rows back at the head of the waiting rows. Later, each generates its text again from its prompt."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))

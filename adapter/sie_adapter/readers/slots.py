@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-_STEP = 64  # allocations and masks have a multiple of this number of positions
+_STEP = 64  # allocations and masks have a multiple of this number of positions, so most steps allocate nothing
 _GROWTH = 1.5  # if memory allows, a new allocation multiplies the number of positions by at least this factor
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]

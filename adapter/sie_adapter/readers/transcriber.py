@@ -121,7 +121,7 @@ MODEL_TYPES = tuple(_KINDS)
 
 
 class Transcriber:
-    together = 1  # pages per pass of the tower: the hundreds of patches of one page already use the device fully
+    together = 1  # pages per pass of the image encoder: the hundreds of patches of one page use the device fully
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -26,8 +26,8 @@ TASKS = ("transcribe", "translate")
 
 
 class PromptStart(NamedTuple):
-    """First tokens of a prompt. `ids`: their ids. `place`: the index in `ids` of the language token, if the model must
-    still recognise the language; else -1.
+    """First tokens of a prompt. `ids`: their ids. `place`: if the model must recognise the language, the index in `ids`
+    of a -1, which the token of the language replaces; else -1.
     """
 
     ids: list[int]

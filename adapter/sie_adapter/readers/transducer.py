@@ -19,9 +19,10 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
 
-_ENDS = (".", "?", "!")  # ends of sentences. Source: NeMo, the separators of segments
+_ENDS = (".", "?", "!")  # punctuation marks that end a sentence. Source: NeMo, the separators of segments
 _LONGEST_S = 30.0  # a longer sentence is divided, because the gateway reads a recording in parts that overlap by 30 s
-# marks without a duration: they begin and end at the end of the token before. Source: transformers, ParakeetProcessor
+# punctuation marks, which have no duration: they begin and end at the end of the previous word. Source: transformers,
+# ParakeetProcessor
 _MARKS = frozenset("?'¡¿-:,%/.!")
 
 

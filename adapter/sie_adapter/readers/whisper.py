@@ -2,7 +2,7 @@
 
   features ──► a window of 30 s ──► encoder ──► states ──┐
                                                          ├──► decoder, a token a step ──► segments ──► the next window
-  language, task, words before it ──► prompt ────────────┘                    └──► with `word_times`: times of words
+  language, task, the instruction ──► prompt ────────────┘                    └──► with `word_times`: times of words
 
 Each window begins at the end of the last whole segment of the previous window, as in `generate` of transformers.
 """
@@ -109,7 +109,8 @@ class SoundWindow:
     def heard_frames(self) -> int:
         """Return the number of frames of the window without the padding of a sound that is shorter than a window. In
         the padding, all bins have the lowest level of the sound. The last frame above this level is not counted,
-        because it overlaps the padding. The number may be one too large. Recorded silence at the end counts as padding.
+        because it overlaps the padding. The result may be too large by one. Recorded silence at the end counts as
+        padding.
         """
         if self.sound.frames > self.max_frames:
             return self.frames
@@ -121,7 +122,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # after a failed batch, the loop starts again with the first window: drop earlier results
+        if not self.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
             sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -271,7 +272,7 @@ class WhisperReader:
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads the encoder's keys and values from the cache, but only if this argument is not None
+            # the decoder reads no values of this argument, but uses the cached encoder states only if it is set
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),

@@ -190,7 +190,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
 
 
 def reserved(field: str) -> InvalidInput:
-    """Return the error for a client's text that contains a token of the prompt."""
+    """Return the error for a client's text that contains a special token of the model's prompts."""
     return InvalidInput(f"{field}: it contains a token that the model reserves", reason="reserved_token", param=field)
 
 
@@ -256,7 +256,7 @@ class BartDecoder:
         scores = self._decode(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads the encoder's keys and values from the cache, but only if this argument is not None
+            # the decoder reads no values of this argument, but uses the cached encoder states only if it is set
             encoder_hidden_states=torch.zeros(len(ids), 1, self._width, dtype=self._dtype, device=self._device),
             encoder_attention_mask=attended(slots.seen_mask, self._dtype, is_eager=self._is_eager),
             past_key_values=slots.cache(),
