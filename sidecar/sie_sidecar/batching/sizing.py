@@ -4,10 +4,11 @@ functions have no clock: times are arguments.
     entries of a full batch, each with its remaining time ──┐
     measured times of batches of this model (`BatchTimes`) ─┴──► number of entries that run now, at least one
 
-A batch may take SHARE of the remaining time of each work item; the remainder is reserved for wrong predictions. If the
-full batch takes at most SHARE of the budget of a work item, this work item does not make the batch smaller. A small
-batch is slower per token, because each batch also takes a fixed time. So two rules limit how much an urgent work item
-may slow down the others:
+A batch may take SHARE of the remaining time of each work item; the rest of that time is reserved for wrong predictions.
+The budget of a work item is the whole time from its publication to its deadline. If the full batch takes at most SHARE
+of the budget of a work item, this work item is not urgent: it does not make the batch smaller. A small batch is slower
+per token, because each batch also takes a fixed time. So two rules limit how much urgent work items may slow down the
+others:
 
 * Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
   x / 2. So all entries together lower the tokens per second by at most half.
@@ -33,7 +34,8 @@ from sie_contracts.settings import Settings
 
 # part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
 SHARE = 0.4
-# largest part of the tokens per second that may be lost, if all work items of a full batch need a smaller batch
+# A smaller batch lowers the device's tokens per second. This is the largest part that may be lost if all work items of
+# the full batch are urgent; if a part x of its tokens is urgent, at most x times this part may be lost (`_cost`).
 MAX_LOSS = 0.5
 # the next batch is sent at least this number of seconds before the running batch ends, so that the device stays busy
 LEAD_S = 0.01
@@ -42,8 +44,9 @@ UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Times of a work item. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`: seconds from the
-    start of the batch to its deadline. `budget_s`: seconds from its publication to its deadline.
+    """Times of a work item. `cost`: its computing time, as the number of tokens of short texts that take the same time.
+    `left_s`: seconds from the start of the batch to the item's deadline. `budget_s`: seconds from the item's
+    publication to its deadline.
     """
 
     cost: float
@@ -97,7 +100,9 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of when a device has finished the batches at its adapter. `batch`: a number that identifies a batch."""
+    """Forecast of the time at which a device has finished the batches at its adapter. `batch`: number that identifies a
+    batch.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, float] = {}  # by number of a batch at the device: its predicted seconds
