@@ -140,7 +140,7 @@ class LongTexts:
 
     def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
         """Return the first piece of a text (`from_end`: the last), and the number of tokens to drop at its beginning.
-        The first piece has at least `size` characters unless the text is shorter. The last piece may have fewer.
+        The piece has at least `size` characters unless the text is shorter; with `from_end`, it may have fewer.
         """
         return next(self._pieces(text, size, from_end))
 

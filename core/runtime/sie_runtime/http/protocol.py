@@ -219,7 +219,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # transport for responses; its `close` lets a client that is still sending read the response first
+        # transport for responses; if the client is still sending, `close` first lets the client read the response
         self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
         if len(self.connections) > max_connections():
             self._refuse(QueueFull("this process has the maximum number of connections"), "connections")

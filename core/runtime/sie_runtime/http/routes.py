@@ -64,7 +64,7 @@ class Route:
     `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if only the config service serves the route and a
     gateway answers with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
     `handler` has a different type in each process. `local`: whatever its scope, the route needs no token at a gateway
-    that has auth mode none and listens only on loopback.
+    that has the auth mode "none" and listens only on loopback.
     """
 
     method: str
