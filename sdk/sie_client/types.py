@@ -215,7 +215,9 @@ MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """Results of a list of items, in order. `usage`: usage of the whole call; each result has its item's usage."""
+    """Results in the order of the items of a call. `usage`: usage of the whole call; each result has its item's
+    usage.
+    """
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
         super().__init__(results)

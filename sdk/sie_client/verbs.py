@@ -52,7 +52,7 @@ from sie_client.types import (
 )
 
 MAX_ITEMS = 2048
-PART_BYTES = 32 << 20  # bytes of one request body: a third of what the server accepts by default
+PART_BYTES = 32 << 20  # largest number of bytes of one request body: a third of what the server accepts by default
 ASIDE_BYTES = 1 << 20  # bytes; the asyncio client encodes or decodes a body of this size or more in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
