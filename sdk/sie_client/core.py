@@ -344,7 +344,7 @@ def _connection_budget_s(session: Session, answer: Answer) -> float:
 
 
 _OF_PROXIES = (502, 503, 504)
-MAX_ERROR = 200  # characters of a library's error text that are logged
+MAX_ERROR = 200  # largest number of characters of a library's error text that are logged
 # Error codes after which the device may have computed results that nobody received. To waste less work of the device,
 # the pauses between attempts grow to MAX_COSTLY_PAUSE_S; after other errors of the server the pauses stay equal.
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
