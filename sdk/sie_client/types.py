@@ -47,8 +47,8 @@ Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 
 class Item(TypedDict, total=False):
     """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, dimension] of
-    an encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True
-    (the default), the whole text is encoded, and the vectors of a chunk are computed from its token vectors; with
+    an encoded text, sent instead of the text. `chunks`: chunks of the text, each with its own vectors. With `context`
+    True (the default), the whole text is encoded, and the vectors of a chunk are computed from its token vectors; with
     False, each chunk is encoded alone.
     """
 

@@ -32,7 +32,8 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2
-# seconds between two updates of the parts that are slow to compute: state of the devices, sums of the metrics
+# seconds between two updates of those parts of the status that are slow to compute: state of the devices, and sums of
+# the metrics
 DEVICE_EVERY_S = 1.0
 MAX_SOCKETS = 32
 PATH = "/ws/status"

@@ -32,8 +32,8 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-# A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until as much work waits as
-# fills this number of batches for each lane.
+# A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until the waiting work fills
+# this number of batches for each lane.
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 # maximum number of models whose batch times are stored; beyond it, the times of the model that was stored first are
@@ -231,7 +231,7 @@ class _KeyQueue(Generic[T]):
 @dataclass(eq=False)
 class _ModelLine(Generic[T]):
     """Queues of one residency (a model with one set of load options), by key. The queue from which the last batch was
-    taken is the last one.
+    taken is at the end of the dict.
     """
 
     name: str

@@ -83,8 +83,8 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the largest cost of a batch with which the urgent work items are in time. The two rules of this module
-    limit how small this cost may be.
+    """Return the largest cost of a batch with which the urgent work items (`asking`) are in time. `full`: cost of the
+    full batch. The two rules of this module limit how small the result may be.
     """
     smallest_cost = full
     asking_cost = 0.0

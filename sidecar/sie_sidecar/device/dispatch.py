@@ -118,8 +118,8 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and
-        another batch waits at the adapter, or work of this model waits in the queue.
+        """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and in
+        addition a batch waits at the adapter or work of this model waits in the queue.
         """
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
@@ -539,7 +539,7 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        # the time of generated text depends on its length, so it must not affect how long deliveries are gathered
+        # the time to generate a text depends on the text's length: it must not affect how long deliveries are gathered
         if batch.writes:
             return
         answered_s = time.monotonic()

@@ -549,7 +549,9 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """Add the tokens of a work item to the mean of its consumer, which limits how much the consumer may deliver."""
+        """Add the tokens of a work item to the mean cost of its consumer. This mean limits how many messages the
+        consumer may deliver.
+        """
         if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 

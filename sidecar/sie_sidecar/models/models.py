@@ -116,15 +116,15 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items, which returns the number of items. Parked work items wait,
-        # and the model may be evicted meanwhile
+        # one function for each group of parked work items; it returns the number of items in the group. While parked
+        # work items wait, the model may be evicted
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter loads the model, false while the load waits for memory
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time of the last load, last use by work, or last `obtain` while unloaded
+        self.used_s = 0.0  # latest time of: load, use by work, call of `obtain` while the model was not loaded
         self.uses = 0  # number of arrivals and ends of work items; it grows whenever the model is used
         self.swapped = False  # true if another model was closed to new work to free memory for the last load
         self.load_s = 0.0  # seconds that the last load took
@@ -273,7 +273,9 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Mark all LoRAs as not loaded. The next use of a LoRA loads it again, at once if the adapter still has it."""
+        """Mark all LoRAs as not loaded. The next use of a LoRA loads it again, which is fast if the adapter still has
+        it.
+        """
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -753,7 +755,7 @@ class Hosting(ModelStates):
             # calls `_look_again`, which ends this wait
             waits_s = [wait_s for state in had_work if (wait_s := self.until_evictable_s(state)) > 0]
             limit_s = min([*waits_s, math.inf if due_s is None else due_s])
-            # at least a millisecond, because a timer may fire a rounding error too early
+            # wait at least a millisecond: because of rounding errors, a timer may fire slightly too early
             await self._until_quiet(asked_s, None if limit_s == math.inf else max(0.001, limit_s))
         return closed
 

@@ -40,7 +40,8 @@ from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.errors import InvalidInput
 
-# characters in the first piece for each needed token: English has 4 to 5, so one piece is nearly always enough
+# number of characters in the first piece for each needed token. English has 4 to 5 characters for each token, so one
+# piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # number of characters up to which later pieces grow, to limit memory: the tokenizer needs about 100 bytes for a token.

@@ -524,8 +524,8 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Hand the messages that a killed process of this worker had leased back to the queue. Return the number of
-        messages that were handed back.
+        """Hand all messages that were leased to a killed process of this worker back to the queue, for any worker.
+        Return the number of messages that were handed back.
         """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
