@@ -200,9 +200,9 @@ class SIEClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Return the vectors of one item as one result, or the vectors of a list as a list of results in the same
-        order. The result of an item that failed has `error`. The call raises SIEError if all items of a request fail,
-        for example its only item.
+        """Return the vectors of one item as one result, or the vectors of a list of items as a list of results, in the
+        order of the items. The result of an item that failed has `error`. The call raises SIEError if all items of a
+        request fail, for example its only item.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
@@ -267,9 +267,9 @@ class SIEClient:
         schema: type[Any] | None = None,
         **params: Unpack[ExtractParams],
     ) -> Any:
-        """Extract from one item (returns a result) or from a list (returns a list of results, in order). The result of
-        an item that failed has `error`. The call raises SIEError if all items of a request fail, for example its only
-        item.
+        """Extract from one item (returns a result) or from a list (returns a list of results, in the order of the
+        items). The result of an item that failed has `error`. The call raises SIEError if all items of a request fail,
+        for example its only item.
 
         `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
         class, and `data` of each result is an instance of the class. An item fails if the model does not find a
@@ -300,7 +300,8 @@ class SIEClient:
         kinds: Sequence[str] | None = None,
         **params: Unpack[RedactOptions],
     ) -> Any:
-        """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
+        """Replace personal data in one text (returns a result) or in a list (returns a list of results, in the order of
+        the texts).
 
         `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
         kinds replaces all of its kinds. For such a model, `kinds` may be None or have the kinds that the server finds
@@ -313,7 +314,7 @@ class SIEClient:
         return results[0] if transport.is_single(items) else results
 
     def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
-        """Return the models of the server's catalogue, as dictionaries, that match the filters."""
+        """Return the models of the server's catalogue that match the filters, each as a dictionary."""
         return self._driver.run(cluster.list_models(filters, self._session))
 
     def get_model(self, model: str) -> dict[str, Any]:
@@ -351,7 +352,7 @@ class SIEClient:
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 
     def list_pools(self) -> list[Pool]:
-        """Return all pools that the key may see, including `default`."""
+        """Return all pools that the client's API key may see, including `default`."""
         return self._driver.run(cluster.list_pools(self._session))
 
     def get_pool(self, name: str) -> Pool:
@@ -359,7 +360,9 @@ class SIEClient:
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
-        """Renew the lease of a pool. Return its new end in seconds since 1970; infinity for a pool without a lease."""
+        """Renew the lease of a pool. Return the end of the lease in seconds since 1970; infinity for a pool without a
+        lease.
+        """
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:

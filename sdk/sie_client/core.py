@@ -3,7 +3,7 @@ result back into the generator.
 
     Send ──► HTTP request ──► Received | TransportFailed
     Pause ──► sleep                   BlockingWork ──► call of a function that may take long or read files
-    Together ──► several plans, a limited number at a time ──► their results in order
+    Together ──► several plans, a limited number at a time ──► their results, in the order of the plans
     HttpAnswer (more items were answered) ──► progress of the call is reported
 
 The blocking client and the asyncio client are two drivers of the same plans, so they behave in the same way.
@@ -116,7 +116,8 @@ class HttpAnswer:
 @dataclass(frozen=True)
 class Together:
     """Step to run plans, at most `concurrency` at a time. The result of the step is the list of the plans' results, in
-    order. If one plan raises, all others are stopped. The iterator `plans` may block, for example to read files.
+    the order of `plans`. If one plan raises an exception, all others are stopped. The iterator `plans` may block, for
+    example to read files.
     """
 
     plans: Iterator[Plan[Any]]
@@ -343,7 +344,7 @@ def _connection_budget_s(session: Session, answer: Answer) -> float:
 
 
 _OF_PROXIES = (502, 503, 504)
-MAX_ERROR = 200  # characters of a library's error text that are logged
+MAX_ERROR = 200  # largest number of characters of a library's error text that are logged
 # Error codes after which the device may have computed results that nobody received. To waste less work of the device,
 # the pauses between attempts grow to MAX_COSTLY_PAUSE_S; after other errors of the server the pauses stay equal.
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
@@ -362,7 +363,7 @@ def _judged(answer: Answer) -> tuple[SIEError, float, float, bool]:
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    # a 502, 503 or 504 without an error code of SIE comes from a proxy that cannot reach SIE: as without a connection
+    # a 502, 503 or 504 without an error code of SIE comes from a proxy that cannot reach SIE: a failed connection
     if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True

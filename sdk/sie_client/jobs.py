@@ -40,8 +40,8 @@ from sie_contracts.errors import UNDECODABLE
 
 # seconds between two polls of a job: at the start, and the largest value to which the pauses grow
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
-PAGE = 100  # jobs per page
-PARTS = 4  # output files that are downloaded at the same time
+PAGE = 100  # largest number of jobs in one page of the list of jobs
+PARTS = 4  # largest number of output files that are downloaded at the same time
 MANIFEST = "manifest.json"
 # Seconds until the server deletes an input file that was uploaded for a job. This is the longest time that the server
 # accepts; a job may run for many days.

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from sie_client.errors import invalid
 
-# largest number of dot products that are computed at once, 16 MiB in float32; a single document may need more
+# largest number of dot products that are computed at a time (16 MiB in float32); a single document may need more
 _BLOCK = 1 << 22
 
 
 def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """Return the MaxSim score of each document, in order, as float32. The score is the sum over the query tokens of the
-    largest dot product with a token of the document.
+    """Return the MaxSim score of each document as float32, in the order of `documents`. The score is a sum over the
+    query tokens: each query token adds its largest dot product with a token of the document.
 
     `query`: [tokens, width]. `documents`: one matrix [tokens, width] for each document. All arrays may have floats of
     any precision. A document or a query without tokens scores 0. For a multivector model, `SIEClient.score` returns the

@@ -47,8 +47,8 @@ Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 
 class Item(TypedDict, total=False):
     """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, dimension] of
-    an encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True
-    (the default), the whole text is encoded, and the vectors of a chunk are computed from its token vectors; with
+    an encoded text, sent instead of the text. `chunks`: chunks of the text, each with its own vectors. With `context`
+    True (the default), the whole text is encoded, and the vectors of a chunk are computed from its token vectors; with
     False, each chunk is encoded alone.
     """
 
@@ -215,7 +215,9 @@ MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """Results of a list of items, in order. `usage`: usage of the whole call; each result has its item's usage."""
+    """Results in the order of the items of a call. `usage`: usage of the whole call; each result has its item's
+    usage.
+    """
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
         super().__init__(results)

@@ -52,8 +52,8 @@ from sie_client.types import (
 )
 
 MAX_ITEMS = 2048
-PART_BYTES = 32 << 20  # bytes of one request body: a third of what the server accepts by default
-ASIDE_BYTES = 1 << 20  # bytes; the asyncio client encodes or decodes a body of this size or more in a thread
+PART_BYTES = 32 << 20  # largest number of bytes of one request body: a third of what the server accepts by default
+ASIDE_BYTES = 1 << 20  # the asyncio client encodes or decodes a body of at least this number of bytes in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
 # unit of offsets -> encoding of a text, and number of bytes of one unit in this encoding
@@ -206,8 +206,8 @@ def _send_parts(
 
 
 def _failed_part(verb: str, error: SIEError, items: Sequence[Any], good: _PartReply) -> _PartReply:
-    """Return a reply for a part whose items all failed. Its results have the form of a failed item in a reply with
-    successful items. `good`: reply to another part.
+    """Return a reply for a part whose items all failed. Its results look like the results of failed items in a reply
+    that also has successful items. `good`: reply to another part.
     """
     slots = []
     for failure in error.details["errors"]:

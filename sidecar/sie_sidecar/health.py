@@ -50,7 +50,7 @@ class WorkerHealth:
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
-        # time of the last check of the disk, and epoch of the catalogue at that time
+        # time of the last check of the disk, and epoch (version) of the catalogue at that time
         self._examined: tuple[float, str] | None = None
 
     def changed(self) -> None:

@@ -23,7 +23,9 @@ _OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelle
 
 
 class SidecarMetrics:
-    """Counters and histograms of events. A series whose labels are known in advance exists from the start, with 0."""
+    """Counters and histograms of events. A series whose labels are known in advance exists from the start, with the
+    value 0.
+    """
 
     def __init__(self) -> None:
         make = MetricMaker("worker")
@@ -63,7 +65,7 @@ class SidecarMetrics:
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:
-        """Count an image or sound (`noun`). `result`: one of RESULTS, for example prepared or too_large."""
+        """Count an image or sound (`noun`). `result`: one of RESULTS, for example "prepared" or "too_large"."""
         self.media[noun].labels(result).inc()
 
     def loaded(self, model: str, *, certified: bool) -> None:
@@ -130,7 +132,9 @@ class AdapterCounts:
 
 
 def oom_counts(description: Description) -> dict[tuple[str, ...], int]:
-    """Return the uses of each remedy after the device ran out of memory, by model and remedy (one of OOM)."""
+    """Return how often the adapter used each remedy because the device had run out of memory. Keys: model and remedy
+    (a name in OOM).
+    """
     return {(shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM}
 
 

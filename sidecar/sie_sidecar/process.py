@@ -144,7 +144,7 @@ async def serve(
             await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        # `stream_state` fails until the stream exists. Workers do not create the stream: gateways have it created
+        # `stream_state` fails until the stream exists. Workers do not create it: it is created when a gateway needs it
         await with_broker(lambda: broker.stream_state(stream), task=f"waiting for {stream}")
         try:
             if not stop.requested:
@@ -223,7 +223,7 @@ async def _preload(
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            # the catalogue entry may have changed since the last attempt; if it was removed, load the entry read before
+            # the catalogue entry may have changed since the last attempt; if it was removed, load the earlier entry
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 model = feed.catalogue.resolve(f"{model.entry.id}:{model.profile}", follow=False)
             hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
@@ -289,8 +289,8 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Every second, adjust the credit of the consumers, and load each model whose devices cannot keep up on one more
-    device. Every ten seconds, also list the consumers.
+    """Every second, adjust the credit of the consumers. If the devices of a model cannot keep up with its work, load
+    the model on one more device. Every ten seconds, also list the consumers.
     """
     trouble = Trouble(_logger, "the consumers or the placement table cannot be checked")
     rounds = 0

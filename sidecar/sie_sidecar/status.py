@@ -32,7 +32,8 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2
-# seconds between two updates of the parts that are slow to compute: state of the devices, sums of the metrics
+# seconds between two updates of those parts of the status that are slow to compute: state of the devices, and sums of
+# the metrics
 DEVICE_EVERY_S = 1.0
 MAX_SOCKETS = 32
 PATH = "/ws/status"
@@ -202,7 +203,8 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return for how long the sidecar gathers deliveries of any model, and how full this model's batches are.
+        """Return how long the sidecar gathers deliveries (one time for all models), and how full this model's batches
+        are.
         `p50_ms`: median time of recent work items from delivery to answer. `headroom_ms`: target minus `p50_ms`.
         Before the first answer, `p50_ms` and `headroom_ms` are null, and `calibrated` is false.
         """

@@ -27,7 +27,9 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Times in seconds: request sent and reply received (monotonic clock), and the broker's time in the reply."""
+    """Times in seconds: the monotonic times at which a request was sent and its reply was received, and the broker's
+    time in the reply.
+    """
 
     asked_s: float
     answered_s: float

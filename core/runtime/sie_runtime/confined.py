@@ -58,7 +58,7 @@ def serve(
     # these errors end the loop: the parent has ended, or (FrameError) has sent an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
-        while True:  # no variable holds the job or its answer, which would stay in memory until the next job
+        while True:  # without variables, because they would keep the job and its answer in memory until the next job
             _send(connection, answered(frames.job(receive_frame(connection, max_job_bytes))))
 
 

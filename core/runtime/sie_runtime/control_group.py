@@ -36,7 +36,8 @@ def memories() -> list[Memory]:
             if limit_bytes >= _NO_LIMIT_BYTES:
                 continue
             counters = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # inactive file pages count as used, but the kernel frees them before an allocation fails
+            # the kernel counts inactive file pages as used; subtract them, because it frees them before an allocation
+            # fails
             used_bytes = int((folder / used).read_text()) - int(counters.get(dropped, 0))
             groups.append(Memory(used_bytes, limit_bytes))
     return groups

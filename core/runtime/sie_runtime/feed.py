@@ -36,12 +36,12 @@ from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # seconds within which the config service must send the whole reply to a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# largest random pause, in seconds, before the read of the epoch after a missed delta or a reconnect, so that processes
-# do not all read at the same time
+# after a missed delta or a reconnect, each process waits a random time of at most this number of seconds before it
+# reads the epoch, so that processes do not all read at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a valid delta. untrusted: its sender is not trusted. gap: an earlier delta is missing. stale: the snapshot
-# already contains the write
+# results of a valid delta. "untrusted": its sender is not trusted. "gap": an earlier delta is missing. "stale": the
+# snapshot already contains the write
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 

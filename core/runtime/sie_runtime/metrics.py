@@ -44,8 +44,8 @@ class Fold:
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
         """Return the label set under which `values` are counted: `values`, if the limit allows another label set. Above
-        the limit, labels in FOLDED get the value `other`. If the `rest` label sets that are reserved for this are used
-        up, all labels get the value `other`.
+        the limit, labels in FOLDED get the value `other`. If the `rest` label sets that are reserved for values with
+        `other` are used up, all labels get the value `other`.
         """
         if values in self._known or values in self._folded:
             return values

@@ -34,7 +34,8 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits for this time several times. With Python's default of 5 ms, these waits were most of the p99
 # latency of short requests.
 SWITCH_INTERVAL_S = 0.0005
-# seconds after a first failure without a warning (`Trouble.grace_s`): another process may still be starting
+# value of `Trouble.grace_s`: seconds that a failure must last before it is logged as a warning, because another process
+# may still be starting
 START_S = 30.0
 # seconds that a failure must last before it is logged at level info: shorter failures occur at every start
 QUIET_S = 10.0
@@ -308,7 +309,7 @@ class Trouble:
 @contextlib.asynccontextmanager
 async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGroup]:
     """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. This code
-    avoids `except*`: before 3.11.4, Python wraps an error that is raised there in an ExceptionGroup.
+    avoids `except*`: Python before 3.11.4 puts every error that is raised in such a block into an ExceptionGroup.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

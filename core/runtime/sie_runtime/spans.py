@@ -1,6 +1,6 @@
 """Spans of traces, with the OpenTelemetry SDK. This module is imported only if tracing is on.
 
-    Span.end ──► queue of 2,048, the oldest are dropped first ──► a separate thread ──► collector, console or nowhere
+    Span.end ──► queue of 2,048 spans (the oldest are dropped) ──► a separate thread ──► collector, console or nowhere
 
 Only `Tracer.close` waits for a collector, for at most FLUSH_S + GIVE_UP_S. The SDK itself reads environment variables
 that `settings.Tracing` does not have: OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT,

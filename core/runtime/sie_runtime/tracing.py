@@ -83,7 +83,7 @@ def begin_request(
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
         span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
-    # An empty context must be set too: the task of a pipelined request is created in the task of the request before,
+    # An empty context must be set too: the task of a pipelined request is created in the task of the previous request,
     # and would inherit the context of that task.
     set_current(context)
     return context, span

@@ -32,11 +32,13 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-# A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until as much work waits as
-# fills this number of batches for each lane.
+# A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until the waiting work fills
+# this number of batches for each lane.
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
-MAX_TIMES = 1024  # maximum number of models whose batch times are stored; beyond it, the earliest model is forgotten
+# maximum number of models whose batch times are stored; beyond it, the times of the model that was stored first are
+# removed
+MAX_TIMES = 1024
 # A model with padding runs work items of similar length together. They are chosen from the oldest LOOK_AHEAD *
 # `BatchLimits.requests` work items of a queue.
 LOOK_AHEAD = 4
@@ -138,7 +140,7 @@ class _KeyQueue(Generic[T]):
     key: BatchKey
     entries: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
-    alone: int = 0  # work items that must run in a batch of their own
+    alone: int = 0  # number of work items that must run in a batch of their own
 
     @property
     def head_s(self) -> float:
@@ -229,7 +231,7 @@ class _KeyQueue(Generic[T]):
 @dataclass(eq=False)
 class _ModelLine(Generic[T]):
     """Queues of one residency (a model with one set of load options), by key. The queue from which the last batch was
-    taken is the last one.
+    taken is at the end of the dict.
     """
 
     name: str
@@ -252,8 +254,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue. With `in_order`, add the item at the end. Otherwise insert the item by its time
-        of arrival: it was accepted earlier and comes back.
+        """Add a work item to its queue: with `in_order` at the end, otherwise by its time of arrival (the item was in
+        the queue before and comes back).
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -435,7 +437,9 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: batches that run at once."""
+    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches that can run
+    at the same time.
+    """
 
     cost: int
     items: int

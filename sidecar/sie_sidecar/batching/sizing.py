@@ -4,10 +4,11 @@ functions have no clock: times are arguments.
     entries of a full batch, each with its remaining time ──┐
     measured times of batches of this model (`BatchTimes`) ─┴──► number of entries that run now, at least one
 
-A batch may take SHARE of the remaining time of each work item; the remainder is reserved for wrong predictions. If the
-full batch takes at most SHARE of the budget of a work item, this work item does not make the batch smaller. A small
-batch is slower per token, because each batch also takes a fixed time. So two rules limit how much an urgent work item
-may slow down the others:
+A batch may take SHARE of the remaining time of each work item; the rest of that time is reserved for wrong predictions.
+The budget of a work item is the whole time from its publication to its deadline. If the full batch takes at most SHARE
+of the budget of a work item, this work item is not urgent: it does not make the batch smaller. A small batch is slower
+per token, because each batch also takes a fixed time. So two rules limit how much urgent work items may slow down the
+others:
 
 * Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
   x / 2. So all entries together lower the tokens per second by at most half.
@@ -34,7 +35,7 @@ from sie_contracts.settings import Settings
 # part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
 SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
-# that `_cost` gives up if all work items of a full batch are urgent.
+# that is given up if all work items of the full batch are urgent; if a part x of its tokens is urgent, x times this part.
 MAX_LOSS = 0.5
 # an urgent batch is sealed this number of seconds before the device is predicted to be free, so that it stays busy
 LEAD_S = 0.01
@@ -43,8 +44,9 @@ UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Times of a work item. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`: seconds from the
-    start of the batch to its deadline. `budget_s`: seconds from its publication to its deadline.
+    """Times of a work item. `cost`: its computing time, as the number of tokens of short texts that take the same time.
+    `left_s`: seconds from the start of the batch to the item's deadline. `budget_s`: seconds from the item's
+    publication to its deadline.
     """
 
     cost: float
@@ -81,8 +83,8 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the largest cost of a batch with which the urgent work items are in time. The two rules of this module
-    limit how small this cost may be.
+    """Return the largest cost of a batch with which the urgent work items (`asking`) are in time. `full`: cost of the
+    full batch. The two rules of this module limit how small the result may be.
     """
     smallest_cost = full
     asking_cost = 0.0
@@ -98,7 +100,9 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of when a device has finished the batches at its adapter. `batch`: a number that identifies a batch."""
+    """Forecast of the time at which a device has finished the batches at its adapter. `batch`: number that identifies a
+    batch.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, float] = {}  # by number of a batch at the device: its predicted seconds

@@ -118,8 +118,8 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and
-        another batch waits at the adapter, or work of this model waits in the queue.
+        """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and in
+        addition a batch waits at the adapter or work of this model waits in the queue.
         """
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
@@ -334,7 +334,9 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the load of the devices on which one of these models accepts work; `load` if no device does."""
+        """Return the load of the devices on which one of these models accepts work. If there is no such device, return
+        `load`.
+        """
         if len(self.all) == 1:
             return load
         open_on = {hosted.device for model in models for hosted in self._models.of_model(model) if hosted.is_open}
@@ -459,8 +461,8 @@ class Dispatch:
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and send the results of its work items. If the model was evicted or the adapter is lost, queue
-        the work items again. If the LoRA was evicted, start `_run_in_turn`, which loads the LoRA and runs the batch.
-        With `in_turn`, the caller is `_run_in_turn`. If the LoRA was evicted, return False to this caller.
+        the work items again. If the LoRA was evicted, start `_run_in_turn`, which loads the LoRA and runs the batch;
+        but with `in_turn` (the caller is `_run_in_turn`), only return False.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -469,7 +471,7 @@ class Dispatch:
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         if lora and hosted is not None and lora not in hosted.lora_digests and not in_turn:
-            # the adapter was lost after the LoRA was loaded: load the LoRA again, whose digest `fingerprint` needs
+            # the adapter was lost after the LoRA was loaded: load the LoRA again (`fingerprint` needs its digest)
             self._device.end(sent)
             self._work.start(self._run_in_turn(batch), "lora")
             return True
@@ -537,7 +539,7 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        # the time of generated text depends on its length, so it must not affect how long deliveries are gathered
+        # the time to generate a text depends on the text's length: it must not affect how long deliveries are gathered
         if batch.writes:
             return
         answered_s = time.monotonic()
@@ -571,7 +573,9 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """Handle a lost adapter. `suspects`: it died after the batch had begun, so an input may be the cause."""
+        """Handle a lost adapter. `suspects`: the adapter died after it had begun the batch, so an input may be the
+        cause.
+        """
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

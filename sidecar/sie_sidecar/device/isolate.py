@@ -1,6 +1,6 @@
-"""Search for the input that crashed an adapter. The inputs that the device had begun run again one at a time, while
-nothing else is at the device. If the adapter dies again, the input that ran is the cause. There is no search if the
-adapter only stopped replying, so that the sidecar closed the connection.
+"""Search for the input that crashed an adapter. The inputs of the batches that the device had begun are run again, one
+input at a time, while nothing else is at the device. If the adapter dies again, the input that ran is the cause. There
+is no search if the adapter only stopped replying and the sidecar closed the connection.
 
     batch during which an adapter died ──► its inputs, one by one ──► it succeeds: not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
@@ -35,11 +35,13 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # maximum seconds that the next input waits for the end of the batch that runs between
+BATCH_BETWEEN_S = 1.0  # maximum seconds that the next input waits for the end of the batch that runs between two inputs
 
 
 class Isolate:
-    """Work items of a device that may have crashed an adapter; their inputs run one at a time. One task calls `run`."""
+    """Work items that may have crashed the adapter of a device. Their inputs run on this device, one at a time. One
+    task calls `run`.
+    """
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class _AdapterConnection:
 
     def close(self, *, given_up: bool = True) -> None:
         self._given_up = given_up
-        # not `close`, which first sends the rest of a frame: an adapter that hangs never reads it
+        # `transport.close` would first send the rest of a frame, which an adapter that hangs never reads
         self._writer.transport.abort()
 
 
@@ -107,8 +107,9 @@ class AdapterLink:
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, number: int = 0
     ) -> None:
-        """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function of the
-        number of batches that the device runs at once. `number`: number of the device in this worker.
+        """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function that
+        computes it from the number of batches that the device runs at the same time. `number`: number of the device in
+        this worker.
         """
         self.path = path
         self.number = number
@@ -165,7 +166,9 @@ class AdapterLink:
         return time.monotonic() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, send pings, and connect again after a loss. Ends at `stop` if the adapter is not connected."""
+        """Connect, send pings, and connect again after a loss. Ends when `stop` is set while the adapter is not
+        connected.
+        """
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
@@ -354,7 +357,7 @@ class AdapterLink:
         return self._expected(answer, batch, ipc.BatchDone)
 
     def _expected(self, answer: ipc.Reply, question: ipc.Request, kind: type[_R]) -> _R:
-        """Return the reply like `_unwrapped`. Raises AdapterGone for a reply of another kind, SIEError."""
+        """Process a reply by `_unwrapped`, and return it. Raises SIEError; AdapterGone if the reply is not a `kind`."""
         reply = self._unwrapped(answer)
         if not isinstance(reply, kind):
             raise AdapterGone(f"{self.path}: the reply to {type(question).__name__} is {type(reply).__name__}")

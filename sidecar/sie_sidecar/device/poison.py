@@ -128,7 +128,7 @@ class PoisonMarks:
         await self.died(model, [key for key in keys if self.get(key) is None])
 
     def clear(self, key: str) -> Coroutine[Any, Any, None]:
-        """Remove the mark of a content that ran without a crash. Await the returned coroutine to remove it at the
+        """Remove the mark of a content that ran without a crash. Await the returned coroutine to remove the mark at the
         broker too.
         """
         _, revision = self._known.get(key, (None, 0))

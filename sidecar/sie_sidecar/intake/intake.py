@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its characters divided by this number
-# a work item counts as late this many seconds after its time limit plus the possible error of the broker's clock
+# a work item counts as late only after its time limit plus the possible error of the broker's clock plus these seconds
 LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")
 
@@ -78,7 +78,7 @@ class WorkIntake:
         now_s = time.monotonic()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
-            # not INFO: after a restart of the broker, every work item in flight here is delivered again
+            # not logged at INFO: after a restart of the broker, every work item in flight here is delivered again
             _logger.debug(
                 "a work item in flight here was delivered again (delivery %d): its lease had ended and is renewed",
                 lease_in_hand.delivery.delivered,
@@ -100,9 +100,9 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the estimated seconds until a request's time limit, and the possible error of this estimate, because
-        the broker's clock is measured with an error. The limit counts from the publication of the message, also after a
-        redelivery. While the broker's clock is not measured, return the whole limit.
+        """Return two numbers of seconds: the estimated time until a request's time limit, and the possible error of
+        this estimate, which comes from the measurement of the broker's clock. The limit counts from the publication of
+        the message, also after a redelivery. While the broker's clock is not measured, return the whole limit and 0.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):

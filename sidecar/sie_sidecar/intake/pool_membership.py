@@ -40,8 +40,9 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last reply, at
-    first only `own`. `silent_s`: age of that reply. Of several pools, a worker serves its own, or else the first.
+    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last reply;
+    before the first reply, only `own`. `silent_s`: seconds since that reply. If several pools are assigned, a worker
+    serves its own pool if it is one of them, and otherwise the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None

@@ -78,8 +78,9 @@ class HostAssignment:
         is_up: Callable[[], bool],
     ) -> None:
         """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: the model is loaded here
-        and accepts work. `held(model)`: as in `role`. `on_change` is called after a change of the table. `is_up()`: an
-        adapter is connected; gateways place models only on workers with a connected adapter.
+        and accepts work. `held(model)`: the worker should pull no more work of the model. `on_change` is called after a
+        change of the table. `is_up()`: an adapter is connected; gateways place models only on workers with a connected
+        adapter.
         """
         self._broker = broker
         self._lane = lane
@@ -104,8 +105,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # forgets the parts of the table that the lost bucket had, but not `table`: the worker uses this last table
-            # until the new bucket has one
+            # `clear` removes the parts of the table that were read from the lost bucket, but not `table`: the worker
+            # uses this last table until the new bucket has a table
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
@@ -161,7 +162,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of the models that are placed here or in `_waiting`."""
+        """Store which consumers deliver work of the models in `_mine` (placed on this worker) and in `_waiting`."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -247,7 +248,9 @@ ACTIVE_S = 1.0  # seconds after its last delivery during which a consumer counts
 
 
 class _DeliveryStatistics:
-    """Recent deliveries of one durable consumer. `mean_cost`: mean tokens. `delivered_s`: time of the last delivery."""
+    """Recent deliveries of one durable consumer. `mean_cost`: mean number of tokens of a delivery. `delivered_s`: time
+    of the last delivery.
+    """
 
     def __init__(self) -> None:
         self.mean_cost = 0.0
@@ -259,8 +262,8 @@ class Pulling:
     deliver.
 
     `backlog(bulk)`: work at this worker that runs before a new work item; None if nothing may be pulled.
-    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of `load` on the devices that would
-    run the consumer's work.
+    `role(consumer)`: role of this worker for the consumer's models, see `HostAssignment.role`. `narrowed(load,
+    consumer)`: the part of `load` on the devices that would run the consumer's work.
     """
 
     def __init__(
@@ -498,9 +501,9 @@ class WorkSource:
         self.pool = self.lane.pool
 
     async def serve(self, pool: str | None) -> None:
-        """Pull only from this pool; pull nothing if None. The worker finishes the work that it has pulled. Raises
-        BrokerError if the pool has no stream or the broker fails. After an error, the worker pulls nothing, and the
-        call may be repeated.
+        """Pull only from this pool; with None, pull nothing. The worker finishes the work that it has already pulled.
+        Raises BrokerError if the pool has no stream or the broker fails. After an error, the worker pulls nothing, and
+        the call may be repeated.
         """
         if pool == self.pool:
             return
@@ -546,7 +549,9 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """Add the tokens of a work item to the mean of its consumer, which limits how much the consumer may deliver."""
+        """Add the tokens of a work item to the mean cost of its consumer. This mean limits how many messages the
+        consumer may deliver.
+        """
         if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 

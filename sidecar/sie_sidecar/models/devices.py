@@ -5,7 +5,7 @@ arguments.
                    ├──► being loaded on a device ──► this device
                    └──► loaded nowhere ──► a device with free memory, or with the least recently used model
 
-    work waits on all devices with the model for seconds, another device is idle and has memory ──► load there too
+    for some seconds, work waits on every device with its model, and another device is free ──► load there too
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MEMORY_STEPS = 8  # free memory is compared in eighths of the usable memory; smaller differences are ignored
-# checks in a row (one per second) in which a model's work must wait before the model is loaded on one more device
+# number of successive calls of `SecondCopies.check` (one per second) in which a model's work must be waiting before the
+# model is loaded on one more device
 CHECKS_BEHIND = 3
 
 

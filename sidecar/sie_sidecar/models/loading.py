@@ -1,7 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
-need the same LoRA share one load, and work items wait at most HOLD_S seconds for it. The load of a LoRA that failed is
-not tried again for COOL_DOWN_S seconds. A batch that holds the lock `ModelState.lora_lock` (`in_turn`) loads its LoRA
-by itself, without these limits.
+need the same LoRA share one load, and work items wait at most HOLD_S seconds for it. A failed load of a LoRA is not
+tried again for COOL_DOWN_S seconds. A batch that holds the lock `ModelState.lora_lock` (`in_turn`) loads its LoRA by
+itself, without these limits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# largest number of remembered failed loads, and of remembered LoRAs of each model. Clients choose the names of LoRAs,
-# and must not fill the memory with names
+# largest number of entries of `LoraLoads._failures`, and of `ModelState.lora_digests` of each model. A full dict is
+# emptied. Clients choose the names of LoRAs, and must not fill the memory with names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
@@ -53,7 +53,7 @@ class LoraLoads:
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
         """Load a LoRA if needed. With `in_turn`, the caller holds `lora_lock`, and waits without a limit. Raises
-        LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
+        LoraLoadFailed, ModelLoading, AdapterGone; without `in_turn`, LoraLoading after HOLD_S seconds.
         """
         if name in hosted.loras:
             return
@@ -121,7 +121,7 @@ class LoraLoads:
 
 
 def named(resolved: Resolved) -> list[str]:
-    """Return the names of the LoRAs in all profiles that share this residency."""
+    """Return the names of the LoRAs in all profiles of the model that share the residency of `resolved`."""
     entry = resolved.entry
     views = [Catalogue.resolve_profile(entry, profile, entry.id) for profile in ("default", *entry.profiles)]
     return list(
@@ -129,7 +129,7 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-# seconds after a failed load for which the model's work waits: the config service may restore an earlier revision
+# seconds for which a model's work waits after a failed load, because the config service may restore an earlier revision
 RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 
@@ -167,7 +167,9 @@ class Loading:
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Choose a device for the item. Return the model's state there; None if the catalogue lacks this revision."""
+        """Choose a device for the item. Return the model's state there; None if the catalogue lacks the item's
+        revision.
+        """
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
@@ -175,8 +177,9 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Wait until the config service has restored a revision of the model that could be loaded, at most RESTORED_S
-        seconds after the failed load. Return True if the catalogue then has a later revision number.
+        """Wait until the config service has restored an earlier catalogue entry of the model, which could be loaded.
+        The wait ends at the latest RESTORED_S seconds after the failed load. Return True if the catalogue then has a
+        later revision number.
         """
         left_s = hosted.failed_s + RESTORED_S - time.monotonic()
         if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -222,7 +225,7 @@ class Loading:
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
         """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
-        Raises SIEError, and AdapterGone with `past_gate`.
+        Raises SIEError; with `past_gate` also AdapterGone.
 
         If the adapter is lost, wait for a new adapter or move the items to another device, and try again. The attempts
         end at the last deadline of the items, so that an input that crashes every adapter does not run for ever.
@@ -286,7 +289,7 @@ class Loading:
         return False
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
-        """Assign these work items to another device. Return the state of their model on this device."""
+        """Assign these work items to a newly chosen device. Return the state of their model on the chosen device."""
         return self._move(flights, self.models.obtain(hosted.resolved, hosted.revision))
 
     def _move(self, flights: Sequence[InFlight], chosen: ModelState) -> ModelState:

@@ -69,13 +69,13 @@ RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # estimated bytes of memory that the tokenizers of models that are not loaded may use together
 SPARE_TOKENIZER_BYTES = 1 << 30
-# largest number of models with a state on a device, because each state is part of each heartbeat. Above it, the
-# states of the least recently used models that are not loaded are removed
+# largest number of states (`ModelState`) on a device. It is limited because each heartbeat contains all states. Above
+# it, `remove_unused` removes the least recently used states of models that are not loaded
 MAX_STATES = 1000
-UNUSED_S = 600.0  # seconds after its last use until a state may be removed; no task refers to a state for so long
+UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task keeps an unused state for longer
 # largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
-# while another model needs its memory. A request for the other model waits for these seconds and for its load, together
-# at most SIE_LOAD_HOLD_S
+# while another model needs its memory. A request for the other model waits for these seconds and then for the load of
+# that model; the gateway limits this wait (SIE_LOAD_HOLD_S)
 MAX_TURN_S = 5.0
 # number of seconds for which a load does not evict a model whose last work item has just ended, at most until the end
 # of the model's turn (`ModelStates._turn_ends_s`). A gateway publishes the next chunk of a request when it has the
@@ -85,7 +85,7 @@ NEXT_CHUNK_S = 0.1
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Return the largest cost of an image in tokens, and its largest number of token ids, over all operations."""
+    """Return two maxima over all operations: the cost of one image in tokens, and the number of its token ids."""
     costs = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
@@ -100,7 +100,9 @@ def usable_bytes(device: ipc.Description) -> float:
 
 
 class ModelState:
-    """State of a residency (a model with one set of load options) on a device. `held`: work items that need it."""
+    """State of a residency (a model with one set of load options) on a device. `held`: number of work items that need
+    the model.
+    """
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
@@ -114,20 +116,20 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items, which returns the number of items. Parked work items wait,
-        # and the model may be evicted meanwhile
+        # one function for each group of parked work items; it returns the number of items in the group. While parked
+        # work items wait, the model may be evicted
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter loads the model, false while the load waits for memory
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time of the last load, last use by work, or last `obtain` while unloaded
-        self.uses = 0  # number of arrivals and ends of work items; a larger number at a later read shows use
+        self.used_s = 0.0  # latest time of: load, use by work, call of `obtain` while the model was not loaded
+        self.uses = 0  # number of arrivals and ends of work items; it grows whenever the model is used
         self.swapped = False  # true if another model was closed to new work to free memory for the last load
         self.load_s = 0.0  # seconds that the last load took
         self.memory_bytes = 0  # bytes of device memory that the model used after its last load
-        # mean fill of recent batches: tokens of a batch divided by the tokens of a full batch; None before the first
+        # mean fill of recent batches: tokens of a batch divided by tokens of a full batch; None before the first batch
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
@@ -264,12 +266,16 @@ class ModelState:
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """Cancel a pending unload and allow a failed load to be tried again, at an operator's request to load."""
+        """Prepare the state for an operator's request to load: cancel a pending unload, and allow a failed load to be
+        tried again.
+        """
         self.leaves = False
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Mark all LoRAs as not loaded. The next use of a LoRA loads it again, at once if the adapter still has it."""
+        """Mark all LoRAs as not loaded. The next use of a LoRA loads it again, which is fast if the adapter still has
+        it.
+        """
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -301,7 +307,7 @@ class ModelStates:
         self._everywhere = everywhere or self.all
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        # bytes of device memory that models may use, computed while no load runs; None before
+        # bytes of device memory that models may use; None until `slots` has computed the number while no load runs
         self._usable_bytes: float | None = None
 
     def all(self) -> list[ModelState]:
@@ -344,7 +350,9 @@ class ModelStates:
         return hosted
 
     def remove_unused(self) -> None:
-        """Above MAX_STATES states, remove the least recently used states that nobody needs or has used for UNUSED_S."""
+        """Above MAX_STATES states, remove the least recently used of the states that no work needs and that were not
+        used for UNUSED_S seconds.
+        """
         before_s = self._clock() - UNUSED_S
         unused = [hosted for hosted in self._hosted.values() if hosted.is_unneeded and hosted.used_s <= before_s]
         unused.sort(key=lambda hosted: hosted.used_s)
@@ -420,10 +428,10 @@ class ModelStates:
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Choose a model of `had_work` to close to new work, for a load that began at `asked_s` and needs memory.
-        Return the model and the seconds until it may be closed. It may be closed when the load has waited for
-        `swap_after_s`, but not before `_turn_ends_s`. Return (None, None) if all models of `had_work` are closed or
-        unloaded. `had_work`: models that could not be evicted because they had work.
+        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. `had_work`: models
+        that could not be evicted because they had work; one of them is chosen. Return the model and the seconds until
+        it may be closed. It may be closed when the load has waited for `swap_after_s`, but not before `_turn_ends_s`.
+        Return (None, None) if all models of `had_work` are closed or unloaded.
         """
         able = [state for state in had_work if state.is_open]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -485,8 +493,8 @@ class ModelStates:
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
     """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining tokenizers of
-    such models need at most SPARE_TOKENIZER_BYTES. A later request to tokenize for a model without its tokenizer loads
-    the model again.
+    such models need at most SPARE_TOKENIZER_BYTES. To tokenize for a model whose tokenizer was dropped, the sidecar
+    loads the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
@@ -534,7 +542,7 @@ class Hosting(ModelStates):
         """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
         worker, None if unknown. `on_role` is called when a model is unloaded, evicted by the adapter, closed to new
-        work, or opened again. `everywhere()`: as in `ModelStates`.
+        work, or opened again. `everywhere()`: states on all devices of this worker; None if it has only this device.
         """
         super().__init__(
             clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, everywhere=everywhere, device=device
@@ -743,10 +751,11 @@ class Hosting(ModelStates):
                     extra={"model": closed.name},
                 )
                 continue
-            # 0 or less: a model that is being loaded; the end of its load calls `_look_again`, which ends this wait
+            # leave out models that may be evicted in 0 s or less. These models are being loaded: the end of their load
+            # calls `_look_again`, which ends this wait
             waits_s = [wait_s for state in had_work if (wait_s := self.until_evictable_s(state)) > 0]
             limit_s = min([*waits_s, math.inf if due_s is None else due_s])
-            # at least a millisecond, because a timer may fire a rounding error too early
+            # wait at least a millisecond: because of rounding errors, a timer may fire slightly too early
             await self._until_quiet(asked_s, None if limit_s == math.inf else max(0.001, limit_s))
         return closed
 
@@ -885,7 +894,9 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=weighs_memory) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return the data that `choose` needs. `weighs_memory`: include `models` and `idle_since_s`, which is slow."""
+        """Return the data that `choose` needs. `weighs_memory`: include `models` and `idle_since_s`, which are slow to
+        compute.
+        """
         device, now_s = self.device_of(hosted), time.monotonic()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -895,7 +906,7 @@ class WorkerModels:
         return DeviceView(
             connected=device.link.connected,
             loaded=hosted.is_open,
-            # `has_waiters` stays true for a moment after a load has failed
+            # `has_waiters` stays true for a moment after a load has failed, hence the check of `refusal`
             coming=not hosted.is_open
             and (hosted.state in ("loaded", "loading") or (refusal is None and hosted.has_waiters)),
             refused=refusal is not None,
@@ -909,8 +920,8 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the states of the models to load on one more device, on that device. `is_behind(state)` returns True
-        if the model's work waits for the device of the state.
+        """Return the models to load on one more device, each as its state on the additional device. `is_behind(state)`
+        returns True if the model's work waits for the device of the state.
         """
         if len(self.devices) == 1:
             return []

@@ -39,7 +39,8 @@ Spans = NDArray[np.int32]  # shape [chunks, 3]: start and end in code points, nu
 @dataclass(frozen=True)
 class ChunkContents:
     """One text with chunks, before its rows are made. `contents`: finished rows, or texts with their prompt. `spans`:
-    the chunks in the text. `segments`: int32 [segments, 4], as in `ipc.ChunkedRows`; None if each row is one chunk.
+    the chunks in the text. `segments`: int32 [segments, 4], columns chunk, row, first token in the row, token after the
+    last; None if each row is one chunk.
     """
 
     contents: Sequence[TokenRow | str]

@@ -65,12 +65,14 @@ _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
 }
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
-# one thread for the AVIF decoder: several media workers run at once, and each thread needs memory, which is limited
+# one thread for the AVIF decoder: there are several media workers, and each thread needs memory, which is limited
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: one image of several."""
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: the file has further
+    images, which were not read.
+    """
 
     pixels: bytes
     size: Size

@@ -117,7 +117,7 @@ def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
     """Return the content of each input: text, token ids or images with the prompt, or a finished row. `pairs`: the
-    finished rows of the inputs with a pair of texts, in order.
+    finished rows of the inputs with a pair of texts, in the order of these inputs.
     """
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None

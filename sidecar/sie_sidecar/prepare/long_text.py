@@ -40,7 +40,8 @@ from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.errors import InvalidInput
 
-# characters in the first piece for each needed token: English has 4 to 5, so one piece is nearly always enough
+# number of characters in the first piece for each needed token. English has 4 to 5 characters for each token, so one
+# piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # number of characters up to which later pieces grow, to limit memory: the tokenizer needs about 100 bytes for a token.
@@ -140,7 +141,7 @@ class LongTexts:
 
     def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
         """Return the first piece of a text (`from_end`: the last), and the number of tokens to drop at its beginning.
-        The first piece has at least `size` characters unless the text is shorter. The last piece may have fewer.
+        The piece has at least `size` characters unless the text is shorter; with `from_end`, it may have fewer.
         """
         return next(self._pieces(text, size, from_end))
 

@@ -113,7 +113,7 @@ class _PendingFile:
 
 class MediaPool:
     """Pool of at most `workers` processes, used by one event loop. It starts a process if a file waits and no process
-    is free. `count` is called for each file whose caller was not cancelled, with `image` or `sound` and one of RESULTS.
+    is free. `count` is called for each file whose caller was not cancelled, with "image" or "sound" and one of RESULTS.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class _MediaProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                        # one thread: several processes run at once, and threads need address space, which is limited
+                        # one thread: there are several processes, and threads need address space, which is limited
                         "OPENBLAS_NUM_THREADS": "1",
                     },
                     start_new_session=True,  # Ctrl-C must reach only the sidecar, which first finishes its work

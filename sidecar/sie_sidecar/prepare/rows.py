@@ -346,8 +346,8 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 class BatchPart(NamedTuple):
     """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are neither
-    in `rows` nor in `work`. `context`: trace context of the work item. `asker`: name of the client that sent it, see
-    `messages.WorkItem`. `chunked`: as in `WorkRows`.
+    in `rows` nor in `work`. `context`: trace context of the work item. `asker`: name of the client that sent the item,
+    see `messages.WorkItem`. `chunked`: number of rows of each input if a text has chunks, see `WorkRows`.
     """
 
     rows: Sequence[TokenRow]
@@ -379,7 +379,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the request that makes the adapter run these work items. `fingerprint`: that of the loaded model."""
+    """Return the request that makes the adapter run these work items. `fingerprint`: the one of the loaded model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []

@@ -61,7 +61,7 @@ class Spectrograms(NamedTuple):
 
 def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Spectrograms:
     """Return the features of a sound file, or of its part from the second `from_s` on, at most MAX_SECONDS seconds.
-    Raises InvalidInput with the reason invalid_media; its message begins with too_large or undecodable.
+    Raises InvalidInput with the reason "invalid_media"; its message begins with "too_large" or "undecodable".
     """
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # `isfinite` below checks the results

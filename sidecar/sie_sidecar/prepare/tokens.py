@@ -26,20 +26,21 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, GROWTH, SE
 Ids = NDArray[np.int32]
 T = TypeVar("T")
 # texts that were gathered together are tokenised on the event loop if they have at most this number of characters in
-# all. This takes up to 1.5 ms; a thread would take longer, and block the event loop as long (bench/results/tokens.md)
+# all. This takes up to 1.5 ms. In a thread, it would take longer and block the event loop for the same time
+# (bench/results/tokens.md)
 INLINE_CHARACTERS = 4096
 # number of characters that `prefix_of` first reads for each token: nearly all texts have fewer characters per token
 _CHARACTERS_PER_TOKEN = 64
 THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
 LONG_CHARACTERS = 4096  # a text of at most this number of characters is always tokenised as a whole
-# bytes of memory for each byte of a tokenizer's JSON: 26 to 37 for a Unigram model, 8 for the others
+# estimated bytes of memory for each byte of a tokenizer's JSON; measured: 26 to 37 for Unigram models, 8 for the others
 _MEMORY_PER_BYTE = 32
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of one text, int32 [length]. `full`: length before truncation. If a long text was truncated
-    (mode END or START), `full` is only a lower bound, because the tokenizer did not read the rest of the text.
+    """Token ids of one text, int32 [length]. `full`: length before truncation. If a long text was truncated (`Truncate`
+    "END" or "START"), `full` is only a lower bound, because the tokenizer did not read the rest of the text.
     """
 
     ids: Ids
@@ -93,9 +94,9 @@ class ModelTokenizer:
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Return the ids of each text without special tokens, truncated to `room`. Of a very long text, only the needed
-        part is read. With the mode NONE, the whole text is read, and the caller must refuse a text that was truncated.
-        Raises InvalidInput for a text that is too long for one call and cannot be cut into pieces.
+        """Return the ids of each text without special tokens, truncated to `room` ids. Of a very long text, only the
+        needed part is read; if `truncate` is "NONE", the whole text is read, and the caller must refuse a text that was
+        truncated. Raises InvalidInput for a text that is too long for one call and cannot be cut into pieces.
         """
         from_end = truncate == "START"
         whole_limit = self._whole_limit(room)
@@ -138,7 +139,7 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Return the ids that a client sent for a text without the special tokens at both ends. Ids must be valid."""
+        """Remove the special tokens at both ends of the ids that a client sent for a text. The ids must be valid."""
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
             content = content[len(self.first) :]
@@ -184,7 +185,7 @@ class ModelTokenizer:
 
     def _long_spans(self, text: str, room: int, truncate: Truncate) -> tuple[Tokens, Ids]:
         """Return the ids and offsets of a long text as in `spans`. Reading begins at the end that is not truncated, and
-        stops after more than `room` tokens. With the mode NONE, the tokens of the whole text are also counted.
+        stops after more than `room` tokens. If `truncate` is "NONE", the tokens of the whole text are also counted.
         """
         from_end = truncate == "START"
         size = max(1, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -222,7 +223,7 @@ def _ids_and_offsets(encoding: Encoding) -> tuple[Ids, Ids]:
 
 
 def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
-    """Return the first `room` ids; if `truncate` is START, the last `room` ids."""
+    """Return the first `room` ids; if `truncate` is "START", the last `room` ids."""
     room = max(0, room)
     return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
 
@@ -264,7 +265,7 @@ def without_panic(work: Callable[[], T]) -> T:
 
 
 class _ThreadWork(NamedTuple):
-    """Call that waits for a thread, with the future of its result. `characters`: its size."""
+    """Call that waits for a thread, with the future of its result. `characters`: number of characters to tokenise."""
 
     characters: int
     work: Callable[[], Any]

@@ -59,7 +59,8 @@ from sie_sidecar.results.dead_letters import DeadLetterWriter
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-# bytes of one part: 32 MiB took 0.20 s in parts of 1 MiB, and 0.83 s in parts of 8 MiB (nats-py 2.16, two busy cores)
+# largest number of bytes of a result that is sent as one message, and of one part of a larger result. To send 32 MiB
+# took 0.20 s in parts of 1 MiB, and 0.83 s in parts of 8 MiB (nats-py 2.16, two busy cores)
 MAX_BYTES = 1 << 20
 MAX_ROUNDS = 3  # maximum number of times that all parts of one result are sent
 
@@ -367,9 +368,9 @@ class Settle:
 SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
-_HEADER = struct.Struct("<8sd")  # fields: magic bytes, time of the last renewal of all leases by the broker's clock
-# fields: checksum of the other fields and the ack subject, length of the ack subject in bytes, time of the delivery by
-# the broker's clock
+_HEADER = struct.Struct("<8sd")  # fields: magic bytes, and the broker's time at the last renewal of all leases
+# fields: checksum of the other fields and of the ack subject, length of the ack subject in bytes, and the broker's time
+# at the delivery
 _SLOT = struct.Struct("<IHd")
 _EMPTY = bytes(_SLOT.size)
 _SIZE = (1 + SLOTS) * SLOT_BYTES
@@ -523,7 +524,9 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Return the leased messages of this worker's killed process to the queue, and return their number."""
+        """Hand all messages that were leased to a killed process of this worker back to the queue, for any worker.
+        Return the number of messages that were handed back.
+        """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:

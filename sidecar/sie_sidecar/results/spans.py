@@ -65,7 +65,7 @@ def describe_batch(span: Span, note: BatchNote, model: str) -> None:
 
 
 def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
-    """Set the stages and the outcome of a work item on its span, and end it."""
+    """Set the stages and the outcome of a work item on its span, and end the span."""
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)

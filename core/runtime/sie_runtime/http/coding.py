@@ -146,8 +146,8 @@ class CompressedReply:
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
-        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. Not
-        compressed are also a reply that already has a Content-Encoding, and a reply with a part of a resource (206).
+        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. A reply
+        that already has a Content-Encoding, and a reply with a part of a resource (206), are not compressed either.
         """
         names = {name for name, _ in start["headers"]}
         return (

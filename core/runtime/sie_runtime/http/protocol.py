@@ -63,8 +63,9 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Largest number of bytes of a chunked body, and of the start of each received piece of input, that are parsed at a
-# time. If the parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
+# Number of bytes that the parser gets at a time from a chunked body. From any other received input, the parser first
+# gets this number of bytes, then the rest. If the parser finds no bytes of the body in such a slice of the input, the
+# whole slice counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
 # Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
 # may return tens of thousands of chunks of one byte.
@@ -94,7 +95,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
         return None
     lines = [b": ".join(pair) for pair in headers]
     text = b"".join(lines)
-    # unusual: names with other bytes, or control characters. Deletion finds them twice as fast as a regular expression.
+    # unusual: names with bytes that are not in _NAME_BYTES, or control characters. `translate` finds these bytes twice
+    # as fast as a regular expression.
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
@@ -219,7 +221,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # transport for responses; its `close` lets a client that is still sending read the response first
+        # transport for responses; if the client is still sending, `close` first lets the client read the response
         self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
         if len(self.connections) > max_connections():
             self._refuse(QueueFull("this process has the maximum number of connections"), "connections")
@@ -568,7 +570,7 @@ class Protocol(HttpToolsProtocol):
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-# names that do not exist in public DNS, so that no foreign web page can have them as host
+# ends of names that do not exist in public DNS, so that no foreign web page can have such a name as its host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
 # largest number of bytes of a Host header whose check is cached. A longer header is no DNS name, and a cache of long
@@ -578,7 +580,8 @@ _MAX_CACHED_HOST = 255
 
 class HostNames:
     """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If `allowed` is None, a
-    listener on a loopback address accepts only names of loopback and of this machine, any other listener every name.
+    listener on a loopback address accepts only names of loopback and of this machine; any other listener accepts every
+    name.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:

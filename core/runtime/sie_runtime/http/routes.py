@@ -30,9 +30,9 @@ TEXT, HTML = "text/plain", "text/html"
 _UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SLASHES = re.compile("//+")
 _USUAL_PATH = 256  # largest number of characters of a path whose match is cached
-_LIKE = 0.8  # smallest similarity of two paths, from 0 to 1, for which a path is suggested
-_LIKE_PARTS = 3  # number of segments at the beginning of a path that are compared
-_LIKE_PART = 32  # number of characters of each segment that are compared
+_LIKE = 0.8  # `Table.near` suggests a path only if its similarity, from 0 to 1, is at least this number
+_LIKE_PARTS = 3  # `Table.near` compares at most this number of segments at the beginning of two paths
+_LIKE_PART = 32  # `Table.near` compares at most this number of characters of each segment
 
 
 class Parameter(NamedTuple):
@@ -64,7 +64,7 @@ class Route:
     `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if only the config service serves the route and a
     gateway answers with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
     `handler` has a different type in each process. `local`: whatever its scope, the route needs no token at a gateway
-    that has auth mode none and listens only on loopback.
+    that has the auth mode "none" and listens only on loopback.
     """
 
     method: str

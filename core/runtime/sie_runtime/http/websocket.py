@@ -152,7 +152,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 class Seats:
     """Limits on open websockets: `most` in total, and a quarter of `most` for each client address and for each key.
-    `where`: name of the component in the error message, such as gateway.
+    `where`: name of the component in the error message, for example "gateway".
     """
 
     def __init__(self, most: int, where: str) -> None:
