@@ -264,8 +264,8 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output for JSON. A float16 becomes a float64: Python rounds the digits of a float16, but prints all
-    digits of the same value as a float64.
+    """Return one output for JSON. A float16 array becomes a float64 array, because orjson rounds a float16 to fewer
+    digits, but writes a float64 exactly.
     """
     return _exact(array_of(result, outcome, name))
 
