@@ -267,7 +267,7 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request. A permit lets one of its chunks into the queue. `place`: the queue of the request's
+    """Permits of one request. A permit lets one chunk of the request into the queue. `place`: queue of the request's
     model. `is_cold`: true if no worker had the model loaded when the request arrived.
     """
 
@@ -355,7 +355,8 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # tokens in the queue by key; needs no size limit, because no request can name a new lane or priority
+        # by lane and priority, the tokens in the queue of each key; no request can name a new lane or priority, so the
+        # dict cannot grow without limit
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}  # queues by lane, priority and residency
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended

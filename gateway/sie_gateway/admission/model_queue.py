@@ -77,10 +77,10 @@ GROWING = 1.25  # factor: batches count as growing while the last is more than t
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time until
-    the request's batch is formed; finite only if workers form a batch only when the device is free. In this case,
-    `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
-    unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
-    of one batch.
+    the request's batch is formed, or infinity if workers form batches before the device is free. If `formed_s` is
+    finite, `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
+    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `batch_s`: time of one batch.
     """
 
     min_s: float = 0.0
@@ -255,7 +255,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches, at most LOOK_S seconds old; None if no batch was measured lately."""
+        """Return the mean of the last batches, computed at most LOOK_S seconds ago; None without recent samples."""
         if now_s - self._measured_s > LOOK_S:
             self._measured, self._measured_s = self._batch(now_s), now_s
         return self._measured
@@ -320,7 +320,8 @@ class Throughput:
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
         workers form no further batch while that batch runs. Then the request waits for the running batches, which have
         `running` of the `ahead` tokens, and for the batches that the remaining tokens fill. Workers form no batch that
-        would take longer than its requests may wait, so batches that leave work in the queue do not become larger.
+        would take longer than its requests may wait. So batches that leave work in the queue cannot become larger
+        (`MeasuredBatch.is_full`).
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -394,12 +395,11 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 # fewer batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The
 # work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Retry-After is in whole seconds, so refused clients with the same value return at the same time. Their work is limited
-# to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a
-# running batch, if this time is shorter.
+# Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits
+# their work to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget
+# leaves after a running batch, if this time is shorter.
 TURN_PACE = 0.4
-# The limit on the work of refused clients that return at the same time is at least what the queue runs in this share of
-# a request's budget.
+# The limit of `_bunch_s` is at least what the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0
@@ -810,8 +810,8 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield each request that waits in this gateway, and the cost of the work that runs before it. This cost is
-        computed as if the queue took work of the same cost from every key in the same time.
+        """Yield each request that waits in this gateway, and the cost of the work that runs before it. For this cost,
+        assume that the queue takes equal amounts of work from all keys that have work left.
         """
         costs = self.window.waiting_costs()
         sizes = sorted(costs.values())
@@ -828,8 +828,8 @@ class ModelQueue:
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
     """Return the largest time, in seconds, that the queue may need for the work of refused clients that return in the
-    same second. The time is TURN_PACE x 1 s, or TURN_PACE x the budget left after a running batch if less than 1 s is
-    left. The time is at least MIN_BUNCH x the budget.
+    same second. The time is TURN_PACE x 1 s. If a running batch leaves less than 1 s of the budget, the time is
+    TURN_PACE x the rest of the budget. In both cases, the time is at least MIN_BUNCH x the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

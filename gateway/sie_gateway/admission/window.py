@@ -272,8 +272,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return True if the key's window has space for a chunk, and no other model of the key must get a permit first.
-        If the key has no work in the queue, the second condition does not apply.
+        """Return False if the key's window has no space for a chunk, or if the key's work for another model must get a
+        permit first. If the key has no work in the queue, return True.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False

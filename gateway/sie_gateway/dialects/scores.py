@@ -1,4 +1,4 @@
-"""Scores for other APIs: the raw scores of the model, or numbers from 0 to 1 in the same order."""
+"""Scores for other APIs: the raw scores of the model, or numbers from 0 to 1 that grow with the relevance."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ FREE_BYTES = COPIES * (256 << 10)
 # limit on the bytes per second that are read of all large bodies together while small requests are in progress: a third
 # of the bytes that one core can receive
 PACE_BYTES_S = 128 << 20
-# `BodyIntake.turn` pauses the reads of large bodies if they are more than this number of seconds too early
+# `BodyIntake.turn` pauses reads that are more than this number of seconds earlier than PACE_BYTES_S permits
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
