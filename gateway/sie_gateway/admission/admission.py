@@ -56,7 +56,7 @@ EVERY_S = 1.0  # seconds between announcements of this gateway while it announce
 BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
 SILENT_S = 5.0  # seconds without an announcement after which a gateway does not count as live
 HALF_LIFE_S = 60.0  # seconds after which a published message counts half in the mean cost (`mean_cost`)
-RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
+RATE_S = 10.0  # time constant, in seconds, of the moving average `_LaneFlow.rate` of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)  # largest number of announcements over which responses are averaged
 # A `_LaneFlow` is dropped when its count of messages, which halves every HALF_LIFE_S seconds, is below this number.

@@ -45,8 +45,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# The expected time of a batch is the mean of the newest samples. These samples cover at least MIN_SPAN_S seconds. There
-# are at least MIN_SAMPLES of them for each batch that runs at the same time.
+# The expected time of a batch is the mean of the newest samples (measured times of batches). `_samples` takes samples
+# until they cover MIN_SPAN_S seconds and there are MIN_SAMPLES for each batch that runs at the same time.
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
@@ -67,11 +67,11 @@ LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
 # as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
-# share of a batch's time: this long after the batch's first result, its other results are no longer expected, because
-# they may belong to requests of other gateways
+# share of a batch's time: after the batch's first result, this gateway expects further results for this long only,
+# because the others may belong to requests of other gateways and never arrive here
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
-GROWING = 1.25  # factor: batches count as growing while the last is more than this many times as large as each other
+GROWING = 1.25  # factor: batches count as growing while the last has over GROWING times the tokens of each earlier one
 
 
 class ExpectedWait(NamedTuple):

@@ -98,7 +98,7 @@ class Shares:
         self.total = 0
         # key -> windows (one for each model) in which the key has waiting work
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits so far, by which `_KeyFlow.granted` records the time of a permit
+        self.grants = 0  # number of permits so far, a clock: `_KeyFlow.granted` has its value at a permit
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:
@@ -221,8 +221,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So of the waiting work of each other key, at most this cost runs first: the cost of this key's waiting
-        work plus the cost of the new request.
+        cost. So of each other key's waiting work, at most as much runs first as this key has in total: its waiting work
+        plus the new request.
         """
         if not self._flows:
             return self.cost

@@ -52,9 +52,9 @@ _OFFSETS: tuple[str, ...] = get_args(Offsets)
 
 @dataclass(frozen=True)
 class RedactionRules:
-    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region of
-    national phone numbers. `restorable`: the reply has a map of the replaced values. `models`: names of further models
-    that read the texts.
+    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: code of the
+    country whose national phone numbers are replaced. `restorable`: the reply has a map of the replaced values.
+    `models`: names of further models that read the texts.
     """
 
     kinds: tuple[str, ...]

@@ -6,7 +6,7 @@ equal inputs at the same time, a worker computes them once.
                               │                   └ none in time ──┐    │
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
-The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now: a
+The key of an answer contains the fingerprint that the workers of the lane (pool, machine profile and bundle) report: a
 digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The gateway does not
 use the cache if these workers report no fingerprint or different fingerprints, or have another entry of the model than
 the request. If a computed answer has another fingerprint than the cached answers of the same request, workers compute
@@ -117,7 +117,7 @@ class CachedRuns:
         """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
         `items`: the other items. `positions`: the indices of `items` in the request.
 
-        Raises SIEError, EntryChanged, and NotFound with reason not_cached if the client allows only cached answers.
+        Raises SIEError, EntryChanged. Raises NotFound (reason `not_cached`) if the client allows only cached answers.
         """
         finished = RequestResult(request, refused)
         mode = cache_mode(call.headers)

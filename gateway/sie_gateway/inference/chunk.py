@@ -286,7 +286,7 @@ def split(
     The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. For this upper
     bound, each byte of the input counts as a token. `each_tokens`: number of tokens that are added to every input, for
     example the tokens of a query. Each input becomes `rows` rows of a batch. `files`: the files of each input, if there
-    are any. `image`: cost of an image or a sound. `parts`: the texts that are cut for chunked embeddings, by index.
+    are any. `image`: cost of an image or a sound. `parts`: result of `_chunked_parts`.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

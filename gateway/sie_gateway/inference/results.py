@@ -98,7 +98,7 @@ class RequestResult:
         self.served_by = "local"  # "local", or the name of the remote server that computed the results
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
-        self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
+        self.reported_times: Mapping[str, float] = {}  # milliseconds of the stages, as the reply reports them
         # "hit", "partial", "miss" or "off"; empty if the gateway has no cache, if all inputs were refused, or if a
         # remote server computed the results
         self.cache_status = ""
@@ -332,7 +332,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks: for each chunk, batch time times the chunk's share of the batch's tokens."""
+    """Return the device seconds of chunks: the time of a chunk's batch, multiplied by its share of the tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)

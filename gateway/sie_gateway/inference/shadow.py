@@ -208,7 +208,7 @@ class Shadows:
 
     def _is_loaded(self, lane: Lane) -> bool:
         """Return True if the lane (pool, machine profile and bundle) is too busy for copies: its work waits for more
-        than LOADED_S, or its wait is unknown, for example because the lane has no worker.
+        than LOADED_S seconds, or its wait is unknown, for example because the lane has no worker.
         """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
