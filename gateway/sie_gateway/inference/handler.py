@@ -350,8 +350,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Return the result of `run_options`. Cache the results for bodies without parameters, by model, operation, error
-        mode and side, because the computation takes a tenth of the gateway's time for a request.
+        """Return the result of `run_options`. Cache the results for bodies without parameters, by model, operation,
+        error mode and side, because the computation takes a tenth of the gateway's time for a request.
         """
         body = request.parameters
         if any(
