@@ -68,9 +68,9 @@ LOOK_S = 0.1
 # as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
 # share of a batch's time: after the batch's first result, this gateway expects further results for this long only,
-# because the others may belong to requests of other gateways and never arrive here
+# because the missing results may belong to requests of other gateways and never arrive here
 SETTLED = 0.25
-RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
+RECENT_ANSWERS = 64  # number of the last ended requests from which `AnswerPace` computes the speed of the gateway
 GROWING = 1.25  # factor: batches count as growing while the last has over GROWING times the tokens of each earlier one
 
 

@@ -34,8 +34,8 @@ REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two API key
 # Smallest limit on the work in the queue, in seconds of work: ALONE_S with one key, CONTESTED_S with several. With less
 # work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
-RESERVED = 8  # only keys below their share of a resource may use its last 1/RESERVED
-REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
+RESERVED = 8  # in a `SharedLimit`, only keys below their share may use the last 1/RESERVED of the resource
+REFUSED_S = 10.0  # seconds for which a key counts as active in a `SharedLimit` after a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Shares:
         self.total = 0
         # key -> windows (one for each model) in which the key has waiting work
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits so far, a clock: `_KeyFlow.granted` has its value at a permit
+        self.grants = 0  # number of permits so far; `_KeyFlow.granted` records it at each permit of a key
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:

@@ -1,7 +1,7 @@
 """Tier of cached answers in the memory of a gateway, bounded in bytes.
 
-    computed ──► first ──used again──► protected, at most PROTECTED_SHARE of the memory
-                   │  ◄── least recently used ──┘
+    computed ──► first segment ──used again──► protected segment, at most PROTECTED_SHARE of the memory
+                   │  ◄────── least recently used ──────┘
                    └ least recently used: removed
 
 The cache is a segmented LRU, so that many inputs that occur only once do not remove answers from the cache that are

@@ -37,7 +37,7 @@ EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for eac
 LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32  # estimated number of weights in a sparse vector for each token of a text
-# options of at most this many encoded bytes do not count in the size of a message
+# encoded options of at most this many bytes do not count: they fit into the `HEADROOM_BYTES` of a message
 BARE_OPTIONS_BYTES = 64
 # largest number of bytes of the inputs of a chunk whose query takes more than half of a message; the payload store
 # holds the query and inputs of such a chunk

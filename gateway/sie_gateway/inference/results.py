@@ -644,7 +644,7 @@ class ResultInbox:
         except Damaged as error:
             self._metrics.outcomes.labels("damaged").inc()
             _logger.error(
-                "request %s: the worker must send a damaged result of %d parts again: %s",
+                "request %s: a result of %d parts is damaged, so the worker must send it again: %s",
                 assembly.request,
                 len(assembly.parts),
                 error,

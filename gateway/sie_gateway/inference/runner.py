@@ -416,7 +416,7 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
     if foreign is None:
         return None
     message = f"{entry.id} takes {', '.join(accepted)}, not {foreign}"
-    if foreign != "multivector":  # no catalogue entry lists multivector as an input
+    if foreign != "multivector":  # no model lists it as an input, so no model can be named
         message += takers.models_of(foreign)
     return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 
