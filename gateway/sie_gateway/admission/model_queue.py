@@ -484,7 +484,7 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; not reset if all work of a stalled queue is withdrawn
+        # time since which the queue has had work; infinite without work, but kept if a stalled queue loses all work
         self._busy_s = math.inf
         # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
         # the empty queue
@@ -757,8 +757,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that are in a running batch only if this batch is larger than earlier batches, each with the cost of
-        # the queue up to and including this request
+        # pairs (request, cost of the queue up to and including the request), for requests that are in a running batch
+        # only if this batch is larger than earlier batches
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

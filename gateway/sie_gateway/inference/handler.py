@@ -279,7 +279,7 @@ class Inference:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            # the options select another profile, so the lane may differ
+            # if the options select another profile, the lane may differ
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
