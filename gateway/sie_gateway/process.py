@@ -341,7 +341,7 @@ async def serve(
 
 
 def longest_drain_s(settings: Settings) -> float:
-    """Return the seconds within which every accepted inference request gets its response."""
+    """Return the longest time of a drain, in seconds: every accepted inference request gets its response within it."""
     return settings.gateway_request_timeout + _LATE_S
 
 

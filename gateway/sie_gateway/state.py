@@ -30,7 +30,7 @@ from sie_runtime.keys import Keys
 
 @dataclass(eq=False)
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys`: None if the auth mode is not token."""
+    """Readiness of this gateway, and the stage of its shutdown. `keys`: None if SIE_AUTH_MODE is not `token`."""
 
     broker: Connection
     feed: CatalogueFeed

@@ -754,7 +754,7 @@ async def test_ids_are_refused_where_their_vocabulary_is_not_installed(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "token_encoding")
     assert "sie-cluster[openai-tokens]" in error["message"]
-    assert "openai_token_encoding of its entry, to model" in error["message"]
+    assert "openai_token_encoding of its entry) to `model`" in error["message"]
 
 
 def test_a_vocabulary_that_is_not_installed_is_refused_with_what_to_install() -> None:

@@ -56,7 +56,7 @@ EVERY_S = 1.0  # seconds between announcements of this gateway while it announce
 BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
 SILENT_S = 5.0  # seconds without an announcement after which a gateway does not count as live
 HALF_LIFE_S = 60.0  # seconds after which a published message counts half in the mean cost (`mean_cost`)
-RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
+RATE_S = 10.0  # time constant, in seconds, of the moving average `_LaneFlow.rate` of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)  # largest number of announcements over which responses are averaged
 # A `_LaneFlow` is dropped when its count of messages, which halves every HALF_LIFE_S seconds, is below this number.
@@ -267,7 +267,7 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request. A permit lets one of its chunks into the queue. `place`: the queue of the request's
+    """Permits of one request. A permit lets one chunk of the request into the queue. `place`: queue of the request's
     model. `is_cold`: true if no worker had the model loaded when the request arrived.
     """
 
@@ -355,7 +355,8 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # tokens in the queue by key; needs no size limit, because no request can name a new lane or priority
+        # by lane and priority, the tokens in the queue of each key; no request can name a new lane or priority, so the
+        # dict cannot grow without limit
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}  # queues by lane, priority and residency
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended

@@ -45,8 +45,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# The expected time of a batch is the mean of the newest samples. These samples cover at least MIN_SPAN_S seconds. There
-# are at least MIN_SAMPLES of them for each batch that runs at the same time.
+# The expected time of a batch is the mean of the newest samples (measured times of batches). `_samples` takes samples
+# until they cover MIN_SPAN_S seconds and there are MIN_SAMPLES for each batch that runs at the same time.
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
@@ -67,20 +67,20 @@ LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
 # as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
-# share of a batch's time: this long after the batch's first result, its other results are no longer expected, because
-# they may belong to requests of other gateways
+# share of a batch's time: after the batch's first result, this gateway expects further results for this long only,
+# because the missing results may belong to requests of other gateways and never arrive here
 SETTLED = 0.25
-RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
-GROWING = 1.25  # factor: batches count as growing while the last is more than this many times as large as each other
+RECENT_ANSWERS = 64  # number of the last ended requests from which `AnswerPace` computes the speed of the gateway
+GROWING = 1.25  # factor: batches count as growing while the last has over GROWING times the tokens of each earlier one
 
 
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time until
-    the request's batch is formed; finite only if workers form a batch only when the device is free. In this case,
-    `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
-    unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
-    of one batch.
+    the request's batch is formed, or infinity if workers form batches before the device is free. If `formed_s` is
+    finite, `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
+    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `batch_s`: time of one batch.
     """
 
     min_s: float = 0.0
@@ -255,7 +255,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches, at most LOOK_S seconds old; None if no batch was measured lately."""
+        """Return the mean of the last batches, computed at most LOOK_S seconds ago; None without recent samples."""
         if now_s - self._measured_s > LOOK_S:
             self._measured, self._measured_s = self._batch(now_s), now_s
         return self._measured
@@ -320,7 +320,8 @@ class Throughput:
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
         workers form no further batch while that batch runs. Then the request waits for the running batches, which have
         `running` of the `ahead` tokens, and for the batches that the remaining tokens fill. Workers form no batch that
-        would take longer than its requests may wait, so batches that leave work in the queue do not become larger.
+        would take longer than its requests may wait. So batches that leave work in the queue cannot become larger
+        (`MeasuredBatch.is_full`).
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -394,12 +395,11 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 # client has a turn: the time to try again that was booked for it. While turns are booked, a client without a turn is
 # admitted only if fewer batches wait. The work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Retry-After is in whole seconds, so refused clients with the same value return at the same time. Their work is limited
-# to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a
-# running batch, if this time is shorter.
+# Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits
+# their work to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget
+# leaves after a running batch, if this time is shorter.
 TURN_PACE = 0.4
-# The limit on the work of refused clients that return at the same time is at least what the queue runs in this share of
-# a request's budget.
+# The limit of `_bunch_s` is at least what the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0
@@ -484,7 +484,7 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; not reset if all work of a stalled queue is withdrawn
+        # time since which the queue has had work; infinite without work, but kept if a stalled queue loses all work
         self._busy_s = math.inf
         # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
         # the empty queue
@@ -757,8 +757,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that are in a running batch only if this batch is larger than earlier batches, each with the cost of
-        # the queue up to and including this request
+        # pairs (request, cost of the queue up to and including the request), for requests that are in a running batch
+        # only if this batch is larger than earlier batches
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -810,8 +810,8 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield each request that waits in this gateway, and the cost of the work that runs before it. This cost is
-        computed as if the queue took work of the same cost from every key in the same time.
+        """Yield each request that waits in this gateway, and the cost of the work that runs before it. For this cost,
+        assume that the queue takes equal amounts of work from all keys that have work left.
         """
         costs = self.window.waiting_costs()
         sizes = sorted(costs.values())
@@ -828,8 +828,8 @@ class ModelQueue:
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
     """Return the largest time, in seconds, that the queue may need for the work of refused clients that return in the
-    same second. The time is TURN_PACE x 1 s, or TURN_PACE x the budget left after a running batch if less than 1 s is
-    left. The time is at least MIN_BUNCH x the budget.
+    same second. The time is TURN_PACE x 1 s. If a running batch leaves less than 1 s of the budget, the time is
+    TURN_PACE x the rest of the budget. In both cases, the time is at least MIN_BUNCH x the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

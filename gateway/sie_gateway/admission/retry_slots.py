@@ -101,8 +101,8 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. The slot in which this time ends counts
-        in proportion to its part before the end.
+        """Return the part of `promised` that is due within `within_s` seconds. Costs are known only for whole slots. If
+        this time ends inside a slot, the slot counts in proportion to its part before the end.
         """
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
@@ -144,7 +144,7 @@ class RetrySlots:
         return retry_s
 
     def _is_full(self, due_s: float, room: float) -> bool:
-        """Return True if the expected cost of this gateway's turns exceeds `room` in any second around `due_s`."""
+        """Return True if the expected cost of this gateway's turns exceeds `room` in a second that includes `due_s`."""
         slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:

@@ -34,8 +34,8 @@ REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two API key
 # Smallest limit on the work in the queue, in seconds of work: ALONE_S with one key, CONTESTED_S with several. With less
 # work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
-RESERVED = 8  # only keys below their share of a resource may use its last 1/RESERVED
-REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
+RESERVED = 8  # in a `SharedLimit`, only keys below their share may use the last 1/RESERVED of the resource
+REFUSED_S = 10.0  # seconds for which a key counts as active in a `SharedLimit` after a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Shares:
         self.total = 0
         # key -> windows (one for each model) in which the key has waiting work
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits so far, by which `_KeyFlow.granted` records the time of a permit
+        self.grants = 0  # number of permits so far; `_KeyFlow.granted` records it at each permit of a key
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:
@@ -221,8 +221,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So of the waiting work of each other key, at most this cost runs first: the cost of this key's waiting
-        work plus the cost of the new request.
+        cost. So of each other key's waiting work, at most as much runs first as this key has in total: its waiting work
+        plus the new request.
         """
         if not self._flows:
             return self.cost
@@ -272,8 +272,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return True if the key's window has space for a chunk, and no other model of the key must get a permit first.
-        If the key has no work in the queue, the second condition does not apply.
+        """Return False if the key's window has no space for a chunk, or if the key's work for another model must get a
+        permit first. If the key has no work in the queue, return True.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False

@@ -1,7 +1,7 @@
 """Tier of cached answers in the memory of a gateway, bounded in bytes.
 
-    computed ──► first ──used again──► protected, at most PROTECTED_SHARE of the memory
-                   │  ◄── least recently used ──┘
+    computed ──► first segment ──used again──► protected segment, at most PROTECTED_SHARE of the memory
+                   │  ◄────── least recently used ──────┘
                    └ least recently used: removed
 
 The cache is a segmented LRU, so that many inputs that occur only once do not remove answers from the cache that are
@@ -24,8 +24,8 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that an AnswerSpace takes in addition to its answers
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8  # largest share of the memory of answers that protected answers may take
-# largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure.
-# If the replaced gateway later announces more than one erasure, this gateway erases all answers.
+# Largest number of gateways whose erasures `PeerErasures` counts. A further gateway replaces the one with the oldest
+# erasure. If the replaced gateway later announces more than one erasure, this gateway erases all answers.
 MAX_PEERS = 1024
 LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 

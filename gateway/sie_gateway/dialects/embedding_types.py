@@ -59,7 +59,7 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dict[str, Any]]:
     """Return an entry of the reply for each vector. With `is_base64`, the entry has a memoryview, which the JSON writer
-    writes as base64. Otherwise the entry has an array, which it writes as a list.
+    writes as base64. Without `is_base64`, the entry has an array, which the JSON writer writes as a list.
     """
     rows, extras = converted(vectors, kind)
     data = [

@@ -15,7 +15,7 @@ from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 
-FIRST_BULK = 500  # lowest value of Cohere's `priority` that means bulk; 0 is the most urgent, 999 the least urgent
+FIRST_BULK = 500  # lowest value of Cohere's `priority` that means `bulk`; 0 is the most urgent, 999 the least urgent
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
@@ -82,9 +82,9 @@ def priority(body: Body) -> Priority | None:
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """Return SIE's parameters for `use`, the use of the inputs that the client names, for example `search_query`. The
+    """Return SIE's parameters for `use`, the client's word for the use of its inputs, for example `search_query`. The
     parameter `is_query` is true for queries and false for documents. For other uses, it is missing. If the model has a
-    prompt with exactly the name of the use, the template of this prompt is a further parameter.
+    prompt with exactly the name `use`, the template of this prompt is a further parameter.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
@@ -96,14 +96,14 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Rename the parameter in an InvalidInput error. `names`: SIE's name of a parameter -> the client's name."""
+    """Rename the parameter in an InvalidInput of the `with` block. `names`: SIE's name -> the client's name."""
     try:
         yield
     except InvalidInput as error:
         if (name := names.get(error.param)) is None:
             raise
         message = error.message
-        if message.startswith(error.param):  # the message of an error about an unsuitable model has no such start
+        if message.startswith(error.param):  # an error about an unsuitable model does not begin with the parameter
             message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 

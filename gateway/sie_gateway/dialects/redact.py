@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
 MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
-KEY_CHARACTERS = (16, 1024)  # length of the shortest and the longest key; an attacker could guess a shorter key
-_ASIDE = 1 << 13  # if the texts of a request have at least this many code points in total, a thread redacts them
+KEY_CHARACTERS = (16, 1024)  # shortest and longest key of the style `hash`; an attacker could guess a shorter key
+_ASIDE = 1 << 13  # texts with at least this many code points in total are redacted in a thread, not in the event loop
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
-_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters that only the first model gets; `models` may name profiles
+_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # only for the first model; a name in `models` may have a profile
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
@@ -52,9 +52,9 @@ _OFFSETS: tuple[str, ...] = get_args(Offsets)
 
 @dataclass(frozen=True)
 class RedactionRules:
-    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region of
-    national phone numbers. `restorable`: the reply has a map of the replaced values. `models`: names of further models
-    that read the texts.
+    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: code of the
+    country whose national phone numbers are replaced. `restorable`: the reply has a map of the replaced values.
+    `models`: names of further models that read the texts.
     """
 
     kinds: tuple[str, ...]

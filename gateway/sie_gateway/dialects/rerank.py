@@ -157,6 +157,6 @@ def _answer(
         "results": results,
         "meta": meta,
         **shared,
-        **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data` and adds the documents
+        **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data`, and adds the documents itself
     }
     return native.written(call, finished, content, began_s)

@@ -1,4 +1,4 @@
-"""Scores for other APIs: the raw scores of the model, or numbers from 0 to 1, which rank the documents equally."""
+"""Scores for other APIs: the raw scores of the model, or numbers from 0 to 1 that grow with the relevance."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ NOT_NAMED = "default/not-specified"  # name that Infinity's client sends if its 
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
     """Return the model that `model_for` chooses, if it has the task of the route.
 
-    Raises InvalidInput with the reason `unsupported_output` (vectors) or `unsupported_task`, whose message names the
-    routes that the model supports, and the errors of `model_for`. Call `able` before other fields of the body are read:
-    a body for another task has other fields, so an error about a field would hide that the task is wrong.
+    Raises InvalidInput with the reason `unsupported_output` (vectors) or `unsupported_task`; the message names the
+    routes that the model supports. Raises the errors of `model_for`. Call `able` before other fields of the body are
+    read: a body for another task has other fields, so an error about a field would hide that the task is wrong.
     """
     return checked(model_for(inference, call, capability, named), capability)
 
@@ -63,11 +63,11 @@ def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
 
 
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the first of these models that is set: the model in the path; `named` (from the body); the default in
-    SIE_DEFAULT_MODELS (for embed_all also the default for embed). If none is set, return the only model with the
-    capability.
+    """Return the first of these models that is set: the model in the path; `named` (from the body); the default for
+    the capability in SIE_DEFAULT_MODELS; for `embed_all`, the default for `embed`. If none is set, return the only
+    model with the capability.
 
-    Raises InvalidInput with reason schema or model_required, and the errors of `Inference.resolve`.
+    Raises InvalidInput with the reason `schema` or `model_required`, and the errors of `Inference.resolve`.
     """
     if call.resolved is not None:
         return call.resolved

@@ -93,7 +93,7 @@ class Transcript:
 
 
 async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Body) -> EncodedReply:
-    """Answer with the words that are spoken in the recording or, if `task` is translate, with their English
+    """Answer with the words that are spoken in the recording or, if `task` is `translate`, with their English
     translation.
     """
     form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
@@ -151,7 +151,7 @@ async def _read(
 
 
 def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
-    """Add the segments of a part. Return the begin of the next part in seconds; after the last part, the end of the
+    """Add the segments of a part. Return the start of the next part in seconds; after the last part, the end of the
     recording.
     """
     result = outcome.data or {}

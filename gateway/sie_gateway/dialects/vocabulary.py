@@ -33,7 +33,7 @@ _SPECIAL = {
     "o200k_base": {199999: b"<|endoftext|>", 200018: b"<|endofprompt|>"},
 }
 NAMES = tuple(_DIGESTS)
-OWN_IDS = "for ids of the model's own tokenizer set token_encoding, or openai_token_encoding of its entry, to model"
+OWN_IDS = "for ids of the model's own tokenizer, set token_encoding (or openai_token_encoding of its entry) to `model`"
 
 
 def path(name: str) -> Path | None:

@@ -119,7 +119,7 @@ def count(body: bytes, *, msgpack: bool) -> int:
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
     """Return the top-level map of a request body. For a body above `plain.SMALL_BYTES`, the caller must first call
     `count`, which limits the number of values. Values have the types of JSON; msgpack also has bytes. Raises
-    InvalidInput with reason malformed or schema.
+    InvalidInput with the reason `malformed` or `schema`.
     """
     try:
         value = (plain.from_msgpack if msgpack else plain.from_json)(body, is_counted=True)
@@ -132,7 +132,7 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
 
 def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
     """Return the inputs of a request body from its field `items`, `inputs` or `input`. Raises InvalidInput, for example
-    with reason empty_items, too_many_items, too_many_chunks or schema.
+    with the reason `empty_items`, `too_many_items`, `too_many_chunks` or `schema`.
     """
     name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
     raw = body.get(name)
@@ -161,7 +161,7 @@ def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
-    """Read the query to which the items are compared. Raises InvalidInput, with reason schema if it is missing."""
+    """Read the query to which the items are compared. Raises InvalidInput (reason `schema` if it is missing)."""
     raw = body.get("query")
     if raw is None:
         raise InvalidInput.at("query", f"missing{in_its_place(body, 'query', FIELDS)}")
@@ -349,7 +349,7 @@ def utf8(text: str, path: str) -> str:
 
 def token_ids(value: Any, path: str) -> tuple[int, ...]:
     """Return ids of the model's own tokens. The worker checks whether the vocabulary has them. Raises InvalidInput with
-    reason schema, empty_item or bad_token_id.
+    the reason `schema`, `empty_item` or `bad_token_id`.
     """
     if not isinstance(value, list):
         raise bad(path, value, "a list of token ids")

@@ -6,7 +6,7 @@ equal inputs at the same time, a worker computes them once.
                               │                   └ none in time ──┐    │
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
-The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now: a
+The key of an answer contains the fingerprint that the workers of the lane (pool, machine profile and bundle) report: a
 digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The gateway does not
 use the cache if these workers report no fingerprint or different fingerprints, or have another entry of the model than
 the request. If a computed answer has another fingerprint than the cached answers of the same request, workers compute
@@ -40,8 +40,9 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
-SHORTEST_WAIT_S = 0.25  # a request waits at least so many seconds for answers of other requests, within LONGEST_WAIT
-LONGEST_WAIT = 0.25  # a request waits for answers of other requests for at most this share of its remaining time
+# Limits in `patience_s` on the wait for answers that other requests compute. The second limit has precedence.
+SHORTEST_WAIT_S = 0.25  # shortest wait in seconds
+LONGEST_WAIT = 0.25  # longest wait, as a share of the request's remaining time
 OnChunk = Callable[[int, WorkResult], None]
 """Function to call with each result of a chunk. Arguments: the index of the chunk's first input, and the result."""
 Compute = Callable[
@@ -65,8 +66,8 @@ class CachePolicy(NamedTuple):
         return cls(settings.cache_shared, frozenset(settings.cache_excluded_models or ()))
 
     def owner(self, grant: Grant, model: str) -> str | None:
-        """Return the owner of the cached answers to a credential: its key, or the empty string if all keys share
-        answers. None if answers to this credential are not cached.
+        """Return the owner of the cached answers that a credential may use: its own key, or the empty string if all
+        keys share answers. Return None if the credential or the model does not use the cache.
         """
         if not grant.caches or model in self.excluded:
             return None
@@ -75,7 +76,7 @@ class CachePolicy(NamedTuple):
 
 FlightKey = tuple[Lane, Priority, int, bytes]
 """Key of an input that a request computes now: lane, priority, number of cache erasures when the request began, and key
-of the answer. Only requests with an equal key wait for the input.
+of the answer. Only requests with an equal key wait for its outcome.
 """
 Flight = asyncio.Future[tuple[WorkResult, Ok] | Failed | None]
 """Outcome of an input that a request computes now. It is None if the request ended without an outcome that other
@@ -116,7 +117,7 @@ class CachedRuns:
         """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
         `items`: the other items. `positions`: the indices of `items` in the request.
 
-        Raises SIEError, EntryChanged, and NotFound with reason not_cached if the client allows only cached answers.
+        Raises SIEError, EntryChanged. Raises NotFound (reason `not_cached`) if the client allows only cached answers.
         """
         finished = RequestResult(request, refused)
         mode = cache_mode(call.headers)

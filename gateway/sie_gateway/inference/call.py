@@ -77,7 +77,7 @@ class Call:
     path: str = ""
     receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
-    # part of the key's quota that this request uses; None if the key has no quota
+    # part of the API key's quota that this request uses; None if the key has no quota
     charge: Charge | None = None
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
@@ -90,10 +90,10 @@ class Call:
     reader: BodyReader | None = None
     infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
     attempt: int = 0  # number of earlier attempts of this call
-    finished: RequestResult | None = None  # result of the last run
+    finished: RequestResult | None = None  # result of the last attempt
     code: str = ""  # code of the error in the reply
     message: str = ""  # message of the error in the reply
-    # trace context that workers continue: the gateway's span; the client's context if this gateway does not trace
+    # trace context for the workers: that of the gateway's span, or the client's if this gateway does not trace
     context: Context = NONE
     span: Span | None = None  # None if this gateway does not trace
 
@@ -188,8 +188,8 @@ class InferRequest(msgspec.Struct, frozen=True):
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    kind of the texts of an encode, query or document, if no parameter sets the kind. For routes in the API format of
-    another server, `side` is empty, so that these routes return the same vectors as the model's own library.
+    `query` or `document`, the kind of the texts if no parameter of an encode request sets it. For routes in the API
+    format of another server, `side` is empty, so that these routes return the same vectors as the model's own library.
     `inputs_field`: field of the client's body with the inputs, for errors.
     """
 
@@ -223,12 +223,13 @@ MAX_HELD_BYTES = 1 << 30
 # number of copies of each byte of a body while its request runs: in the received body, the decoded values and the queue
 # messages
 COPIES = 3
-# bytes of each body that are not counted as memory; SIE_MAX_CONCURRENT_REQUESTS limits the number of bodies, and so the
-# sum of these bytes
+# bytes of memory that each body may occupy with all its copies without being counted; SIE_MAX_CONCURRENT_REQUESTS
+# limits the number of bodies, and so the sum of these bytes
 FREE_BYTES = COPIES * (256 << 10)
-# bytes per second of all large bodies while small requests are in progress: a third of what one core can receive
+# limit on the bytes per second that are read of all large bodies together while small requests are in progress: a third
+# of the bytes that one core can receive
 PACE_BYTES_S = 128 << 20
-# the read of a large body pauses if it is more than this number of seconds ahead of PACE_BYTES_S
+# `BodyIntake.turn` pauses reads that are more than this number of seconds earlier than PACE_BYTES_S permits
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
@@ -243,8 +244,8 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """Counter of the memory of all request bodies in a gateway, at most `max_bytes`. If only one body is counted, the
-    gateway reads it at any size.
+    """Counter of the memory of all request bodies in a gateway. The counted bodies may take at most `max_bytes`
+    together. A body that is the only counted one may take more.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -264,8 +265,8 @@ class BodyIntake:
         return BodyReader(self, key, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
-        """Return `receive` for a route that reads its body without BodyReader. While small requests are in progress,
-        all large bodies together are read with at most PACE_BYTES_S bytes per second.
+        """Return a slower `receive` for a route that reads its body without BodyReader. While small requests are in
+        progress, all large bodies together are read with at most PACE_BYTES_S bytes per second.
         """
         size = 0
 

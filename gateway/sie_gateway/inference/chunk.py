@@ -36,8 +36,8 @@ ITEM_RESULT_OVERHEAD_BYTES = 64  # bytes of a result in addition to its values
 EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for each token of a text
 LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
-SPARSE_IDS_PER_TOKEN = 32  # estimated weights of a sparse vector for each token of a text
-# options of at most this many encoded bytes do not count in the size of a message
+SPARSE_IDS_PER_TOKEN = 32  # estimated number of weights in a sparse vector for each token of a text
+# encoded options of at most this many bytes do not count: they fit into the `HEADROOM_BYTES` of a message
 BARE_OPTIONS_BYTES = 64
 # largest number of bytes of the inputs of a chunk whose query takes more than half of a message; the payload store
 # holds the query and inputs of such a chunk
@@ -170,8 +170,9 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input. It depends on the model's family: once, once for each
-    question, once for each label, or once for each part of an extraction schema and once for all labels.
+    """Return how many times the model reads the text of an input: once without labels and without parts of an
+    extraction schema. With them, the model's family decides: once for each question, once for each label, or once for
+    each part of the schema and once more for all labels together.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
@@ -285,7 +286,7 @@ def split(
     The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. For this upper
     bound, each byte of the input counts as a token. `each_tokens`: number of tokens that are added to every input, for
     example the tokens of a query. Each input becomes `rows` rows of a batch. `files`: the files of each input, if there
-    are any. `image`: cost of an image or a sound. `parts`: the texts that are cut for chunked embeddings, by index.
+    are any. `image`: cost of an image or a sound. `parts`: result of `_chunked_parts`.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

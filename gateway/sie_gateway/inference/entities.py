@@ -34,7 +34,7 @@ def _mention(value: Any, path: str, length: int) -> Mention:
     if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL:
         raise bad(f"{path}.label", label, f"a string of 1 to {MAX_LABEL} characters")
     if type(start) is not int or not 0 <= start < length:
-        raise bad(f"{path}.start", start, f"a code point of the text, from 0 to {length - 1}")
+        raise bad(f"{path}.start", start, f"the index of a code point, from 0 to {length - 1}")
     if type(end) is not int or not start < end <= length:
-        raise bad(f"{path}.end", end, f"a code point after start, at most {length}")
+        raise bad(f"{path}.end", end, f"an index of a code point above start, at most {length}")
     return Mention(label, start, end)

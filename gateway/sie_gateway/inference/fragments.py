@@ -29,8 +29,8 @@ class InboxFull(Exception):
 
 @dataclass
 class Assembly:
-    """Encoded result of a chunk of which some parts have arrived. If a worker runs a chunk twice, the two results have
-    different digests, and each has its own assembly. `owner`: API key of the request. `touched_s`: time of the last
+    """Parts of one result that have arrived. If workers run the same chunk twice, the two results have different
+    digests, and each result has its own assembly. `owner`: API key of the request. `touched_s`: time of the last
     part.
     """
 

@@ -164,8 +164,8 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Handle a request of an inference route. Resolve a model that the path names before the body is read, so that
-        a client with a wrong name need not upload its body.
+        """Handle a request of an inference route. If the path names a model, resolve the name before the body is read,
+        so that a client with a wrong name need not upload its body.
 
         The request counts as in progress until its reply is sent, because its results occupy memory until that time. To
         limit slow uploads, the budget of the request includes the time to read its body.
@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # The watch of a client needs a further task. Most runs end soon, so the watch of a run begins only after one to
-        # two times `watch_after_s` seconds.
+        # To watch a client takes a further task. Most runs end soon, so `_watch` starts this task only for a run that
+        # has taken `watch_after_s` to 2 * `watch_after_s` seconds.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:
@@ -279,7 +279,7 @@ class Inference:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            # the options select another profile, so the lane may differ
+            # if the options select another profile, the lane may differ
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
@@ -350,8 +350,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Return the result of `run_options`. Cache it for bodies without parameters: all these bodies have the same
-        result, and its computation takes a tenth of the gateway's time for a request.
+        """Return the result of `run_options`. Cache the results for bodies without parameters, by model, operation,
+        error mode and side, because the computation takes a tenth of the gateway's time for a request.
         """
         body = request.parameters
         if any(
@@ -421,7 +421,7 @@ def _remedy(name: str, like: list[str]) -> str:
     return f"; {adds or 'GET /v1/models lists the available ones'}"
 
 
-# first part of a model's name -> company that has models of such names, which nobody can download
+# first part of a model's name -> company whose models have such names; these models cannot be downloaded
 _FOREIGN = {
     "text-embedding-": "OpenAI",
     "voyage-": "Voyage",

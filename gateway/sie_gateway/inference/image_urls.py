@@ -155,7 +155,7 @@ NETWORK = Network()
 
 class ImageUrls:
     """Fetches images at URLs. Used only in the gateway's event loop. `hosts`: SIE_IMAGE_URL_HOSTS; without hosts, no
-    URL is fetched. `count` is called with the result of a URL: fetched, refused or failed.
+    URL is fetched. `count` is called with the result of each URL: `fetched`, `refused` or `failed`.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Return the number of pixels of an image file from its header: 0 if the header cannot be read or has another
-    format, MAX_DECODED_PIXELS if the header has too many segments.
+    """Return the number of pixels of an image file from its header: 0 if the header cannot be read or its format is
+    not in `_READERS`, MAX_DECODED_PIXELS if the header has too many segments.
     """
     try:
         image = _header(data)

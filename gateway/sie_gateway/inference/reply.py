@@ -128,7 +128,7 @@ def body_of(
         whole = body if row is None else {**body, name: list(map(row, body[name]))}
         data, content_type = encode(whole, msgpack=msgpack)
         own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
-        # the first byte of a msgpack map with fewer than 16 entries has their number: add one for the entry of `late`
+        # the first byte of a msgpack map of at most 15 entries contains their number: add one for the entry of `late`
         parts = (bytes([data[0] + 1]), memoryview(data)[1:]) if msgpack else (memoryview(data)[:-1], b",")
         return b"".join((*parts, own[1:])), content_type
     began_s = time.perf_counter()
@@ -264,8 +264,8 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output for JSON. A float16 becomes a float64: Python rounds the digits of a float16, but prints all
-    digits of the same value as a float64.
+    """Return one output for JSON. A float16 array becomes a float64 array, because orjson rounds a float16 to fewer
+    digits, but writes a float64 exactly.
     """
     return _exact(array_of(result, outcome, name))
 

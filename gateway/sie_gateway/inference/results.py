@@ -63,7 +63,7 @@ _TIMING_HEADERS = (
     ("X-Batch-Wait-Time", "batch_wait_time"),
     ("X-Device-Wait-Time", "device_wait_time"),
 )
-FOUND_VALUES = 20  # an entity or label takes as long to write as this many numbers
+FOUND_VALUES = 20  # an entity or label of a reply takes as long to write as this many numbers
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
@@ -98,14 +98,14 @@ class RequestResult:
         self.served_by = "local"  # "local", or the name of the remote server that computed the results
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
-        self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
-        # hit, partial, miss or off; empty if the gateway has no cache, if all inputs were refused, or if a remote
-        # server computed the results
+        self.reported_times: Mapping[str, float] = {}  # milliseconds of the stages, as the reply reports them
+        # "hit", "partial", "miss" or "off"; empty if the gateway has no cache, if all inputs were refused, or if a
+        # remote server computed the results
         self.cache_status = ""
         self.cached_items = 0  # number of inputs whose answers came from the cache or from another request
         self.cached_tokens = 0  # number of tokens of the inputs in `cached_items`
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
-        # by chunk, the milliseconds from the admission of the request to the arrival of the chunk's result
+        # number of a chunk -> milliseconds from the admission of the request to the arrival of the chunk's result
         self._waits_ms: dict[int, float] = {}
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[Sequence[int]] = [[index] for index in refused]
@@ -188,7 +188,7 @@ class RequestResult:
         return sum(len(result.block) for result in self._results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "", **names: str) -> None:
-        """Raise FailedRequest if all inputs failed, or if one failed and the client set `on_item_error` to fail.
+        """Raise FailedRequest if all inputs failed, or if one failed and the client set `on_item_error` to `fail`.
 
         `name`: name of the field of inputs in an API format whose replies cannot report the error of a single input.
         With `name`, any failed input fails the request, and the error names the input. `names` maps a parameter of SIE
@@ -332,7 +332,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks. The chunks of a batch share its time in proportion to their tokens."""
+    """Return the device seconds of chunks: the time of a chunk's batch, multiplied by its share of the tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -386,8 +386,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. As much of the queue time of `last` counts as load time as `load_ms`
-    permits, because its chunk waited for the same load.
+    of the request waited for the model to load. Up to this time, queue time of `last` counts as load time, because its
+    chunk waited in the queue for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -426,8 +426,8 @@ class FailedRequest(Exception):
         self.errors = errors
 
 
-# largest number of messages that wait in the NATS client until the event loop handles them: the results of more than
-# ten seconds at 5,000 per second
+# largest number of messages that wait in the NATS client until the event loop handles them: enough for 13 seconds in
+# which 5,000 results arrive per second
 HELD_MESSAGES = 1 << 16
 HELD_BYTES = 256 << 20  # largest number of bytes of the messages that wait in the NATS client
 CHECKING_THREADS = 2  # threads that join results from their parts
@@ -482,7 +482,7 @@ class OutcomeCollector:
 
     def close(self) -> None:
         if self._done.done() and not self._done.cancelled():
-            # marks the exception as retrieved, so that asyncio does not report a failure after a time-out
+            # marks the exception as retrieved, because asyncio logs an exception that nobody retrieves
             self._done.exception()
         else:
             self._done.cancel()
@@ -557,8 +557,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request whose result the NATS client library dropped because its buffer was full. The request does
-        not wait until the worker sends the result again, because it would meet the same overload.
+        """Fail the request whose result the NATS client library dropped because its buffer was full. The worker would
+        send the result again, but the request does not wait for this, because the buffer may be full again.
         """
         self._metrics.inbox_dropped.inc()
         self._fail(
@@ -644,7 +644,7 @@ class ResultInbox:
         except Damaged as error:
             self._metrics.outcomes.labels("damaged").inc()
             _logger.error(
-                "request %s: the worker must send a damaged result of %d parts again: %s",
+                "request %s: a result of %d parts is damaged, so the worker must send it again: %s",
                 assembly.request,
                 len(assembly.parts),
                 error,

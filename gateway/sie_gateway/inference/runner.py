@@ -370,8 +370,8 @@ class _Takers:
         return f"; models that take it: {models}" if models else f"; no model here takes it for {self._operation}"
 
     def models_with_chunks(self) -> str:
-        """Return text for the end of an error message: the first few models that support chunks with context, because
-        their dense vectors are a mean or a maximum over tokens.
+        """Return text for the end of an error message: the first few models that support chunks with context. These are
+        the models whose dense vectors are a mean or a maximum over tokens.
         """
         models = self._first("chunks", _gives_chunks)
         return f"; models that support chunks: {models}" if models else "; no model here supports chunks"
@@ -416,7 +416,7 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
     if foreign is None:
         return None
     message = f"{entry.id} takes {', '.join(accepted)}, not {foreign}"
-    if foreign != "multivector":  # no catalogue entry lists multivector as an input
+    if foreign != "multivector":  # no model lists it as an input, so no model can be named
         message += takers.models_of(foreign)
     return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 

@@ -2,7 +2,7 @@
 requests have arrived. The gateway measures the results of a copy, and discards them.
 
     request answered ──► in the configured share? ──► allowed: few copies run, the lane is not busy, the model exists
-    ──► copy runs at priority bulk ──► results are compared, then discarded
+    ──► copy runs at the priority `bulk` ──► results are compared, then discarded
     not allowed ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
@@ -208,7 +208,7 @@ class Shadows:
 
     def _is_loaded(self, lane: Lane) -> bool:
         """Return True if the lane (pool, machine profile and bundle) is too busy for copies: its work waits for more
-        than LOADED_S, or its wait is unknown, for example because the lane has no worker.
+        than LOADED_S seconds, or its wait is unknown, for example because the lane has no worker.
         """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
@@ -303,7 +303,9 @@ def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
 
 
 def rank_agreement(finished: RequestResult, copied: RequestResult) -> float | None:
-    """Return Spearman's correlation of the documents' scores; None if fewer than three documents can be compared."""
+    """Return Spearman's correlation between the scores that the two models gave the documents; None if fewer than three
+    documents have both scores.
+    """
     pairs = [
         (first.score, two.score)
         for (_, first), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)
