@@ -43,7 +43,7 @@ SLICE_PAUSE_S = 0.0001
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Messages of one model in the stream: number (delivered ones included), age in seconds of the oldest message."""
+    """Number of messages of one model in the stream, leased ones included, and the oldest one's age in seconds."""
 
     count: int
     oldest_s: float = 0.0
@@ -285,8 +285,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model; None if it is unknown. A number in `table` that another gateway has
-        written replaces this planner's number if it was raised later, or if it is lower.
+        """Return the number of hosts of a model; None if it is unknown. Another gateway may have written `table`: its
+        number of hosts replaces this planner's number if it is lower, or if it was raised later.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:

@@ -239,8 +239,8 @@ class PoolDirectory:
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
-        """Renew the lease of a reservation. Returns None for a pool in the settings of a gateway or worker, which has
-        no lease. Raises PoolNotFound, BrokerError.
+        """Renew the lease of a reservation. Returns None for a pool in the settings of a gateway or worker: such a pool
+        has no lease. Raises PoolNotFound, BrokerError.
         """
         if self._has_no_lease(name):
             return None
