@@ -104,7 +104,7 @@ def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer
         redirect_slashes=False,
     )
     about = app.openapi()
-    # replaces FastAPI's schema as its documentation says; cached, because the build takes 0.4 s
+    # replaces FastAPI's schema, as the documentation of FastAPI advises; cached, because the build takes 0.4 s
     app.openapi = functools.cache(lambda: openapi_document(about))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)

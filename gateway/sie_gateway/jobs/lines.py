@@ -1,7 +1,7 @@
 """Batches in OpenAI's form: each line of a file is a request, each line of the output an answer, and a group of lines
 (shard) runs and is stored together.
 
-    line ──► route of its url ──► Inference.answered at the priority bulk ──► {"custom_id", "response", "error"}
+    line ──► route of its url ──► Inference.answered with priority `bulk` ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
 `BatchJob.finish` writes the files, also for a batch that ends early. The format of the lines is in envelope.py.

@@ -98,8 +98,8 @@ class JobService:
         return job
 
     async def set_command(self, call: Call, job_id: str, command: str) -> api.JobInfo:
-        """Store a command of the owner in the record of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
-        and ContentConflict if the job has ended.
+        """Store a command of the owner in the record of a job: `run`, `pause` or `cancel`. Raises NotFound,
+        QueueUnavailable, and ContentConflict if the job has ended.
         """
         self.find(call, job_id)
 

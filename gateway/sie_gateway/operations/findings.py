@@ -27,7 +27,9 @@ MAX_FINDINGS = 50
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # refusals are counted over this number of seconds of the request history
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # a queue whose oldest message is older than this number of seconds is reported, as by SIEQueueStuck
+# a queue whose oldest message is older than this number of seconds is reported; the alert SIEQueueStuck has the same
+# limit
+STUCK_S = 60.0
 GROWTH_S = 60.0
 # a queue is reported if its number of messages grows by more than this factor within GROWTH_S seconds
 GROWTH = 1.5
@@ -196,7 +198,7 @@ class QueueTrend:
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
         """Return the first and the last queue length of a lane (pool, machine profile and bundle) if the queue grew by
-        more than the factor GROWTH, to more than GROWN_MESSAGES, and did not shrink in a half of the period GROWTH_S.
+        more than the factor GROWTH, to more than GROWN_MESSAGES, and shrank in neither half of the period GROWTH_S.
         Return None for other queues.
         """
         if len(self._samples) < (self._samples.maxlen or 0):

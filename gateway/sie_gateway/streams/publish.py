@@ -72,8 +72,8 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Idle record of a consumer. `delivered`: number of messages delivered so far. `since_s`: time since which the
-    consumer is unused.
+    """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time
+    since which the consumer is unused.
     """
 
     delivered: int
@@ -104,8 +104,8 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
     """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If the
-    number of remaining consumers of single models is above 15/16 of `limit`, add as many as are above, longest unused
-    first, but none that was used in the last CROWDED_IDLE_S seconds.
+    number of remaining consumers of single models is above 15/16 of `limit`, also return the excess ones, longest
+    unused first, but none that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -204,7 +204,7 @@ class StreamConsumers:
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Mark all consumers as unchecked, because notices of deletions may be lost: their next use checks them."""
+        """Mark all consumers as unchecked, so that their next use checks them: notices of deletions may be lost."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -551,8 +551,8 @@ class WorkQueue:
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish the chunks of one request and return their positions. If the broker does not store a chunk, remove
-        the stored chunks. Create a missing consumer meanwhile: a stream stores messages without a consumer. Raises
-        QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        the stored chunks. Meanwhile, create the consumer if it is missing: a stream stores messages even before the
+        consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
