@@ -18,7 +18,7 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Reservation, ReservationSpec
 
 PATH = "/v1/pools/assignments"
-DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a reservation without a bundle
+DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a reservation whose spec names no bundle
 
 
 @dataclass(frozen=True)

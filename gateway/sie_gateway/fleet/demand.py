@@ -36,7 +36,7 @@ AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-# seconds without a request for a lane after which the gateway stops measuring the start of the lane's worker
+# seconds without a request for a lane after which `ColdStarts` stops measuring the start of the lane's first worker
 ASKED_S = 60.0
 _logger = logging.getLogger("sie.gateway.demand")
 

@@ -280,8 +280,8 @@ class Fleet:
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return lane -> last heartbeats of workers that were ready and did not leave, but are overdue with the next
-        heartbeat.
+        """Return lane -> last heartbeats of workers that were ready and not leaving, but whose next heartbeat is
+        overdue.
         """
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}

@@ -277,7 +277,7 @@ class Edge:
                     path, scope["query_string"].decode("latin-1"), call.grant, scope, receive, watched
                 )
             else:
-                assert route is not None, "a path without a route is not let in"
+                assert route is not None, "`_admit` refuses a path without a route"
                 await self._dispatch(call, route, scope, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE

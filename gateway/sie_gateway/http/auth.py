@@ -126,9 +126,9 @@ class Gate:
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """Return the current grant of the credential with this key; None if the credential is not valid any more. For
-        work that continues after its call has ended, such as a job. Raises NotReady if the keys are not read yet. For a
-        key with an expiry time, NotReady also means that the broker's time is not read yet.
+        """Return the current grant of the credential with this key; None if the credential is not valid any more. Used
+        for work that continues after its call has ended, such as a job. Raises NotReady if the keys are not read yet.
+        For a key with an expiry time, NotReady also means that the broker's time is not read yet.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))

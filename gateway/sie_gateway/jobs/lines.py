@@ -95,7 +95,8 @@ class BatchJob:
         """Join the parts into a file of answers and a file of errors. A file without lines is not created. See
         `run.JobWork`.
 
-        First store the answers of unstored shards. If the batch has expired, each unanswered request gets an error.
+        First store the answers of the shards that are not stored yet. If the batch has expired, each unanswered request
+        gets an error.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()

@@ -102,8 +102,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        # id -> revision of the record; if this gateway removed the record, revision of the removal until the watch
-        # delivers the removal
+        # id -> revision of the record; if this gateway has removed the record: revision of the removal, until the watch
+        # delivers it
         self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:

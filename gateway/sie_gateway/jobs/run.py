@@ -87,7 +87,7 @@ class JobWork(Protocol):
         """Compute and store the answers of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output in the final state `state`, and add the shards that this call completes to `shards`.
+        """Complete the output of a job that ends in `state`. Add to `shards` the shards that this call completes.
         Returns fields for the record of the job. Raises SIEError, StoreError.
         """
 

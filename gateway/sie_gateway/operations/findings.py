@@ -51,8 +51,8 @@ _REFUSALS = {
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
     "QUEUE_UNAVAILABLE": _BROKER,
     "NOT_READY": "GET /readyz on SIE_GATEWAY_METRICS_PORT of the gateway names what it waits for",
-    "RESOURCE_EXHAUSTED": "free memory of the workers or space of the payload store; `sie doctor` on its machine tests "
-    "the disk",
+    "RESOURCE_EXHAUSTED": "release memory on the workers, or make room in the payload store; `sie doctor` on the "
+    "machine of the store tests its disk",
     "GATEWAY_TIMEOUT": _CAPACITY,
     "MODEL_LOAD_FAILED": "the models are loaded now, or the worker that failed has left: `sie models list` shows each",
     "INFERENCE_ERROR": "the log of the adapter has the traceback",
@@ -152,7 +152,7 @@ def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[Clus
 
 
 def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
-    """List the workers whose clock differs by more than CLOCK_S from the broker's. `ahead_s`: seconds by worker."""
+    """List the workers whose clock differs by more than CLOCK_S from the broker's. `ahead_s`: worker -> seconds."""
     return [
         ClusterFinding(
             check="clock",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of refusals for overload or a rate limit
 INTERVAL_S = 10.0
-MAX_REFUSED_LINES = 20  # log lines for refused requests in one interval of INTERVAL_S
+MAX_REFUSED_LINES = 20  # largest number of log lines for refused requests in INTERVAL_S seconds
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60

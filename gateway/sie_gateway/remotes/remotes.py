@@ -238,7 +238,7 @@ class Remotes:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
         except (BrokerError, TimeoutError) as error:  # only logged, because the remote server has computed the vectors
-            _logger.warning("the token budget of remote %s keeps an estimate: %s", remote.server.name, error)
+            _logger.warning("the charge for a call of remote %s stays an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call, and probe the server again soon. After MAX_FAILURES failed calls in a row, the server
@@ -489,7 +489,7 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
 
 
 def _shares(costs: Sequence[int], tokens: int) -> list[int]:
-    """Return integers in proportion to `costs` whose sum is `tokens`."""
+    """Split the number `tokens` into integers in proportion to `costs`."""
     total, passed, shares = sum(costs), 0, list[int]()
     for cost in costs:
         before = passed * tokens // total

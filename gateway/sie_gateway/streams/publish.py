@@ -288,7 +288,7 @@ class WorkConsumers:
         self._idle_s = idle_s
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
-        self._following = asyncio.Lock()  # prevents two calls of `follow` from subscribing to a pool's notices
+        self._following = asyncio.Lock()  # so that two calls of `follow` do not both subscribe to a pool's notices
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
@@ -335,7 +335,7 @@ class WorkConsumers:
         await self._stream(pool).ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
-        """Make the next use of each consumer of a pool check it again: the pool's new stream has no consumers."""
+        """Mark the consumers of a pool as unchecked: the new stream of the pool has no consumers yet."""
         if (stream := self._streams.get(pool)) is not None:
             stream.discard_verified()
 
@@ -452,7 +452,7 @@ class WorkQueue:
         if broker.max_payload < MIN_PAYLOAD_BYTES:
             raise SettingError("SIE_NATS_URL", _too_small(broker.max_payload))
         if inline_bytes is not None and inline_bytes > limit:
-            leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} for input"
+            leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} bytes for input"
             raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {inline_bytes}, {leaves}")
 
     @property
