@@ -69,8 +69,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Callable that pauses a long computation in a thread, at most every SLICE_S seconds, so that the event loop runs.
-    """
+    """Callable that pauses a long computation in a thread, at most every SLICE_S seconds, to let the event loop run."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
