@@ -85,7 +85,7 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """Return backlog, rates and needed workers of the lane with this name. Raises NotFound, QueueUnavailable."""
+        """Return the backlog, the ready workers and the needed workers of a lane. Raises NotFound, QueueUnavailable."""
         lane = self.find(name, grant)
         try:
             await self.backlog.fresh(lane.pool, 0.0)

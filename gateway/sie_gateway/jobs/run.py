@@ -562,7 +562,7 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 def left(job: JobRecord, leader: str) -> JobRecord:
     """Return the record of a job that the gateway `leader` gives up. Also remove its name from `lost`: another gateway
-    may have added it by mistake, if it did not see a renewal of the lease in time.
+    that did not see a renewal of the lease in time may have added the name by mistake.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
