@@ -102,7 +102,7 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # `_known` lacks a reservation that began and ended between two steps, but the queue may follow its stream
+        # add the pools that the queue follows: `_known` lacks a reservation that began and ended between two steps
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
