@@ -18,12 +18,12 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Reservation, ReservationSpec
 
 PATH = "/v1/pools/assignments"
-DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a reservation without a bundle
+DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a reservation whose spec names no bundle
 
 
 @dataclass(frozen=True)
 class AssignableWorker:
-    """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of unfinished work.
+    """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of its unfinished work.
     `is_heard`: False if this gateway has received no heartbeat of the worker: the number of its GPUs is then unknown.
     """
 
@@ -137,8 +137,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation with the workers `held`; empty if too few workers are free, or if
-    the number of GPUs of a worker in `held` is unknown.
+    """Return free workers that, together with the workers `held`, meet the spec; empty if too few workers are free, or
+    if the number of GPUs of a worker in `held` is unknown.
     """
     if not all(worker.is_heard for worker in held):
         return []
@@ -162,8 +162,8 @@ def _addition(
 
 
 def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Collection[str]) -> list[str]:
-    """Return `free` without the workers that must stay unreserved: one for each bundle whose unreserved workers are all
-    in `free`, the last of this bundle in the order of `free`.
+    """Return `free` without the workers that must stay unreserved. If `free` has all unreserved workers of a bundle,
+    the last worker of this bundle in `free` must stay unreserved.
     """
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
@@ -196,7 +196,7 @@ def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, s
     `reserved`: worker -> reservation.
 
     Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because the pool of
-    its settings is unknown: the worker would read an empty result as the command to serve no pool.
+    its settings is unknown. An empty result would not do: the worker would read it as the command to serve no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

@@ -20,7 +20,7 @@ def _embeds(entry: ModelEntry) -> bool:
 
 
 def _gives_spans(entry: ModelEntry) -> bool:
-    """Return True if a model finds entities with offsets in a text without an instruction in the request."""
+    """Return True if a model finds entities in a text, with their offsets, and needs no instruction in the request."""
     is_extract = "extract" in entry.tasks and "entities" in entry.outputs and "text" in entry.inputs
     return is_extract and not families.row(entry.family).needs_instruction
 

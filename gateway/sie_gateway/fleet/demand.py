@@ -7,8 +7,8 @@ held until the time ends ──► a worker has loaded the model: continue to wa
                          ──► a worker is ready and has not begun to load: continue to wait
 
 Each lane has one record of demand in the broker, which all gateways read. A record is valid for DEMAND_LIFE_S seconds.
-When a request ends with one of these errors, the gateway withdraws the request's work from the queue. The record
-remains, so that the autoscaler starts a worker for the client's next attempt.
+When a request ends with MODEL_LOADING or PROVISIONING, the gateway withdraws the request's work from the queue. The
+record remains, so that the autoscaler starts a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-# seconds without a request for a lane after which the gateway stops measuring the start of the lane's worker
+# seconds without a request for a lane after which `ColdStarts` stops measuring the start of the lane's first worker
 ASKED_S = 60.0
 _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return True if the demand recorded at `at_s` is valid at `now_s`. `at_s` may be later, because clocks differ."""
+    """Return True if demand recorded at `at_s` is valid at `now_s`. `at_s` may be the later time, as clocks differ."""
     return now_s - at_s < DEMAND_LIFE_S
 
 
@@ -79,7 +79,7 @@ class DemandRecords:
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
     async def run(self, stop: Stop) -> None:
-        """Write the demand that `note` records to the broker, until `stop`. Repeat a failed write."""
+        """Until `stop`, write to the broker the demand that `note` records. Repeat a failed write."""
         trouble = Trouble(_logger, "the demand for workers, which autoscalers read, cannot be written to the broker")
         while not await stop.wait_woken(self._wake):
             with trouble.logged(BrokerError):
@@ -89,7 +89,7 @@ class DemandRecords:
                 await stop.wait_for(_RETRY_S)
 
     async def write(self) -> None:
-        """Write all demand that `note` has recorded to the broker. Raises BrokerError."""
+        """Write to the broker all demand that `note` has recorded. Raises BrokerError."""
         while self._noted:
             lane, at_s = next(iter(self._noted.items()))
             failpoint("gateway.before_demand")
@@ -120,8 +120,9 @@ class _ColdStart:
 
 
 class ColdStarts:
-    """Decides how long requests for models that no worker has loaded may wait. `pending_reason` returns why a
-    reservation lacks workers; empty if the reservation has all its workers, or the pool is no reservation.
+    """Decides how long requests for models that no worker has loaded may wait. `pending_reason(pool)` returns why a
+    reservation lacks workers; an empty text if the reservation has all its workers, or if the pool is not a
+    reservation.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the expected seconds, at least 1, until a worker of the lane is ready, by the last measured start."""
+        """Estimate the seconds, at least 1, until a worker of the lane is ready, from how long the last start took."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

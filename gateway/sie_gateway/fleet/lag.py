@@ -25,27 +25,27 @@ from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
 MAX_LANES = 16  # largest number of lanes of a pool in the report: the lanes with the most work
-MAX_SUBJECTS = 24  # largest number of NATS subjects of a pool whose models are reported: subjects with the most work
+MAX_SUBJECTS = 24  # largest number of NATS subjects of a pool in the report by model: those with the most work
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of the lanes. After the end of its work, a lane is reported with a count of 0 while its pool exists."""
+    """Lag of the lanes. A lane whose work has ended is reported with a count of 0 for as long as its pool exists."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools`: names of the pools, which `refresh` reads at each call."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # its owner (`PoolRecord`) changes its contents when pools are created or removed
+        self._pools = pools  # the `PoolRecord`: its pools change at run time
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         # (pool, machine profile, bundle, priority) -> waiting work
         self.lanes: Mapping[Labels, ModelBacklog] = {}
         # (model, pool, machine profile, bundle, priority) -> waiting work
         self.models: Mapping[Labels, ModelBacklog] = {}
-        self.is_known = False  # False until a lag has been read, and after a refresh that could read the lag of no pool
+        self.is_known = False  # True if the last `refresh` has read the lag of at least one pool
 
     async def oldest_s(self, lane: Lane) -> float:
         """Return the age of the lane's oldest message in seconds; 0 without a message. Raises BrokerError."""
@@ -126,7 +126,8 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                # a model may have messages on two subjects, of its own consumer and of a shared one: add the counts
+                # a model may have messages on two subjects, of its own consumer and of a shared consumer: add the
+                # counts
                 before = models.get(of_model, ModelBacklog(0))
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)

@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that are shown even if the worker that reports them is not ready
 ON_DISK_S = 5.0  # seconds before the list of models on workers' disks is computed again
-NO_DISK_S = 0.5  # seconds before an empty list is computed again; at the start of a cluster, models appear quickly
+NO_DISK_S = 0.5  # the same for an empty list: shorter, because models appear quickly at the start of a cluster
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -280,8 +280,8 @@ class Fleet:
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return lane -> last heartbeats of workers that were ready and did not leave, but are overdue with the next
-        heartbeat.
+        """Return lane -> last heartbeats of workers that were ready and not leaving, but whose next heartbeat is
+        overdue.
         """
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}

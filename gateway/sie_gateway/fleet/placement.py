@@ -36,7 +36,7 @@ EVERY_S = 0.5
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # largest number of subjects of a lane whose oldest message one step reads
+MAX_ASKED = 32  # largest number of NATS subjects in a lane for which one step reads the oldest message
 _logger = logging.getLogger("sie.gateway.placement")
 
 
@@ -152,7 +152,9 @@ class Placer:
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a host for a model without work. If workers exist, but none hosts the model, a step runs at once."""
+        """Request a host for a model, even without work. If workers exist, but none hosts the model, a step runs at
+        once.
+        """
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
@@ -184,7 +186,7 @@ class Placer:
                 take()
 
     async def _refresh(self) -> None:
-        """Update the tables of all lanes. An error of one lane, such as a missing stream, does not stop the others."""
+        """Update the tables of all lanes. An error of one lane, such as a missing stream, stops no other update."""
         live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
             self._first_s = self.now_s()
@@ -192,7 +194,7 @@ class Placer:
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
-            # skip lanes of an ended reservation, because its workers may report its pool for some time
+            # skip the lanes of an ended reservation: its workers may report its pool for some time after the end
             if self._serves(lane.pool)
         )
 

@@ -43,7 +43,7 @@ SLICE_PAUSE_S = 0.0001
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Messages of one model in the stream: number (delivered ones included), age in seconds of the oldest message."""
+    """Number of messages of one model in the stream, leased ones included, and the oldest one's age in seconds."""
 
     count: int
     oldest_s: float = 0.0
@@ -69,7 +69,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Callable that pauses a long computation in a thread, at most every SLICE_S seconds, for the event loop to run."""
+    """Callable that pauses a long computation in a thread, at most every SLICE_S seconds, to let the event loop run."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -92,7 +92,7 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # table whose hosts are in the layout
+        self._table: Placement | None = None  # last table that was computed, or copied into `_layout`
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models with more hosts than they need
         # model with several hosts -> time of the last increase of their number
@@ -285,8 +285,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model; None if it is unknown. A number in `table` that another gateway has
-        written replaces this planner's number if it was raised later, or if it is lower.
+        """Return the number of hosts of a model; None if it is unknown. Another gateway may have written `table`: its
+        number of hosts replaces this planner's number if it is lower, or if it was raised later.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -314,9 +314,9 @@ class Planner:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
     def _note_residency(self, now_s: float) -> None:
-        """Update the time since which all hosts of a changed model have it loaded (`_resident_s`), and the time since
-        which a worker without a load in progress could load one more copy (`_spare_s`). If every worker is loading a
-        model, one more host would only delay these loads.
+        """Update the time since which all hosts of each model in `_moved` have the model loaded (`_resident_s`), and
+        the time since which a worker without a load in progress could load one more copy (`_spare_s`). If every worker
+        is loading a model, one more host would only delay these loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -335,8 +335,8 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # With more idle workers than hosts of any model, no model is on all idle workers. The + 1 is for a leaving
-        # worker, which may have a model in addition to the model's hosts.
+        # If the idle workers (without a load in progress) outnumber the hosts of every model, no model is on all of
+        # them. The + 1 is for a leaving worker, which may have a model in addition to the model's hosts.
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}

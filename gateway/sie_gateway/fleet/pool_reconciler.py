@@ -32,7 +32,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 GAP_S = 0.1  # shortest time in seconds between two calls of `step`: heartbeats that arrive together cause one call
 RENEW_S, LEASE_S = 2.0, 6.0
-# seconds for which an unready worker with heartbeats keeps its reservation: its adapter process may restart
+# seconds for which a worker that sends heartbeats, but is not ready, keeps its reservation: its adapter may restart
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -102,7 +102,7 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # `_known` lacks a reservation that began and ended between two steps, but the queue may follow its stream
+        # add the pools that the queue follows: `_known` lacks a reservation that began and ended between two steps
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
@@ -133,8 +133,8 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease has surely ended: also if the measured time of the broker is ahead of the
-        true time by the largest error of the measurement.
+        """End the reservations whose lease has surely ended. The measured time of the broker may be ahead of its true
+        time by up to `margin_s`, so subtract this margin first.
         """
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [

@@ -58,7 +58,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
         )
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
-    # only a key with the scope admin may reserve the last worker of a bundle (`takes_last`); if a key without this
+    # only a key with the scope `admin` may reserve the last worker of a bundle (`takes_last`); if a key without this
     # scope changes the spec, the permission ends
     takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
     return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))

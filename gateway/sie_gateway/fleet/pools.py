@@ -239,8 +239,8 @@ class PoolDirectory:
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
-        """Renew the lease of a reservation. Returns None for a pool in the settings of a gateway or worker, which has
-        no lease. Raises PoolNotFound, BrokerError.
+        """Renew the lease of a reservation. Returns None for a pool in the settings of a gateway or worker: such a pool
+        has no lease. Raises PoolNotFound, BrokerError.
         """
         if self._has_no_lease(name):
             return None
@@ -281,7 +281,7 @@ class PoolDirectory:
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
         """Return a function that returns True for the name of a pool that a credential may read. Without the scope
-        admin, these are the pools in the settings of gateways and workers, and the credential's own reservations.
+        `admin`, these are the pools in the settings of gateways and workers, and the credential's own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True

@@ -1,13 +1,13 @@
 """`POST /v1/models/{model}/load` and `/unload`: an operator requests that a worker of a lane (pool, machine profile and
 bundle) loads a model before the model's first request, or that workers unload a model.
 
-    load ──► a wish: each EVERY_S it records demand for the lane (to start a worker) and requests a host for the model
-             └──► as soon as the placement table has a host: messages.Residency to it, until heartbeats show the load
+    load ──► wish (a requested load): every EVERY_S, demand for the lane, to start a worker, and a request for a host
+             └──► when the placement table has a host: messages.Residency to this host, until heartbeats show the load
     unload ──► messages.Residency, once, to each worker that has the model
 
-A wish (a requested load) is in the memory of one gateway. The wish ends when a worker of the lane has loaded the model,
-loads it, or could not load it, when an operator requests an unload, or after LIFE_S. A worker that must unload a model
-first completes the model's work in flight.
+A wish is in the memory of one gateway. The wish ends when a worker of the lane has loaded the model, loads it, or could
+not load it, when an operator requests an unload, or after LIFE_S. A worker that must unload a model first completes the
+model's work in flight.
 """
 
 from __future__ import annotations

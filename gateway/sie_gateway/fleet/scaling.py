@@ -37,10 +37,10 @@ def wanted_replicas(
     run, in the queue and in gateways. `arriving`: tokens per second that arrive. `rate`: tokens per second that one
     busy worker runs, 0 while unknown.
 
-    The workers must run the arriving tokens and complete the backlog within DRAIN_S. The number is at least one if work
-    waits, or if a request has recorded demand. The result includes `reserved`. While the rate is unknown, a lane with
-    work keeps its ready workers. A fraction below 0.01 worker is rounded down: the mean of the arriving tokens decays
-    slowly after the last request, and must not keep a worker.
+    The workers must run the tokens as they arrive, and in addition complete the backlog within DRAIN_S. The number is
+    at least one if work waits, or if a request has recorded demand. The result includes `reserved`. While the rate is
+    unknown, a lane with work keeps its ready workers. A fraction below 0.01 worker is rounded down: the mean of the
+    arriving tokens decays slowly after the last request, and must not keep a worker.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0
@@ -85,7 +85,7 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """Return backlog, rates and needed workers of the lane with this name. Raises NotFound, QueueUnavailable."""
+        """Return the backlog, the ready workers and the needed workers of a lane. Raises NotFound, QueueUnavailable."""
         lane = self.find(name, grant)
         try:
             await self.backlog.fresh(lane.pool, 0.0)

@@ -1,7 +1,7 @@
 """Status of workers from their status websockets. The status is for diagnostics only, not for the routing of requests.
 
     SIE_GATEWAY_WORKERS ───────────────────────┐
-    SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
+    SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► last frame of each worker
 
 With SIE_GATEWAY_HEALTH_MODE=ws, every websocket is always open. In other modes, the websocket of a worker is open only
 while a client views the worker.
@@ -163,7 +163,7 @@ class WorkerSockets:
         self._found: tuple[str, ...] = ()
         self._endpoints = Endpoints(settings) if settings.gateway_kubernetes else None
         self._sockets: dict[str, WorkerSocket] = {}
-        # URL -> context that holds the worker's websocket open in health mode `ws`, also if no client views the worker
+        # URL -> context that holds the worker's websocket open in health mode `ws`, even if no client views the worker
         self._kept: dict[str, contextlib.AsyncExitStack] = {}
         self._changed = asyncio.Event()
 
@@ -319,7 +319,7 @@ class Endpoints:
         ), slices.metadata.resource_version
 
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
-        """Wait until an endpoint has changed since `version`, or the API server ends the watch."""
+        """Wait until an endpoint has changed since `version`, or until the API server ends the watch."""
         params = {**self._selected, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
         timeout = httpx.Timeout(5.0, read=WATCH_S + 10.0)
         async with client.stream("GET", self._path, params=params, headers=self._headers(), timeout=timeout) as answer:

@@ -104,7 +104,7 @@ def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer
         redirect_slashes=False,
     )
     about = app.openapi()
-    # replaces FastAPI's schema as its documentation says; cached, because the build takes 0.4 s
+    # replaces FastAPI's schema, as the documentation of FastAPI advises; cached, because the build takes 0.4 s
     app.openapi = functools.cache(lambda: openapi_document(about))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
@@ -277,7 +277,7 @@ class Edge:
                     path, scope["query_string"].decode("latin-1"), call.grant, scope, receive, watched
                 )
             else:
-                assert route is not None, "a path without a route is not let in"
+                assert route is not None, "`_admit` refuses a path without a route"
                 await self._dispatch(call, route, scope, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE

@@ -1,7 +1,7 @@
 """Access control: each row of `routes.ROUTES` has a scope, and credentials have scopes.
 
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
-                       └ no row: NotFound, or 405 with `Allow`, for a caller with scope read
+                       └ no row: NotFound, or 405 with `Allow`, for a caller with scope `read`
 
 A path that is not in ROUTES is not served, so every route has a scope. Tests call each row of the table with each
 credential (`tests/unit/test_auth.py`).
@@ -28,13 +28,13 @@ from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # close code of a websocket (RFC 6455)
-# scopes that require a token even in auth mode none. Exception: routes that are `local` require no token while the
+# scopes that require a token even in auth mode `none`. Exception: routes with `local` require no token while the
 # gateway listens only on loopback.
 GUARDED = frozenset({"config", "admin"})
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is static and no user has a token: then only an administrator could call."""
+    """Raise SettingError if the auth mode is `static` and no user has a token: only administrators could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
@@ -68,7 +68,7 @@ class Gate:
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None, host: str = "") -> None:
-        """Auth mode token requires `keys`; in every other mode, `keys` must be None. `host`: the address on which the
+        """Auth mode `token` requires `keys`; in every other mode, `keys` must be None. `host`: the address on which the
         gateway listens. Raises SettingError.
         """
         require_tokens(settings)
@@ -94,7 +94,7 @@ class Gate:
 
         Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. For a key with an expiry
         time, NotReady also means that the broker's time is not read yet. An unknown path or method requires the scope
-        read. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
+        `read`. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
         method that this gateway does not serve.
         """
         match = TABLE.match(path)
@@ -105,9 +105,9 @@ class Gate:
             is_open = row is not None and row.local and self._is_private
             if self._guarded or (scope in GUARDED and not is_open):
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            # auth mode none requires no token, but on routes with the scope `pools` or ANY an admin token allows more
+            # auth mode `none` needs no token, but on routes with the scope `pools` or ANY an admin token allows more
             elif scope in ("pools", ANY) and authorization:
-                # in auth mode none, all callers have the same owner key, so every caller may use the jobs, files and
+                # in auth mode `none`, all callers have the same owner key, so every caller may use the jobs, files and
                 # pools of every other caller
                 grant = replace(self._static_grant(bearer(authorization)) or ANYBODY, key=ANYBODY.key)
             if scope == ANY:
@@ -126,9 +126,9 @@ class Gate:
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """Return the current grant of the credential with this key; None if the credential is not valid any more. For
-        work that continues after its call has ended, such as a job. Raises NotReady if the keys are not read yet. For a
-        key with an expiry time, NotReady also means that the broker's time is not read yet.
+        """Return the current grant of the credential with this key; None if the credential is not valid any more. Used
+        for work that continues after its call has ended, such as a job. Raises NotReady if the keys are not read yet.
+        For a key with an expiry time, NotReady also means that the broker's time is not read yet.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))
@@ -177,8 +177,8 @@ class Gate:
         )
 
     def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
-        """Return the scopes of all routes that a credential with `scopes` may call. In auth mode none, every credential
-        has all scopes except GUARDED.
+        """Return the scopes of all routes that a credential with `scopes` may call. In auth mode `none`, every
+        credential has all scopes except GUARDED.
         """
         lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
         return lets | {"pools"} if self._pools in lets else lets - {"pools"}

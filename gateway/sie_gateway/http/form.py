@@ -18,8 +18,8 @@ MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_CHARS = 255
 MAX_BOUNDARY_BYTES = 70  # limit of RFC 2046, section 5.1.1
-# Number of bytes that are parsed before other tasks may run. The parser takes at most 0.2 us for a byte, namely for one
-# that looks like the beginning of a boundary.
+# Number of bytes that are parsed before other tasks may run. The parser takes at most 0.2 us for one byte; the slowest
+# bytes look like the beginning of a boundary.
 SLICE_BYTES = 32 << 10
 
 

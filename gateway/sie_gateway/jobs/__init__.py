@@ -2,8 +2,8 @@
 
     POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► JobScheduler of every gateway
     JobScheduler: acquires the lease of a job ──► JobRun: plan ─► shards ─► manifest
-    a shard: rows ─► each distinct row once ─► cache ─► groups by length ─► JobClient ─► one object, created
-    once ─► its record
+    a shard: rows ─► each distinct row once ─► cache ─► groups by length ─► JobClient
+             ─► one object, created once ─► its record
 
 A shard is a number of consecutive rows of the input whose answers are written as one object. The name of the object
 follows from the number of the shard. The object is created once and never replaced. So each row is in the output

@@ -73,7 +73,7 @@ class JobIdentity:
     charge: Callable[[Grant], Charge | None]
 
     def granted(self) -> Grant:
-        """Return the current grant. Raises Halted if the credential is not valid any more, or lacks the scope infer."""
+        """Return the current grant. Raises Halted if the credential is no longer valid, or lacks the scope `infer`."""
         grant = self.grant(self.key)
         if grant is None or "infer" not in grant.scopes:
             message = "the key of this job is not valid any more, or lacks the scope infer"

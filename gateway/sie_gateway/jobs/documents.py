@@ -26,7 +26,7 @@ _FIELD = "input.documents"
 
 
 class DocumentReply(msgspec.Struct):
-    """Fields of the parser's answer that a job reads. `page_starts`: first code point and number of each page."""
+    """Fields of the parser's answer that a job reads. `page_starts`: (first code point, page number) of each page."""
 
     markdown: str
     page_starts: list[tuple[int, int]] = []

@@ -95,8 +95,8 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
-        """Resolve `model`, and plan a sample request of the job to check it before the job is stored. Return the
-        planned request. Raises SIEError if the model cannot serve the sample request.
+        """Resolve `model`, and plan a sample request, which checks the job before it is stored. Return the planned
+        request. Raises SIEError if the model cannot serve the sample request.
         """
         resolved = self.inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)

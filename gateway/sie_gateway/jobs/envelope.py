@@ -148,7 +148,7 @@ def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
 
 
 def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineRequest:
-    """Decode a line of the input file and check it against the batch; `number` counts from 0. Raises BadLine."""
+    """Decode a line of the input file and check it against the batch. `number`: line number, from 0. Raises BadLine."""
     where = f"line {number + 1}"
     try:
         request = _decode(line)

@@ -102,7 +102,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name of a file, from its client, and the file's SHA-256; None if the file was removed."""
+        """Return the name that the client chose for a file, and the file's SHA-256; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 

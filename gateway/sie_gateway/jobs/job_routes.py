@@ -44,7 +44,7 @@ _STATES = {
     "expired": "failed",
 }
 """State of a job -> its name in the SDKs of the open-source SIE project, if the names differ. The SDKs poll a job until
-it has a state that is final by their names."""
+the name of its state is one that they take for a final state."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

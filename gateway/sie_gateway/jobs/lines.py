@@ -1,7 +1,7 @@
 """Batches in OpenAI's form: each line of a file is a request, each line of the output an answer, and a group of lines
 (shard) runs and is stored together.
 
-    line ──► route of its url ──► Inference.answered at the priority bulk ──► {"custom_id", "response", "error"}
+    line ──► route of its url ──► Inference.answered with priority `bulk` ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
 `BatchJob.finish` writes the files, also for a batch that ends early. The format of the lines is in envelope.py.
@@ -95,7 +95,8 @@ class BatchJob:
         """Join the parts into a file of answers and a file of errors. A file without lines is not created. See
         `run.JobWork`.
 
-        First store the answers of unstored shards. If the batch has expired, each unanswered request gets an error.
+        First store the answers of the shards that are not stored yet. If the batch has expired, each unanswered request
+        gets an error.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()

@@ -52,7 +52,7 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # assumed tokens of a chunk if the chunks come from a column of the input; for the limits of a shard
+SPAN_TOKENS = 16  # tokens that `_bounds` assumes for a chunk if the chunks come from a column of the input
 UNTRIMMED = 0.1  # a job removes old segments of the cache after it has written this share of the cache's size limit
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -182,8 +182,8 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
-        # check now that the earlier jobs exist: `_rows` reads their parts, so the new job could not run after the
-        # deletion of one
+        # check now that the earlier jobs exist: `_rows` reads their parts, so the new job could not run if one of them
+        # was deleted
         for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
             await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
@@ -497,7 +497,7 @@ def _sink_rows(lines: Sequence[OutputLine]) -> SinkRows:
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors in `rows`. `outputs` has the width of sparse vectors by the model's entry."""
+    """Return the widths of the vectors in `rows`. `outputs`: kind of vector -> width, from the model's entry."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]

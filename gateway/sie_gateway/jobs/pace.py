@@ -21,8 +21,8 @@ STEP_S = 5.0
 STEPS = 60  # the rate is measured over this number of steps, each STEP_S seconds: over five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-# shortest time in seconds that is planned for the remaining rows, even if the deadline is earlier: new workers take
-# about this long to start
+# `workers_needed` plans at least this number of seconds for the remaining rows, even if the deadline is earlier: new
+# workers take about this long to start
 MIN_LEFT_S = 300.0
 
 
@@ -64,7 +64,8 @@ class JobPace:
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
     """Forecast the end of a running job; None while its rows are not counted or its rate is unknown.
 
-    `plus_minus_s` is two standard errors of the rate. `workers_needed` assumes that all workers are equally fast.
+    `plus_minus_s` is the error of `done_at` that two standard errors of the rate cause. `workers_needed` assumes that
+    all workers are equally fast.
     """
     if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
         return None
@@ -81,8 +82,8 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
     """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if the deadline is earlier. Return
-    None if the job has no deadline or no known rate, and if more workers cannot help, because the job does not run or
-    limits its tokens per second.
+    None if the job has no deadline or no known rate. Also return None if more workers cannot help, because the job does
+    not run or limits its tokens per second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:

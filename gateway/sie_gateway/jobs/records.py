@@ -85,7 +85,7 @@ class OwnerUsage:
 
 
 # seconds for which the broker stores the removal of a record; a gateway that was disconnected for a longer time does
-# not learn of the removal and shows the record
+# not learn of the removal, and lists the removed record
 REMOVED_AGE_S = 7 * 86_400.0
 LOOK_S = 0.5  # seconds between two checks whether the broker may have lost the bucket; a check sends no request
 _Kept = FileRecord | JobRecord
@@ -102,8 +102,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        # id -> revision of the record; if this gateway removed the record, revision of the removal until the watch
-        # delivers the removal
+        # id -> revision of the record; if this gateway has removed the record: revision of the removal, until the watch
+        # delivers it
         self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:

@@ -38,8 +38,7 @@ class JobResults:
 
     async def manifest(self, key: str, job: JobRecord, after: int, limit: int) -> api.JobManifest:
         """Return the manifest with at most `limit` parts; the first `after` parts are left out. `key`: key of the
-        reader.
-        Raises QueueUnavailable, and RateLimited or ResourceExhausted for too many reads at once.
+        reader. Raises QueueUnavailable, and RateLimited or ResourceExhausted for too many reads at once.
         """
         with self.reads.hold(key):
             async with broker_errors_mapped():

@@ -10,8 +10,8 @@ the field `trouble` of the job's record.
 
 A shard may itself kill the leader, for example by an input that needs all memory. A leader works only on the first
 SHARDS_AT_ONCE unanswered shards, so the cause is one of these. The next leader runs these shards one by one. A job
-fails after MAX_LOST deaths in a row during the same step: the plan, the first unanswered shard, or the output. Deaths
-before the job made progress (more rows are done than at every earlier death) do not count.
+fails after MAX_LOST deaths in a row during the same step: the plan, the first unanswered shard, or the output. If more
+rows are done at a death than at every earlier death, the count starts again at 1.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class JobWork(Protocol):
         """Compute and store the answers of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output in the final state `state`, and add the shards that this call completes to `shards`.
+        """Complete the output of a job that ends in `state`. Add to `shards` the shards that this call completes.
         Returns fields for the record of the job. Raises SIEError, StoreError.
         """
 
@@ -147,7 +147,8 @@ class JobRun:
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
-        # true when this run writes the end of the job, because this write removes the leader from the record
+        # true when this run writes the end of the job. This write removes the leader from the record, which
+        # `_until_stopped` must not take for a loss of the lead.
         self._is_ending = False
         self._pace = JobPace()
         self._changed = asyncio.Event()
@@ -302,7 +303,7 @@ class JobRun:
     @property
     def _early_end(self) -> tuple[JobState, ErrorInfo | None] | None:
         """Return the final state and the error (or None) of a job that must end now; None if the job continues. An
-        earlier leader may have written the final state already. A job in the state finalizing does not expire.
+        earlier leader may have written the final state already. A job in the state `finalizing` does not expire.
         """
         if self._job.ending and self._job.ending != "completed":
             return self._job.ending, self._job.error
@@ -313,7 +314,7 @@ class JobRun:
 
     @property
     def _state(self) -> JobState:
-        """Return the state of a planned job: finalizing if an earlier leader had begun to complete the output."""
+        """Return `finalizing` if an earlier leader has begun to complete the output of the job, else `running`."""
         return "finalizing" if self._job.finalizing_s else "running"
 
     async def _worked(self, work: JobWork) -> None:
@@ -373,8 +374,8 @@ class JobRun:
         return await work.shard(number, span)
 
     async def _until_stopped(self, work: Awaitable[None]) -> str:
-        """Await `work`, and cancel it if the job must stop. Return the reason for the stop: pause, cancel or expired.
-        Return an empty string if the work is complete.
+        """Await `work`, and cancel it if the job must stop. Return the reason for the stop: `pause`, `cancel` or
+        `expired`. Return an empty string if the work is complete.
         """
         doing = asyncio.ensure_future(work)
         try:
@@ -511,8 +512,8 @@ class JobRun:
 
     async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
         """Complete the output, then end the job. Write the final state to the record first: if this leader dies, the
-        next leader reads the state and completes the output. After errors of the store, repeat without a limit for the
-        state completed, and for LAST_TRIES_S for other states.
+        next leader reads the state and completes the output. After an error of the store, retry: without a limit for
+        the state `completed`, for LAST_TRIES_S for other states.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
@@ -561,7 +562,7 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 def left(job: JobRecord, leader: str) -> JobRecord:
     """Return the record of a job that the gateway `leader` gives up. Also remove its name from `lost`: another gateway
-    may have added it by mistake, if it did not see a renewal of the lease in time.
+    that did not see a renewal of the lease in time may have added the name by mistake.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)

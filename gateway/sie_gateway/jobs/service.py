@@ -85,7 +85,7 @@ class JobService:
 
     def page(self, call: Call, limit: int, after: str, states: Collection[str]) -> api.JobPage:
         """Return up to `limit` of the caller's jobs in `states`, newest first. `after`: id of the last job of the
-        previous page; empty for the first page. Raises NotFound for `after`.
+        previous page; empty for the first page. Raises NotFound if `after` is unknown.
         """
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and job.state in states)
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
@@ -98,8 +98,8 @@ class JobService:
         return job
 
     async def set_command(self, call: Call, job_id: str, command: str) -> api.JobInfo:
-        """Store a command of the owner in the record of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
-        and ContentConflict if the job has ended.
+        """Store a command of the owner in the record of a job: `run`, `pause` or `cancel`. Raises NotFound,
+        QueueUnavailable, and ContentConflict if the job has ended.
         """
         self.find(call, job_id)
 
@@ -187,7 +187,7 @@ class JobService:
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
         """Return up to `limit` of the caller's batches, newest first. `after`: id of the last batch of the previous
-        page; empty for the first page. Raises NotFound for `after`.
+        page; empty for the first page. Raises NotFound if `after` is unknown.
         """
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]

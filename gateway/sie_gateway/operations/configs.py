@@ -127,7 +127,7 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 
 async def status(gateway: Gateway, request: Request) -> Response:
-    """Return the revision of a model that each gateway, and the workers of each bundle, serve now."""
+    """Return which revision of a model each gateway serves now, and which revision the workers of each bundle serve."""
     present = gateway.inference.catalogue
     entry = _entry(present, request.path_params["id"])
     bundles = {}

@@ -151,7 +151,7 @@ class DeadLetterOperations:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run at most `limit` letters with a sequence number above `after` again, AT_ONCE at a time. Wait at most
+        """Run again at most `limit` letters with a sequence number above `after`, AT_ONCE at a time. Wait at most
         REPLAY_S seconds for results; requests to the broker may take longer. Omit letters that are written during the
         replay, because work that fails again becomes a new letter.
         """

@@ -27,7 +27,9 @@ MAX_FINDINGS = 50
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # refusals are counted over this number of seconds of the request history
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # a queue whose oldest message is older than this number of seconds is reported, as by SIEQueueStuck
+# a queue whose oldest message is older than this number of seconds is reported; the alert SIEQueueStuck has the same
+# limit
+STUCK_S = 60.0
 GROWTH_S = 60.0
 # a queue is reported if its number of messages grows by more than this factor within GROWTH_S seconds
 GROWTH = 1.5
@@ -49,8 +51,8 @@ _REFUSALS = {
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
     "QUEUE_UNAVAILABLE": _BROKER,
     "NOT_READY": "GET /readyz on SIE_GATEWAY_METRICS_PORT of the gateway names what it waits for",
-    "RESOURCE_EXHAUSTED": "free memory of the workers or space of the payload store; `sie doctor` on its machine tests "
-    "the disk",
+    "RESOURCE_EXHAUSTED": "release memory on the workers, or make room in the payload store; `sie doctor` on the "
+    "machine of the store tests its disk",
     "GATEWAY_TIMEOUT": _CAPACITY,
     "MODEL_LOAD_FAILED": "the models are loaded now, or the worker that failed has left: `sie models list` shows each",
     "INFERENCE_ERROR": "the log of the adapter has the traceback",
@@ -150,7 +152,7 @@ def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[Clus
 
 
 def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
-    """List the workers whose clock differs by more than CLOCK_S from the broker's. `ahead_s`: seconds by worker."""
+    """List the workers whose clock differs by more than CLOCK_S from the broker's. `ahead_s`: worker -> seconds."""
     return [
         ClusterFinding(
             check="clock",
@@ -196,7 +198,7 @@ class QueueTrend:
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
         """Return the first and the last queue length of a lane (pool, machine profile and bundle) if the queue grew by
-        more than the factor GROWTH, to more than GROWN_MESSAGES, and did not shrink in a half of the period GROWTH_S.
+        more than the factor GROWTH, to more than GROWN_MESSAGES, and shrank in neither half of the period GROWTH_S.
         Return None for other queues.
         """
         if len(self._samples) < (self._samples.maxlen or 0):

@@ -45,7 +45,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 class PieceResponse(StreamingResponse):
-    """Response whose body an async generator yields. The generator is closed when the response ends, also if the client
+    """Response whose body an async generator yields. The generator is closed when the response ends, even if the client
     disconnects.
     """
 

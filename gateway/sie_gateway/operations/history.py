@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of refusals for overload or a rate limit
 INTERVAL_S = 10.0
-MAX_REFUSED_LINES = 20  # log lines for refused requests in one interval of INTERVAL_S
+MAX_REFUSED_LINES = 20  # largest number of log lines for refused requests in INTERVAL_S seconds
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
-# largest numbers of records for one key and minute: slowest requests, last failed requests
+# largest numbers of records of one API key in one minute: of its slowest requests, and of its last failed requests
 SLOWEST, FAILED = 5, 5
 MAX_OWNERS = 8  # largest number of API keys with separate records in one minute; all further keys share one list
 MAX_TEXT = 300  # largest number of stored characters of an error message, and of the name of an unknown model
@@ -333,8 +333,8 @@ class TailLine(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Log handler that stores the newest lines with a request id of all loggers below `sie`. Any thread may call
-    `emit`. Only the gateway's event loop may call the other methods.
+    """Log handler that stores the newest log lines that have a request id, from all loggers below `sie`. Any thread may
+    call `emit`. Only the gateway's event loop may call the other methods.
     """
 
     def __init__(self) -> None:

@@ -63,8 +63,8 @@ HEARD_S = 0.5
 
 
 class WorkerProbe:
-    """Check which workers are connected to the broker. `gone`: workers that were not connected at the last check. One
-    task calls `run`.
+    """Probe that checks which workers are connected to the broker. `gone`: workers that were not connected at the last
+    check. One task calls `run`.
     """
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
@@ -235,7 +235,7 @@ class ClusterStatus:
         data_dir: Path | None = None,
     ) -> None:
         """Create the status. `visible(grant)(pool)` returns True if the credential may read the pool's name. Raises
-        SettingError if SIE_GATEWAY_KUBERNETES is set outside of a pod.
+        SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
         """
         self._settings = settings
         self._data_dir = data_dir

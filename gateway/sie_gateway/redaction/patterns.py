@@ -161,7 +161,7 @@ def pattern_of(kind: str) -> str:
 
 
 def is_region(region: str) -> bool:
-    """Return True if a region (two upper-case letters) has phone numbers."""
+    """Return True if the library phonenumbers knows a region (two upper-case letters)."""
     import phonenumbers
 
     return region in phonenumbers.SUPPORTED_REGIONS

@@ -1,5 +1,5 @@
-"""Replacements for personal data in the styles mask, hash, tag and synthetic, and redacted texts with a list of their
-replacements.
+"""Replacements for personal data in the styles `mask`, `hash`, `tag` and `synthetic`, and redacted texts with a list of
+their replacements.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class SensitiveSpan(NamedTuple):
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """Return spans that do not overlap, in the order of the text. Together they cover the same characters as `spans`.
 
-    Overlapping spans are joined. The joined span gets the kind of the longest of the overlapping spans. Of several
-    longest spans, it gets the kind of the span of a pattern; without a pattern, of the span with the highest score; for
-    equal scores, of the first span in the text. Spans that only touch are not joined.
+    Overlapping spans are joined. The joined span gets the kind of the longest of the overlapping spans. If several are
+    equally long, a span of a pattern is preferred, then the span with the highest score, then the first span in the
+    text. Spans that only touch are not joined.
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None

@@ -29,8 +29,8 @@ Vectors = NDArray[np.float32]
 
 class RemoteAnswer(NamedTuple):
     """Vectors of a remote server. `tokens`: number of tokens that the server reports, or None. `models`: names that the
-    server reports: the fingerprint of SIE, the model of an OpenAI server, or the revision, precision and model of TEI.
-    There are several names if replicas behind one address differ.
+    server reports. A server of SIE reports its fingerprint; a server of the kind `openai`, its model; a TEI server, its
+    revision, precision and model. There are several names if replicas behind one address differ.
     """
 
     vectors: Vectors

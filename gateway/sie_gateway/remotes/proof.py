@@ -57,9 +57,8 @@ class ParityBound(NamedTuple):
     difference: float
 
 
-# precision of the reference vectors -> bound. For 16 and 8 bits, the bound of the difference is the distance of two
-# unit vectors whose cosine is the bound of the cosine. For float32 the bound is smaller, because servers agree better
-# there.
+# precision of the reference vectors -> bound. For 16 and 8 bits, `difference` is the distance of two unit vectors whose
+# cosine is `cosine`. For float32, `difference` is smaller than this distance, because servers agree better there.
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),

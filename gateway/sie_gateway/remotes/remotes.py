@@ -1,7 +1,7 @@
 """Remote servers for requests that this cluster refuses for lack of capacity. Only proven servers get requests.
 
-    every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day, or by
-                                            │                     │                      golden vectors for an hour
+    every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day (for an
+                                            │                     │                      hour by golden vectors)
                                             └ none: not proven    └ no reply, or too far: not proven
     a refused request ──► may it leave, server proven? ──► budget ──► the remote server ──► checked vectors
                              └ no: client gets the refusal               └ no reply: client gets the refusal
@@ -111,9 +111,7 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds from `now_s` to the earliest next probe, which is AGAIN_S after the last probe; at least
-        0.
-        """
+        """Return the seconds from `now_s` to the earliest next probe, AGAIN_S after the last probe; at least 0."""
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
@@ -240,7 +238,7 @@ class Remotes:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
         except (BrokerError, TimeoutError) as error:  # only logged, because the remote server has computed the vectors
-            _logger.warning("the token budget of remote %s keeps an estimate: %s", remote.server.name, error)
+            _logger.warning("the charge for a call of remote %s stays an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call, and probe the server again soon. After MAX_FAILURES failed calls in a row, the server
@@ -415,7 +413,7 @@ class Remotes:
         long = proofs.long_text(resolved.entry)
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
-            # the priority bulk ensures that this cluster computes the vectors: only interactive requests may leave it
+            # the priority `bulk` ensures that this cluster computes the vectors: only interactive requests may leave it
             call = Call(
                 uuid7(),
                 time.perf_counter(),
@@ -491,7 +489,7 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
 
 
 def _shares(costs: Sequence[int], tokens: int) -> list[int]:
-    """Return integers in proportion to `costs` whose sum is `tokens`."""
+    """Split the number `tokens` into integers in proportion to `costs`."""
     total, passed, shares = sum(costs), 0, list[int]()
     for cost in costs:
         before = passed * tokens // total

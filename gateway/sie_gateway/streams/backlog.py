@@ -28,8 +28,8 @@ _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Return the first six tokens of a subject, which name lane and priority -> number of messages. `counts`: subject
-    -> number of messages.
+    """Sum `counts` (subject -> number of messages) by lane and priority. The keys of the result are the first six
+    tokens of a subject, which name lane and priority.
     """
     sums: Counter[str] = Counter()
     for subject, count in counts.items():
@@ -42,7 +42,7 @@ class Backlog:
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # not a copy: `PoolRecord`, which owns this object, adds and removes pools
+        self._pools = pools  # the `PoolRecord`, not a copy of it: its pools change at run time
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]

@@ -72,8 +72,8 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Idle record of a consumer. `delivered`: number of messages delivered so far. `since_s`: time since which the
-    consumer is unused.
+    """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time
+    since which the consumer is unused.
     """
 
     delivered: int
@@ -104,8 +104,8 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
     """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If the
-    number of remaining consumers of single models is above 15/16 of `limit`, add as many as are above, longest unused
-    first, but none that was used in the last CROWDED_IDLE_S seconds.
+    number of remaining consumers of single models is above 15/16 of `limit`, also return the excess ones, longest
+    unused first, but none that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -204,7 +204,7 @@ class StreamConsumers:
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Mark all consumers as unchecked, because notices of deletions may be lost: their next use checks them."""
+        """Mark all consumers as unchecked, so that their next use checks them: notices of deletions may be lost."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -288,7 +288,7 @@ class WorkConsumers:
         self._idle_s = idle_s
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
-        self._following = asyncio.Lock()  # prevents two calls of `follow` from subscribing to a pool's notices
+        self._following = asyncio.Lock()  # so that two calls of `follow` do not both subscribe to a pool's notices
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
@@ -335,7 +335,7 @@ class WorkConsumers:
         await self._stream(pool).ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
-        """Make the next use of each consumer of a pool check it again: the pool's new stream has no consumers."""
+        """Mark the consumers of a pool as unchecked: the new stream of the pool has no consumers yet."""
         if (stream := self._streams.get(pool)) is not None:
             stream.discard_verified()
 
@@ -452,7 +452,7 @@ class WorkQueue:
         if broker.max_payload < MIN_PAYLOAD_BYTES:
             raise SettingError("SIE_NATS_URL", _too_small(broker.max_payload))
         if inline_bytes is not None and inline_bytes > limit:
-            leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} for input"
+            leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} bytes for input"
             raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {inline_bytes}, {leaves}")
 
     @property
@@ -551,8 +551,8 @@ class WorkQueue:
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish the chunks of one request and return their positions. If the broker does not store a chunk, remove
-        the stored chunks. Create a missing consumer meanwhile: a stream stores messages without a consumer. Raises
-        QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        the stored chunks. Meanwhile, create the consumer if it is missing: a stream stores messages even before the
+        consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
