@@ -76,8 +76,8 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: a write with the operation `create` added a model or profiles, or would add them
-    without `dry_run`. `replayed`: this is the reply to an earlier write with the same Idempotency-Key.
+    """Reply to a write. `created`: the operation "create" added a model or profiles, or with `dry_run`, would have
+    added them. `replayed`: this is the reply to an earlier write with the same Idempotency-Key.
     """
 
     body: dict[str, Any]
