@@ -46,7 +46,7 @@ from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")
-MAX_OPEN = 12_000  # limit of expected requests; cells beyond it are omitted
+MAX_OPEN = 12_000  # largest number of expected requests of a cell of `overload`; larger cells are omitted
 MAX_CLOSED = 2_000
 RULES = {"before": Before, "now": Admission}
 
@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     matrix = MATRICES[options.set]
     cases = [*closed(matrix), *overload(matrix)]
-    random.Random(matrix.seed).shuffle(cases)  # each N-th case in order would cover few budgets
+    random.Random(matrix.seed).shuffle(cases)  # in the original order, every N-th case would cover few budgets
     cases = cases[:: options.every]
     possible = [case for case in cases if case.is_possible]
     tasks = list(itertools.product(possible, options.rule or RULES))

@@ -72,7 +72,9 @@ def repeats_of(ranks: Sequence[int]) -> float:
 
 
 def traffic(count: int, seed: int) -> list[int]:
-    """Return `count` ranks, of which about REPEATS are repeats. The larger the universe, the fewer the repeats."""
+    """Return `count` ranks, of which about the share REPEATS are repeats. A bisection finds the number of texts to draw
+    from, because more texts give fewer repeats.
+    """
     low, high = count // 8, count * 4096
     while low + 1 < high:
         middle = (low + high) // 2
@@ -159,7 +161,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             name = f"Zipf, {100 * statistics.mean(expected):.1f} % repeats" if kind == "repeats" else "no repeats"
             say(f"| {name} | {statistics.median(without):.0f} | {statistics.median(with_it):.0f} | {ratio:.3f} |")
         say(
-            f"\nShare of inputs that were not computed: {100 * statistics.mean(shares):.2f} %; by hand "
+            f"\nShare of inputs that were not computed: {100 * statistics.mean(shares):.2f} %; share of repeats: "
             f"{100 * statistics.mean(expected):.2f} %."
         )
         (message,) = bodies(["a text that is cached"])

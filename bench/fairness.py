@@ -127,11 +127,12 @@ class Bench:
         assert all(answer.status == 200 for answer in unloaded), statuses(unloaded)
         unloaded_ms = percentile(_millis(unloaded), 0.99)
         self.say(
-            f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms of {len(unloaded)}."
+            f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms, "
+            f"{len(unloaded)} requests."
         )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
-        await asyncio.sleep(3)  # the rate counts after the first bulk answers
+        await asyncio.sleep(3)  # the measurement of the rate begins after the first bulk answers
         solo = await self.rate(bulk, seconds)
         batch_ms = percentile([_inference_ms(answer) for answer in bulk.answers if answer.status == 200], 0.99)
         bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
@@ -167,7 +168,7 @@ class Bench:
         batch_ms = percentile([_inference_ms(answer) for answer in served], 0.99)
         seconds = served[-1].ended_s - served[0].started_s
         self.judge_p99(
-            f"a key beside {SMALL_CLIENTS} clients of another, {len(served) / seconds:.0f} texts/s",
+            f"a key beside {SMALL_CLIENTS} clients of another key, {len(served) / seconds:.0f} texts/s",
             answers,
             2 * unloaded_ms + DEPTH * batch_ms,
         )
@@ -179,13 +180,13 @@ class Bench:
         message = self._request(texts, key=KEYS[0], budget_ms=600_000)
         connections = [await connect(self.host, self.port) for _ in range(-(-options.backlog // REQUEST_TEXTS))]
         backlog = [asyncio.create_task(connection.send(message)) for connection in connections]
-        await asyncio.sleep(3)  # the backlog must be in the queue
+        await asyncio.sleep(3)  # in this time, the backlog reaches the queue
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
         left = sum(not task.done() for task in backlog)
-        self.judge_p99(f"a key beside a backlog of {options.backlog} texts of another", answers, bound_ms)
+        self.judge_p99(f"a key beside a backlog of {options.backlog} texts of another key", answers, bound_ms)
         taken_s = time.perf_counter() - begin_s
-        self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
+        self.say(f"\n{left} of {len(backlog)} requests of the backlog were unanswered after {taken_s:.0f} s.")
         for connection in connections:
             connection.close()
         await asyncio.gather(*backlog, return_exceptions=True)  # the requests fail, as their connections are closed
@@ -198,7 +199,7 @@ class Bench:
         tail = f", {statuses(failed)}" if failed else ""
         self.judge(
             label,
-            f"p99 {p99_ms:.0f} ms of {len(answers)}{tail}",
+            f"p99 {p99_ms:.0f} ms, {len(answers)} requests{tail}",
             f"<= {bound_ms:.0f} ms",
             enough and p99_ms <= bound_ms,
         )

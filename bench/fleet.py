@@ -37,7 +37,7 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 
 BEAT_S = 5.0
-SETTLE_S = 12.0  # seconds; two heartbeats of each worker
+SETTLE_S = 12.0  # seconds before the first measurement, in which each worker sends two heartbeats
 MAX_EACH = 14  # maximum number of models of a simulated worker
 
 

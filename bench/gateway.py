@@ -31,7 +31,8 @@ MODEL = "toy/one"
 GOAL = 0.10
 OTHERS = ("sidecar", "broker", "adapter")
 PREPARED = "BENCH_REPLY_BYTES"
-# sitecustomize.py of the gateway processes: with PREPARED in the environment, replies become prepared bytes
+# sitecustomize.py of the gateway processes. If the environment variable PREPARED is set, it is a number of bytes, and
+# each reply has that many zero bytes in place of its content
 PREPARE = f"""
 import os
 if os.environ.get("{PREPARED}"):

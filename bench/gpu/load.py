@@ -80,7 +80,7 @@ def pinned(folder: Path, stages: list[torch.Tensor]) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Return the seconds of a run, with the kernels that it leaves queued on the device."""
+    """Return the seconds of a run, including the kernels that are still queued on the device when `run` returns."""
     kit.synchronize()
     started_s = time.perf_counter()
     run()

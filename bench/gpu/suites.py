@@ -132,8 +132,8 @@ def tests() -> None:
 
 
 def parity() -> None:
-    """Run tests/parity in float32 and bfloat16, at the same time in float16, and with SDPA if flash-attn is the
-    default.
+    """Run tests/parity in float32 and bfloat16 and, at the same time, its 16-bit tests in float16. If flash-attn is
+    installed, the default attention uses it, so run all of these a second time with SDPA.
     """
     (RESULTS / "parity-cells.jsonl").unlink(missing_ok=True)
     processes = max(1, (len(os.sched_getaffinity(0)) - 2) // 2)
