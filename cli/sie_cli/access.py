@@ -35,7 +35,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # name of the stream whose files the starting broker reads, if the broker's start takes long; else empty
+    # name of the stream whose files the broker is still reading, if its start takes long; empty for a ready broker
     unread_stream: str = ""
 
     def __repr__(self) -> str:

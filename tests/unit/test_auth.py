@@ -372,7 +372,7 @@ def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
     started = CliRunner().invoke(
         standalone, ["--data-dir", str(tmp_path), "--auth-mode", "token"], env={"SIE_AUTH_MODE": None}
     )
-    assert (started.exit_code, "SIE_AUTH_MODE: the mode token stores keys in a broker" in started.output) == (2, True)
+    assert (started.exit_code, 'SIE_AUTH_MODE: the mode "token" stores keys in a broker' in started.output) == (2, True)
     keys = Keys(MemoryServer().connect("gateway"), 1, clock_at())
     for settings, key_source in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
         with pytest.raises(SettingError, match="SIE_AUTH_MODE"):

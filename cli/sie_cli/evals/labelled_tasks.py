@@ -32,8 +32,8 @@ Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the placeholders of templates: name, such as `city` for {{city}} -> kind of the fact, empty if the value
-    is no fact, and function that makes a value.
+    """Return the placeholders of templates by name, such as `city` for {{city}}. A placeholder is a pair: the kind of
+    the fact (empty if the value is no fact), and a function that makes a value.
     """
     person = {
         "person": lambda faker: faker.name(),
@@ -184,7 +184,7 @@ def _octets(value: str) -> bytes:
 
 
 Format = Callable[[str], str]
-# kind of value -> name of a format -> function that formats a value
+# kind of value -> name of a format -> function that writes a value in this format
 FORMATS: Mapping[str, Mapping[str, Format]] = {
     "card number": {
         "in one piece": lambda value: value,

@@ -40,7 +40,9 @@ _logger = logging.getLogger("sie.mcp")
 
 
 class _Sessions(StreamableHTTPSessionManager):
-    """Sessions of agents, at most MAX_SESSIONS_OF_KEY for an API key. Only some revisions of MCP have sessions."""
+    """Sessions of agents, at most MAX_SESSIONS_OF_KEY for an API key. An agent has a session only if its revision of
+    MCP has sessions.
+    """
 
     def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
         """Open a session. Return None if there are too many sessions."""
@@ -121,8 +123,8 @@ async def serve(
     lame_duck_s: float,
     drain_s: float,
 ) -> int:
-    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress get
-    `drain_s` to end. Raises SettingError.
+    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress then have
+    `drain_s` seconds to end. Raises SettingError.
     """
     is_leaving = False
     names = HostNames(host, allowed_hosts)

@@ -52,7 +52,7 @@ SEARCHES = 8  # largest number of concurrent searches
 # scans end when one scan embeds at most 100 rows or at most 0.1 % of all rows, whichever number is larger
 FEW_ROWS, FEW_SHARE = 100, 0.001
 MAX_SCANS = 20
-GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of 100 characters
+GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids, each cut to 100 characters
 PROGRESS_S = 10.0
 DRAIN_S = 5.0  # seconds in which clients may still write vectors that they computed before the switch
 
@@ -496,7 +496,7 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, by reason. If searches do not use `side`, remove their old vectors."""
+        """Count rows that get no vector, by reason. If searches do not use `side`, remove the rows' old vectors."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:

@@ -162,7 +162,8 @@ class _Feed:
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0  # number of messages that the broker has sent and the worker has not received
     mean_cost: float = 0.0
-    pending: int = 0  # messages that still waited at the broker when the broker sent the message that arrived last
+    # number of messages that waited at the broker when it had just sent the newest message that the worker received
+    pending: int = 0
     delivered_s: float = -1e9
 
     @property
@@ -260,7 +261,7 @@ class _ReplayWorker:
         self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time at which its batch ends
         # arrival times of the first and the last message since the last tokenising
         self._began_s = self._last_s = 0.0
-        # time at which the message that was sent last arrives; the worker receives messages one after the other
+        # time at which the newest message of the broker arrives; the worker receives messages one after the other
         self._wire_s = 0.0
         self._tokenising = False
         self._held = ([0, 0], [0, 0])  # [tokens, chunks] at this worker: of priority interactive, then of bulk

@@ -53,7 +53,7 @@ def standalone(host: str, port: int, data_dir: Path, workers: int, drain_s: floa
     try:
         if settings.auth_mode == "token":
             raise SettingError(
-                "SIE_AUTH_MODE", "the mode token stores keys in a broker, and --standalone has none: use static"
+                "SIE_AUTH_MODE", 'the mode "token" stores keys in a broker, and --standalone has none: use "static"'
             )
         raise SystemExit(run_process(lambda stop: _run(settings, stop, host, port, data_dir, workers, drain_s)))
     except (SettingError, SIEError) as error:
