@@ -204,7 +204,7 @@ def main() -> None:
         f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten"
         " times the capacity"
     )
-    say(f"{matrix.workers} workers, 1 and 2 gateways. What the columns mean is said in the file itself.\n")
+    say(f"{matrix.workers} workers, 1 and 2 gateways. The docstring of the script explains the columns.\n")
     measures = (
         "requests | refused | later | false | late, steady | late, onset | struck | served | told before | goodput"
     )
@@ -222,8 +222,8 @@ def _say_impossible(say: Lines, cases: list[Case]) -> None:
         f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in limits
     )
     say(
-        f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with "
-        f"a and b): {listing}.\n"
+        f"\nThe rows leave out {len(cases)} cells, because two batches of one request take longer than their budget. "
+        f"Their budgets, with a and b: {listing}.\n"
     )
 
 

@@ -522,7 +522,7 @@ def main() -> None:
     say(
         f"One thread, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds in turns. In brackets:"
     )
-    say("times the fastest row in bfloat16.\n")
+    say("speed relative to the fastest row in bfloat16.\n")
     say("| recipe | cosine, least | mean | NDCG@10 loss | " + " | ".join(f"{load}, texts/s" for load in loads) + " |")
     say("|---" * (4 + len(loads)) + "|")
     for name in names:

@@ -58,7 +58,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 # optional module -> effect if the module is missing
 USES = {
-    "pynvml": "no utilisation, and memory of this process alone",
+    "pynvml": "no utilisation; the memory of other processes is not seen",
     "flash_attn": "attention is SDPA alone",
     "xdist": "tests run in one process, several times as long",
     "pytest_timeout": "a test that hangs ends its part",

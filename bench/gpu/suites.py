@@ -122,7 +122,7 @@ def cells(*, is_shown: bool) -> None:
 
 
 def tests() -> None:
-    """Run tests/gpu without the tests of memory. The part `memory` runs those, with no other test at the same time."""
+    """Run tests/gpu except test_memory.py. The part `memory` runs this file, with no other test at the same time."""
     paths = ["tests/gpu", "--ignore=tests/gpu/test_memory.py"]
     if REHEARSAL:
         paths = ["tests/gpu/test_kernels.py", "-k", "mates"]

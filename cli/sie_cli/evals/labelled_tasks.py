@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
 FILLINGS = 5  # number of texts made from each template
-VALUES_PER_FORMAT = 40  # values of each format in the task redaction-forms
-STORIES = 400  # texts in the task relations
-LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics
+VALUES_PER_FORMAT = 40  # number of values of each format in the task "redaction-forms"
+STORIES = 400  # number of texts in the task "relations"
+LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task "topics"; shorter docstrings are left out
 Slot = tuple[str, Callable[["Faker"], object]]
 
 

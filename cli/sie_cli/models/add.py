@@ -94,7 +94,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
         return "the running `sie serve` reads this folder: it serves the model within seconds"
     return (
         f"only a file was written: the running `sie serve` does not read this folder, it reads {own or 'no folder'}; "
-        f"give a local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
+        f"set --models-dir to a local folder that it reads, add the model to its catalogue with --data-dir "
         f"{shlex.quote(str(cluster.data_dir))}, or start it with {setting}"
     )
 

@@ -264,7 +264,7 @@ class _ReplayWorker:
         # time at which the newest message of the broker arrives; the worker receives messages one after the other
         self._wire_s = 0.0
         self._tokenising = False
-        self._held = ([0, 0], [0, 0])  # [tokens, chunks] at this worker: of priority interactive, then of bulk
+        self._held = ([0, 0], [0, 0])  # [tokens, chunks] at this worker, of the priority "interactive", then of "bulk"
         self._sent = 0
         self._wake_s = -1.0
 

@@ -50,7 +50,7 @@ class StatusFrame(msgspec.Struct, frozen=True):
 
 @dataclass
 class Queued:
-    """Messages in a queue: their number, how many have priority bulk, and the age of the oldest in seconds."""
+    """Messages in a queue: their number, how many have the priority "bulk", and the age of the oldest in seconds."""
 
     messages: int = 0
     bulk: int = 0
