@@ -52,8 +52,8 @@ RULES = {"before": Before, "now": Admission}
 
 
 class Matrix(NamedTuple):
-    """Values of the cells. `tokens`: tokens of each request; if 16 or more, the median of a lognormal distribution with
-    sigma 0.6.
+    """Values whose combinations are the cells (runs). `tokens`: tokens of each request; if 16 or more, the median of a
+    lognormal distribution with sigma 0.6.
     """
 
     batch_s: tuple[float, ...]

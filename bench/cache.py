@@ -118,7 +118,7 @@ def is_warm(stack: Stack, statuses: Sequence[str]) -> bool:
 
 
 def counted(stack: Stack) -> dict[str, float]:
-    """Return the number of inputs by result, from the metrics of the gateway."""
+    """Return result of a lookup in the cache (such as `hit`) -> number of inputs, from the metrics of the gateway."""
     text = httpx.get(f"{stack.metrics_urls[0]}/metrics", timeout=30, trust_env=False).text
     lines = [line.split() for line in text.splitlines() if line.startswith("sie_gateway_cache_inputs_total{")]
     return {name.partition('result="')[2].partition('"')[0]: float(value) for name, value in lines}

@@ -108,8 +108,8 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def evenly(texts: list[str]) -> list[str]:
-    """Return the first texts that fill equally many whole batches for each lane. Otherwise some lanes would be idle at
-    the end of each round; in a loaded server, further batches keep them busy.
+    """Return the first texts that fill equally many whole batches for each lane (device thread). With all texts, some
+    lanes would be idle at the end of each round; in a loaded server, further batches keep them busy.
     """
     batches = batched(ids_of(texts))[:-1]
     count = len(batches) // CORES * CORES or len(batches)

@@ -80,7 +80,8 @@ class HeldModel:
     @property
     def written(self) -> int:
         """Return the number of the write that stored the history record of the newest revision. It follows the write of
-        the model in the same batch. An epoch contains this revision if the epoch's number is at least this number.
+        the model in the same batch. The catalogue at an epoch (TIME:NUMBER) contains this revision if the epoch's
+        number is at least this number.
         """
         return self.sequence + 1
 

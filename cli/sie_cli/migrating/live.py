@@ -80,7 +80,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side of the migration, with its fingerprint. `widths`: output name -> width of the vectors."""
+    """Old or new model of the migration, with its fingerprint. `widths`: output name -> width of the vectors."""
 
     name: str
     widths: Mapping[str, int]
@@ -258,8 +258,8 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Let searches use the vectors of `side`. Return the current alias. Raises CommandRefused before the switch if
-        `catch_up` fails or the config service would refuse to change the alias.
+        """Let searches use the vectors of the old or the new model (`side`). Return the current alias. Raises
+        CommandRefused before the switch if `catch_up` fails or the config service would refuse to change the alias.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -322,7 +322,7 @@ class LiveMigration:
 
 @dataclass
 class _LiveSteps:
-    """Steps of a migration of an open collection. `_models`: side -> model."""
+    """Steps of a migration of an open collection. `_models`: the models of the sides "old" and "new"."""
 
     _encoder: SIEAsyncClient
     _live: LiveCollection
@@ -388,14 +388,14 @@ class _LiveSteps:
         )
 
     async def switch(self, side: Side) -> None:
-        """Let searches use the vectors of a side."""
+        """Let searches use the vectors of the old or the new model (`side`)."""
         await self._live.switch(side)
         self._report.report_step(
             f"searches of {self._plan.collection} use the vectors of {self._models[side].name}", in_use=side
         )
 
     async def clean_up(self) -> None:
-        """Remove the vectors of the side that searches do not use."""
+        """Remove the vectors of the model that searches do not use: the old or the new model."""
         await self._live.clean_up()
         away = opposite(self._state.in_use)
         self._report.report_step(
@@ -496,7 +496,7 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, by reason. If searches do not use `side`, remove the rows' old vectors."""
+        """Count rows that get no vector, by reason. Remove the rows' vectors of `side` if searches do not use them."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:
@@ -527,8 +527,8 @@ class _LiveSteps:
         return SparseRow.from_arrays(vector["indices"], vector["values"]) if isinstance(vector, dict) else vector
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
-        """Encode texts with the model of a side. Raises CommandRefused if the model's fingerprint has changed since the
-        check: vectors of two fingerprints are not comparable.
+        """Encode texts with the old or the new model (`side`). Raises CommandRefused if the model's fingerprint has
+        changed since the check: vectors of two fingerprints are not comparable.
         """
         model = self._models[side]
         results = await self._encoder.encode(

@@ -34,7 +34,8 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # seconds after its last delivery for which a consumer gets a share of the worker's credit
+# seconds for which a consumer, after its last delivery, gets a share of the messages that the worker requests (credit)
+ACTIVE_S = 1.0
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
@@ -220,7 +221,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send waiting messages to the workers that have credit, in turn."""
+        """Send the waiting messages, in turn, to the workers that have requested messages (credit)."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
@@ -324,7 +325,7 @@ class _ReplayWorker:
 
     def _gather(self) -> None:
         """Tokenise the messages that have arrived. If the tokenizer is busy, do nothing: `_tokenised` calls this again.
-        If more messages are on their way, wait for them until the quantum ends.
+        If more messages are on their way, first wait for them, at most until the end of the quantum.
         """
         if not self._arrived or self._tokenising:
             return
