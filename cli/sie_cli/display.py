@@ -13,7 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-MAX_LINE = 2_000  # maximum length of a line with untrusted text, in characters
+MAX_LINE = 2_000  # largest number of characters of a line of untrusted text; `printable` cuts off the rest
 
 
 def size(count: float) -> str:

@@ -29,7 +29,7 @@ MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
 MAX_SHOWN = 60  # maximum number of characters of an invalid value in an error text
-_ANY_KEY = "[...]"  # placeholder for a map's key in msgspec's path of a fault
+_ANY_KEY = "[...]"  # msgspec writes this text in the path of a fault in place of a map's key
 
 
 @dataclass(frozen=True)

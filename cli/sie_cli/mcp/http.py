@@ -35,7 +35,7 @@ MAX_BODY_BYTES = 4 << 20
 MAX_SESSIONS, MAX_SESSIONS_OF_KEY = 1_000, 32
 IDLE_S = 1_800.0
 STOP_S = 5.0
-_CALLER = "sie.caller"  # key in an ASGI scope
+_CALLER = "sie.caller"  # key of the AgentCaller in an ASGI scope
 _logger = logging.getLogger("sie.mcp")
 
 

@@ -48,13 +48,14 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # the first connection fails ea
 # encodes at most this number of rows again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
-SEARCHES = 8  # largest number of concurrent searches
+SEARCHES = 8  # largest number of concurrent searches in the database
 # scans end when one scan embeds at most 100 rows or at most 0.1 % of all rows, whichever number is larger
 FEW_ROWS, FEW_SHARE = 100, 0.001
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids, each cut to 100 characters
 PROGRESS_S = 10.0
-DRAIN_S = 5.0  # seconds in which clients may still write vectors that they computed before the switch
+# seconds that `settle` waits after the switch, because clients may still write vectors that they computed before it
+DRAIN_S = 5.0
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from sie_contracts.models.entries import VECTORS
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # seconds between two polls of the shadow model's measurements or of the gateways' revisions
 FOLLOW_S = 10.0  # longest wait for all gateways to use a new revision of the alias
-FAILED_ROWS = 5  # largest number of failed rows to print
+FAILED_ROWS = 5  # largest number of failed rows of a job that the step "embed" prints
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
 

@@ -344,7 +344,7 @@ def _plain(text: str) -> str:
 
 
 TREND = 60  # maximum number of points (frames or minutes) in a trend line
-_LEAST_TREND = 10  # cells; a shorter trend line is left out
+_LEAST_TREND = 10  # smallest width of a trend line, in cells; a shorter line is left out
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
