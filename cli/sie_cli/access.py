@@ -45,8 +45,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, atomically, even if the power fails. A link at `path` is replaced, not
-    followed.
+    """Write a file that only its owner may read. The write is atomic, also if the power fails. A link at `path` is
+    replaced, not followed.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)

@@ -199,8 +199,8 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision; empty if that
-        revision is not stored any more.
+        """Return the error for an outdated If-Match. Its `diff` has the changes since the revision in If-Match, and is
+        empty if that revision is no longer stored.
         """
         base = await self._store.revision(model, expected)
         return ContentConflict(

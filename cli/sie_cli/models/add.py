@@ -100,7 +100,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry as text and parsed. Read it if `source` is a file or -; otherwise create it for the model."""
+    """Return an entry as text and parsed. Read it from `source` if that is a file or `-`; else make it for a model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
