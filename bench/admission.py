@@ -46,14 +46,14 @@ from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")
-MAX_OPEN = 12_000  # limit of expected requests; cells beyond it are omitted
+MAX_OPEN = 12_000  # largest number of expected requests of a cell of `overload`; larger cells are omitted
 MAX_CLOSED = 2_000
 RULES = {"before": Before, "now": Admission}
 
 
 class Matrix(NamedTuple):
-    """Values of the cells. `tokens`: tokens of each request; if 16 or more, the median of a lognormal distribution with
-    sigma 0.6.
+    """Values whose combinations are the cells (runs). `tokens`: tokens of each request; if 16 or more, the median of a
+    lognormal distribution with sigma 0.6.
     """
 
     batch_s: tuple[float, ...]
@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     matrix = MATRICES[options.set]
     cases = [*closed(matrix), *overload(matrix)]
-    random.Random(matrix.seed).shuffle(cases)  # each N-th case in order would cover few budgets
+    random.Random(matrix.seed).shuffle(cases)  # in the original order, every N-th case would cover few budgets
     cases = cases[:: options.every]
     possible = [case for case in cases if case.is_possible]
     tasks = list(itertools.product(possible, options.rule or RULES))
@@ -204,7 +204,7 @@ def main() -> None:
         f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten"
         " times the capacity"
     )
-    say(f"{matrix.workers} workers, 1 and 2 gateways. What the columns mean is said in the file itself.\n")
+    say(f"{matrix.workers} workers, 1 and 2 gateways. The docstring of the script explains the columns.\n")
     measures = (
         "requests | refused | later | false | late, steady | late, onset | struck | served | told before | goodput"
     )
@@ -222,8 +222,8 @@ def _say_impossible(say: Lines, cases: list[Case]) -> None:
         f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in limits
     )
     say(
-        f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with "
-        f"a and b): {listing}.\n"
+        f"\nThe rows leave out {len(cases)} cells, because two batches of one request take longer than their budget. "
+        f"Their budgets, with a and b: {listing}.\n"
     )
 
 

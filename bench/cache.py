@@ -57,7 +57,7 @@ DEVICE = Device(batch_ms=5, token_us=15, width=384)
 EXPONENT = 1.0
 CLIENTS = 64
 CACHE_BYTES = 256 << 20
-GOALS = "goals: 1.4 with repeats, 0.98 without, 1.5 ms"
+GOALS = "goals: ratio 1.4 with repeats, 0.98 without repeats; 1.5 ms for a hit"
 
 
 def zipf(count: int, universe: int, seed: int) -> list[int]:
@@ -72,7 +72,9 @@ def repeats_of(ranks: Sequence[int]) -> float:
 
 
 def traffic(count: int, seed: int) -> list[int]:
-    """Return `count` ranks, of which about REPEATS are repeats. The larger the universe, the fewer the repeats."""
+    """Return `count` ranks, of which about the share REPEATS are repeats. A bisection finds the number of texts to draw
+    from, because more texts give fewer repeats.
+    """
     low, high = count // 8, count * 4096
     while low + 1 < high:
         middle = (low + high) // 2
@@ -116,7 +118,7 @@ def is_warm(stack: Stack, statuses: Sequence[str]) -> bool:
 
 
 def counted(stack: Stack) -> dict[str, float]:
-    """Return the number of inputs by result, from the metrics of the gateway."""
+    """Return result of a lookup in the cache (such as `hit`) -> number of inputs, from the metrics of the gateway."""
     text = httpx.get(f"{stack.metrics_urls[0]}/metrics", timeout=30, trust_env=False).text
     lines = [line.split() for line in text.splitlines() if line.startswith("sie_gateway_cache_inputs_total{")]
     return {name.partition('result="')[2].partition('"')[0]: float(value) for name, value in lines}
@@ -159,7 +161,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             name = f"Zipf, {100 * statistics.mean(expected):.1f} % repeats" if kind == "repeats" else "no repeats"
             say(f"| {name} | {statistics.median(without):.0f} | {statistics.median(with_it):.0f} | {ratio:.3f} |")
         say(
-            f"\nShare of inputs that were not computed: {100 * statistics.mean(shares):.2f} %; by hand "
+            f"\nShare of inputs that were not computed: {100 * statistics.mean(shares):.2f} %; share of repeats: "
             f"{100 * statistics.mean(expected):.2f} %."
         )
         (message,) = bodies(["a text that is cached"])

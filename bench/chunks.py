@@ -79,7 +79,8 @@ def requests_of(url: str, items: list[dict[str, object]], size: int) -> tuple[li
     """Return requests with `size` items, and the mean number of computed tokens of an item."""
     parts = [items[start : start + size] for start in range(0, len(items) - size + 1, size)]
     answer = httpx.post(f"{url}/v1/encode/{MODEL}", json={"items": parts[0]}, timeout=120, trust_env=False)
-    tokens = answer.raise_for_status().json()["usage"]["total_tokens"]  # all items are equally long
+    # the first request stands for all, because all items have equally many tokens
+    tokens = answer.raise_for_status().json()["usage"]["total_tokens"]
     bodies = [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
     return bodies, tokens / size
 

@@ -128,15 +128,15 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     )
     say()
     applied_ms = large_catalogue.applying_us(catalogue) / 1000
-    say(f"A delta, from its bytes to the first resolution through it: {applied_ms:.2f} ms of processor time.")
+    say(f"From the bytes of a delta to the first resolution with it: {applied_ms:.2f} ms of processor time.")
     say(
         f"A write is answered after {statistics.median(answered):.1f} ms (at most {max(answered):.1f}); "
         f"{statistics.median(delays_ms):.1f} ms later (at most {max(delays_ms):.1f}) the gateway serves the change."
     )
     say()
     say(
-        f"The whole export becomes a catalogue in {took_s:.2f} s of processor time, once in 300 s and after a gap, in "
-        f"turns of at most {longest_s * 1000:.1f} ms."
+        f"A gateway builds its catalogue from the whole export in {took_s:.2f} s of processor time, every 300 s and "
+        f"after a missed delta. The event loop is blocked for at most {longest_s * 1000:.1f} ms at a time."
     )
 
 

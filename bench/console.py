@@ -111,7 +111,7 @@ def main() -> None:
                 f"| {view} | {statistics.median(first_ms):.0f} | {statistics.median(costs):.2%} | "
                 f"{statistics.median(per_minute):.0f} | {worst:.0f} | {task:.0f} |"
             )
-    say("\nThe last two columns are of a page into whose filter somebody types every two seconds.")
+    say("\nThe last two columns are measured while a character is typed into the page's filter every two seconds.")
     say.save(options.out)
 
 

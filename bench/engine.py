@@ -108,15 +108,15 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def evenly(texts: list[str]) -> list[str]:
-    """Return the first texts that fill equally many whole batches for each lane. Otherwise some lanes would be idle at
-    the end of each round; in a loaded server, further batches keep them busy.
+    """Return the first texts that fill equally many whole batches for each lane (device thread). With all texts, some
+    lanes would be idle at the end of each round; in a loaded server, further batches keep them busy.
     """
     batches = batched(ids_of(texts))[:-1]
     count = len(batches) // CORES * CORES or len(batches)
     return texts[: sum(map(len, batches[:count]))] or texts
 
 
-# A variant returns run(ids, texts) -> vectors [texts, 384] or None.
+# function that each variant returns: run(ids, texts) -> vectors [texts, 384]; None from the variant `floor`
 Run = Callable[[Sequence[np.ndarray], Sequence[str]], "np.ndarray | None"]
 
 
@@ -160,7 +160,7 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
 
 
 def floor(precision: str) -> Run:
-    """Return a run that computes only the linear layers and the attention of the model, on CORES threads."""
+    """Return a function that computes only the linear layers and the attention of the model, on CORES threads."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
@@ -227,7 +227,9 @@ def sentence(precision: str) -> Run:
 
 
 def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
-    """Return a run with mean pooling over `forward(ids, mask)`, for each batch in padded parts in order of length."""
+    """Return a function that sorts the texts of each batch by length, runs `forward(ids, mask)` on padded parts of the
+    batch, and pools by the mean.
+    """
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
         return np.concatenate([vectors_of(batch) for batch in batched(ids)])
@@ -270,7 +272,7 @@ def exported_to(path: Path, build: Callable[[], Any]) -> Path:
         class States(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.model = model  # the quantiser needs the weights as initializers
+                self.model = model  # a submodule: its weights become initializers, which the quantiser needs
 
             def forward(self, input_ids: Any, attention_mask: Any) -> Any:
                 return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]

@@ -37,7 +37,7 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 
 BEAT_S = 5.0
-SETTLE_S = 12.0  # seconds; two heartbeats of each worker
+SETTLE_S = 12.0  # seconds before the first measurement, in which each worker sends two heartbeats
 MAX_EACH = 14  # maximum number of models of a simulated worker
 
 
@@ -171,8 +171,8 @@ def main() -> None:
             case.idle_cpu(5.0)
         costs = [case.cost() for case in cases]
         say(
-            "| models | workers | gateway us per request | beside the first | requests/s | without requests, of one "
-            "core |"
+            "| models | workers | gateway us per request | relative to the first row | requests/s | without requests, "
+            "of one core |"
         )
         say("|---" * 6 + "|")
         for case, cost in zip(cases, costs, strict=True):
@@ -180,7 +180,7 @@ def main() -> None:
                 f"| {case.name} | {cost:.0f} | {cost / costs[0] - 1:+.1%} | {np.median(case.rates):.0f} | "
                 f"{case.idle[0]:.1%} |"
             )
-    say(f"\nThe dearest beside the cheapest: {max(costs) / min(costs) - 1:+.1%} (goal: within 10 %).")
+    say(f"\nThe dearest row relative to the cheapest: {max(costs) / min(costs) - 1:+.1%} (goal: within 10 %).")
     say.save(options.out)
 
 

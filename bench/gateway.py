@@ -31,7 +31,8 @@ MODEL = "toy/one"
 GOAL = 0.10
 OTHERS = ("sidecar", "broker", "adapter")
 PREPARED = "BENCH_REPLY_BYTES"
-# sitecustomize.py of the gateway processes: with PREPARED in the environment, replies become prepared bytes
+# sitecustomize.py of the gateway processes. If the environment variable PREPARED is set, it is a number of bytes, and
+# each reply has that many zero bytes in place of its content
 PREPARE = f"""
 import os
 if os.environ.get("{PREPARED}"):
@@ -128,7 +129,7 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
     for name in ("raw bytes", "msgpack"):
         ratio = middle(rounds[name]).cpu_us["gateway"] / base.cpu_us["gateway"] - 1
         say(
-            f"\n{name}: {ratio:+.0%} processor time of the gateway beside prepared bytes (goal: within {GOAL:.0%}), "
+            f"\n{name} relative to prepared bytes: {ratio:+.0%} gateway processor time (goal: within {GOAL:.0%}), "
             f"{middle(rounds[name]).load.rate / base.load.rate - 1:+.0%} requests/s."
         )
 

@@ -226,7 +226,7 @@ def measure(
     )
     vectors = served.vectors()
     expected = library.vectors(files[: len(vectors)])
-    say(f"Least cosine between the vectors of both: {(vectors * expected).sum(1).min():.6f}.\n")
+    say(f"Least cosine between vectors of cluster and library: {(vectors * expected).sum(1).min():.6f}.\n")
     ways = library.ways()
     runs = {name: functools.partial(way, files, arguments.seconds) for name, way in ways.items()}
     for clients, image_count in LOADS:
@@ -246,7 +246,7 @@ def measure(
         f"\nThe library takes {prepared_ms:.1f} ms of CPU to prepare an image and {forward_ms:.1f} ms for its forward "
         "pass, on one thread.\n"
     )
-    say("Where it goes in the cluster, ms of CPU for an image:\n")
+    say("Processor time of the cluster's processes, ms for an image:\n")
     for clients, batch_size in LOADS:
         say(f"* {clients} x {batch_size}: {processor_ms(served, clients, batch_size, arguments.seconds)}")
     say("\nThe image workers decode and resize. Stages of the mean request:\n")

@@ -64,7 +64,7 @@ BATCH = 32
 MAX_TOKENS = 256
 LEAST_COSINE, MOST_LOSS, LEAST_GAIN = 0.99, 0.005, 1.5
 LEFT_ALONE = 6  # number of the 36 linear layers that `sensitive` leaves in bfloat16
-CALIBRATION = 100  # numbers of single sentences and of texts of six sentences, 100 each
+CALIBRATION = 100  # number of single sentences, and also number of texts of six sentences, in `calibration`
 Ids = Sequence[np.ndarray]
 Embed = Callable[[Ids], np.ndarray]  # token ids of one batch -> vectors [texts, width]
 
@@ -131,7 +131,9 @@ def bert_base(attention: str) -> Any:
 
 @functools.cache
 def calibration() -> list[np.ndarray]:
-    """Return token ids of sentences, and of texts of six sentences, from STS-B's training set, which the task omits."""
+    """Return token ids of sentences, and of texts of six sentences. They are from the training set of STS-B, which the
+    task stsb-retrieval does not use.
+    """
     files = importlib.metadata.files(STSB_PACKAGE) or ()
     (file,) = (Path(str(file.locate())) for file in files if file.name == "sts-train.csv")
     with file.open(encoding="utf-8", newline="") as lines:
@@ -366,7 +368,8 @@ def blocks(before: Path, after: Path) -> None:
     quantiser.model.save_model_to_file(str(after))
 
 
-GROUPS = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}  # OpenVINO needs float32 for activations in groups
+# option that quantises activations in groups; OpenVINO does this only with the precision float32
+GROUPS = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}
 REFERENCE = "openvino float32"
 BASES = ("engine bfloat16", "engine bfloat16, graph", "openvino bfloat16")
 GRAPH = Choice("openvino", "", "this benchmark")
@@ -519,7 +522,7 @@ def main() -> None:
     say(
         f"One thread, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds in turns. In brackets:"
     )
-    say("times the fastest row in bfloat16.\n")
+    say("speed relative to the fastest row in bfloat16.\n")
     say("| recipe | cosine, least | mean | NDCG@10 loss | " + " | ".join(f"{load}, texts/s" for load in loads) + " |")
     say("|---" * (4 + len(loads)) + "|")
     for name in names:

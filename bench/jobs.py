@@ -37,7 +37,10 @@ from report import Report, machine, parser_of
 from stack import Device, Plan, Stack
 from words import texts_of
 
-GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
+GOALS = (
+    "goals: the rate of a job is at least 0.95 of the engine alone, 1.3 of 8 clients x 32 texts, and 0.80 of its own "
+    "rate while requests come"
+)
 EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
 # Script of a client process. It prints texts a second, and the peak memory in bytes, less the memory before the call
 # and the returned array.

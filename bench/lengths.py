@@ -62,8 +62,8 @@ def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         torch.device("cpu"), torch.bfloat16, *attention_backend.resolve_attention("auto", facts), facts
     )
     say(f"# Time of a token by the length of its text\n\n`python bench/lengths.py`, {machine()}, {options.rounds} ")
-    say(f"rounds; medians. {BATCH_TOKENS} tokens a batch, one thread, bfloat16. Each beside 16 tokens: measured as ")
-    say("processor time, then by its cost.\n")
+    say(f"rounds; medians. {BATCH_TOKENS} tokens a batch, one thread, bfloat16. Cells: processor time of a token, ")
+    say("then its predicted cost, each relative to a text of 16 tokens.\n")
     say(f"| backbone, width | {' | '.join(map(str, sizes))} |")
     say("|---" * (len(sizes) + 1) + "|")
     for name, factory in of_width().items():

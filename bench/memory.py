@@ -104,7 +104,7 @@ def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
 
 
 class Sent:
-    """Batch that the constructor submits to the lanes. `wait` awaits its reply, and raises TypeError if it failed."""
+    """Batch that the constructor submits to the lanes. `wait` waits for the reply; raises TypeError for a refusal."""
 
     def __init__(self, engine: AdapterEngine, message: RunBatch) -> None:
         self._replies: list[Reply] = []

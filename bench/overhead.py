@@ -268,7 +268,7 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
             f"| {kind} | {statistics.median(engine):.0f} | {statistics.median(single):.0f} | {ratio_one:.2f} "
             f"| {statistics.median(bulk):.0f} | {ratio_many:.2f} | {goal_one:.2f}, {goal_many:.2f} |"
         )
-    say("\nWhere it goes at 64 x 1:\n")
+    say("\nCauses of the difference at 64 x 1:\n")
     say(
         "| texts | texts a batch | engine alone, such batches | cluster | ratio | ms of CPU for a text "
         "|\n|---|---|---|---|---|---|"

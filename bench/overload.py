@@ -316,7 +316,7 @@ def main() -> None:
         f"load average before {os.getloadavg()[0]:.1f}. A device takes a for a batch of at most {REQUESTS} requests and"
         " b for a token."
     )
-    say(f"A request has {TOKENS} tokens. What the columns mean is said in the file itself.\n")
+    say(f"A request has {TOKENS} tokens. The docstring of the script explains the columns.\n")
     say(
         "| start | a, b | clients | budget | code | requests | refused | false | late, steady | late, onset | served | "
         "goodput | log/s | |"

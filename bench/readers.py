@@ -59,7 +59,7 @@ READER, TEXTS = "test/reader", "test/texts"
 HEAD, HEADS, LAYERS = 64, 8, 6
 SIDE = 140  # pixels of a page's height; small, so that the steps take most of the time
 ROWS = 16  # number of pages that the reader reads at once
-WAITING = 8  # more clients than ROWS, so that a page always waits
+WAITING = 8  # number of clients beyond ROWS, so that at least one page always waits for the reader
 EACH_S = 0.1
 PASSAGE_WORDS, PASSAGES = 60, 16
 LOADS = {f"passages, 8 x {PASSAGES}": (8, PASSAGES, PASSAGE_WORDS), "queries, 64 x 1": (64, 1, 6)}
@@ -353,8 +353,8 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
         raise RuntimeError(f"no page was read within {seconds:g} s: increase --seconds or decrease --tokens")
     step_ms = 1000 * ROWS / (solo * tokens)
     say(
-        f"\n## Texts beside pages\n\n{ROWS + WAITING} clients have a page of {tokens} tokens read at a time. Without "
-        f"texts that is {solo:.2f} pages/s, so a step of {ROWS} pages takes {step_ms:.1f} ms.\n"
+        f"\n## Texts beside pages\n\n{ROWS + WAITING} clients each send one page of {tokens} tokens at a time. Without "
+        f"texts the reader reads {solo:.2f} pages/s, so a step of {ROWS} pages takes {step_ms:.1f} ms.\n"
     )
     say("| a text each 100 ms | p50 ms | p99 ms | answers | errors | bound of p99 | |\n|---|---|---|---|---|---|---|")
     bound_ms = 0.0

@@ -33,7 +33,7 @@ from sie_cli.replay.curve import percentile
 from sie_cli.replay.replay import Machine, Replay, plan_of
 from sie_contracts.settings import load
 
-SPECIAL = 2  # special tokens that the toy tokenizer adds to one token for each byte
+SPECIAL = 2  # number of special tokens that the toy tokenizer adds to a text; each byte of a text is one token
 TRIED: dict[str, dict[str, str]] = {
     "as it was": {},
     "lanes=2": {},
@@ -45,7 +45,9 @@ TRIED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Seen:
-    """Result of a run. `latency_s`: by the gateway's clock, in order of arrival. `lone_s`: median of lone requests."""
+    """Result of a run. `latency_s`: latencies by the gateway's clock, in order of arrival. `lone_s`: median latency of
+    requests that were sent one by one.
+    """
 
     latency_s: list[float]
     lone_s: float

@@ -54,7 +54,7 @@ from sie_cli.serve.ports import free_port
 
 CLIENTS = (1, 8, 64)
 START_S = 600  # seconds for a server to start, enough on a busy machine
-ENDING = threading.Event()  # set by SIGTERM; servers that still start then give up
+ENDING = threading.Event()  # set by SIGTERM; `ServerProcess` then stops waiting for a server that is starting
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class ServerProcess:
         os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
-        self.signal(signal.SIGKILL)  # of the process group: children would outlive the server
+        self.signal(signal.SIGKILL)  # to the process group, because children of the server would outlive it
         self._process.wait()
         self._log.close()
         self._folder.cleanup()

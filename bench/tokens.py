@@ -34,7 +34,9 @@ TICK_S = 0.0005
 
 
 def prose(words: Sequence[str], characters: int, seed: int) -> str:
-    """Return `characters` characters of Zipf-distributed words: about six for each token, as in simple English."""
+    """Return a text of `characters` characters with Zipf-distributed words. A token has about six characters, as in
+    simple English.
+    """
     common = [1 / rank for rank in range(1, len(words) + 1)]
     parts = random.Random(seed).choices(words, common, k=characters // 4 + 9)
     return " ".join(word + "." if number % 17 == 0 else word for number, word in enumerate(parts))[:characters]
@@ -70,7 +72,7 @@ def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEve
         for text in texts:
             await run(text)  # type: ignore[misc]
 
-    print("one text: us until its ids, in the caller's thread and in another")
+    print("one text: microseconds until its token ids are there, in the caller's thread and in another thread")
     for characters in (64, 256, 512, 1024, 2048, 4096):
         texts = [prose(words, characters, seed) for seed in range(20)]
         median_times = medians(
@@ -130,7 +132,7 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
     async def apart(_: int, work: Callable[[], object]) -> None:
         await asyncio.get_running_loop().run_in_executor(executor, work)
 
-    print("a gather of texts with options of their own: ms, CPU ms, ms that the loop is late")
+    print("texts at once, each with its own options: ms, CPU ms, largest delay of a timer of the loop in ms")
     for count, characters in ((4, 200), (8, 200), (16, 200), (32, 200), (64, 200), (8, 900), (16, 900), (64, 900)):
         options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
         items = [

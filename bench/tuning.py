@@ -67,7 +67,7 @@ def measured(cluster: Cluster, requests: list[bytes], value: int, clients: int, 
 
 
 def fastest(rounds: int, measures: Sequence[Callable[[], Point]]) -> list[Point]:
-    """Return the round with the highest rate of each measurement."""
+    """Return, for each measurement, its round with the highest rate."""
     points = in_turn(rounds, dict(enumerate(measures))).values()
     return [max(own, key=lambda point: point.rate) for own in points]
 

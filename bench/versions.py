@@ -35,7 +35,9 @@ WARM_UP = 30
 
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
-    """Return version -> milliseconds of one short text; equal indices are a pair. Each version is first in turn."""
+    """Return version -> milliseconds of one short text; equal indices are a pair. The two versions alternate as the
+    first of a pair.
+    """
     connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
     times_ms: dict[str, list[float]] = {name: [] for name in clusters}

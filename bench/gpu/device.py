@@ -1,18 +1,23 @@
-"""The engine compared with sentence-transformers and padded batches: encoders with random weights on one device.
+"""The engine compared with sentence-transformers and with padded batches: encoders with random weights on one device.
 
-    engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as
-                            connections queue them
-    padded                  token ids in the same order, in batches of as many tokens with their padding, as in servers
-                            that pad: stock transformers with SDPA, mean pooling
-    sentence-transformers   encode(), with tokenising, which the engine leaves to another process: default (float32,
-                            batches of 32), and in the kit's precision with batches of 32 and of 256
+    engine                  token ids in batches of at most SIE_MAX_BATCH_COST tokens. The batches wait for the engine's
+                            lanes (device threads), as the batches of a sidecar do
+    padded                  token ids in the same order, in padded batches of at most SIE_MAX_BATCH_COST tokens, padding
+                            included, as in servers that pad. Transformers with SDPA, mean pooling
+    sentence-transformers   encode(), which also tokenises the texts. `default`: float32, batches of 32 texts; `same
+                            precision`: the kit's precision, batches of 32 and of 256 texts
 
-Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Utilisation: the engine's operations a
-second in linear layers and attention (2 for each multiplication), divided by the dense 16-bit peak of the data sheet,
-or by the measured rate of a matrix product if PEAKS lacks the card. `busy`: mean of NVML's utilisation while the engine
-runs. `cosine`: lowest cosine between vectors of the engine and of the default. `pass`: the forward pass alone, with its
-utilisation, on full batches of the longest texts whose inputs are on the device; the next column is the same with
-compiled layers. device-profile.md has the kernels of the first model at the longest length.
+Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Columns:
+
+* utilisation: the engine's operations a second in linear layers and attention (2 for each multiplication), divided by
+  the dense 16-bit peak of the data sheet, or by the measured rate of a matrix product if PEAKS lacks the card;
+* busy: mean of NVML's utilisation while the engine runs;
+* cosine: lowest cosine between the vectors of the engine and of `default`;
+* pass: the forward pass alone, on a full batch of texts of the first length. Its inputs are already on the device. In
+  brackets: its utilisation;
+* compiled layers: the same with layers that torch has compiled.
+
+device-profile.md has the kernels of the first model for texts of the longest length.
 """
 
 from __future__ import annotations

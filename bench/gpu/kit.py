@@ -39,7 +39,8 @@ RESULTS = Path(os.environ.get("GPU_RESULTS", "."))
 DEVICE = torch.device("cpu" if REHEARSAL else "cuda:0")
 PRECISION = "float32" if REHEARSAL else "bfloat16"
 LONGEST = 512
-TOKENS = ["<0>", "<1>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # "<0>" or "<1>" is the padding token
+# the padding token is "<0>" or "<1>", because the `pad_token_id` of a model's configuration is 0 or 1
+TOKENS = ["<0>", "<1>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
 MIB = 1 << 20
 TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -52,7 +53,7 @@ class CheckFailed(Exception):
 
 
 def versions() -> str:
-    """Return the names of the GPU and the versions of CUDA and of the packages, for the head of a table."""
+    """Return the GPU's name, the version of CUDA and the versions of the packages, for the head of a table."""
     parts = [f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if not REHEARSAL else "a processor"]
     for package in _PACKAGES:
         try:
@@ -176,7 +177,9 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """Return a function that runs the forward pass on inputs on the device, without a graph; for inference mode."""
+    """Return a function that runs the forward pass without a CUDA graph. Its inputs are already on the device. Call it
+    in torch's inference mode.
+    """
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}
@@ -206,7 +209,9 @@ def synchronize() -> None:
 
 
 def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
-    """Return the median seconds of at least `least` runs, which take at least `budget_s`. The caller warms up."""
+    """Return the median seconds of a run. Repeat the run at least `least` times, and until all runs together have taken
+    `budget_s` seconds. The caller warms up.
+    """
     times: list[float] = []
     while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
         synchronize()

@@ -1,5 +1,5 @@
-"""Time to load and swap models of 0.6 to 8 billion parameters (random weights), and the rate of the copy to the GPU
-alone: from pageable memory, as the engine copies, and through two pinned buffers.
+"""Time to load and swap models of 0.6 to 8 billion parameters (random weights), and the rate of only the copy to the
+GPU: from pageable memory, as the engine copies, and through two pinned buffers.
 
 `load`: from files in the page cache to a resident model, with the check of the files and the load certificate. `again`:
 a second load, which reuses the check and the certificate. `swap`: unload of one model and load of another, for which a
@@ -80,7 +80,7 @@ def pinned(folder: Path, stages: list[torch.Tensor]) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Return the seconds of a run, with the kernels that it leaves queued on the device."""
+    """Return the seconds of a run, including the kernels that are still queued on the device when `run` returns."""
     kit.synchronize()
     started_s = time.perf_counter()
     run()

@@ -17,7 +17,7 @@ from transformers import BertConfig
 
 HELD_MIB = 64 if REHEARSAL else 2048
 WIDTH = 64 if REHEARSAL else 1024
-CONTEXT_MIB = 512  # most MiB of a CUDA context with its libraries' workspaces
+CONTEXT_MIB = 512  # largest memory in MiB that a CUDA context and the workspaces of its libraries may take
 LARGE = BertConfig(
     hidden_size=WIDTH,
     num_attention_heads=WIDTH // 64,
@@ -46,7 +46,7 @@ def other_process(table: kit.Table) -> None:
 
 
 def unload(table: kit.Table, folder: Path) -> None:
-    """Check that an unload returns the device memory of a model after a batch."""
+    """Check that the unload of a model that has run a batch returns the model's device memory."""
     with kit.new_engine() as engine:
         kit.synchronize()
         before = kit.used_mib()

@@ -58,7 +58,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 # optional module -> effect if the module is missing
 USES = {
-    "pynvml": "no utilisation, and memory of this process alone",
+    "pynvml": "no utilisation; the memory of other processes is not seen",
     "flash_attn": "attention is SDPA alone",
     "xdist": "tests run in one process, several times as long",
     "pytest_timeout": "a test that hangs ends its part",
@@ -99,7 +99,9 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
 
 
 def gpu() -> str:
-    """Return the GPU's name; empty if torch can use none. A child process asks: CUDA must not be initialised here."""
+    """Return the GPU's name; empty if torch can use none. A child process asks torch, because CUDA must not be
+    initialised in this process.
+    """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return ""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
@@ -108,7 +110,9 @@ def gpu() -> str:
 
 
 def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
-    """Return the environment of the parts: this tree on PYTHONPATH, programs of its packages on PATH, no hub."""
+    """Return the environment variables of the parts: this tree is on PYTHONPATH, the programs of its packages are on
+    PATH, and the Hugging Face Hub is not used.
+    """
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [str(HERE), *(str(ROOT / part) for part in PRODUCT), str(site), *own]
     programs = [str(Path(sys.executable).parent), *(f"{path}/bin" for path in own), os.environ.get("PATH", "")]

@@ -1,10 +1,10 @@
 """Time of small batches: the engine with and without CUDA graphs, the forward pass alone and as a CUDA graph, and the
 share of time without a running kernel.
 
-`engine`: a message from its bytes to its vectors on the calling thread. The other cells run the model on inputs on the
-device. Figures are median milliseconds. `graphs`: number of the engine's graphs after the row; `eager` if the engine
-has stopped using graphs, for the reason in its log. `cosine`: lowest cosine between vectors with and without graphs. A
-cell that failed has the name of the error; the log has its traceback.
+`engine`: time from the bytes of a message to its vectors, on the calling thread. `forward`, `CUDA graph`: time of the
+model alone, whose inputs are already on the device. Times are median milliseconds. `graphs`: number of the engine's
+graphs after the row; `eager` if the engine has stopped using graphs, for the reason in its log. `cosine`: lowest cosine
+between vectors with and without graphs. A cell that failed has the name of the error; the log has its traceback.
 """
 
 from __future__ import annotations

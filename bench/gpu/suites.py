@@ -122,7 +122,7 @@ def cells(*, is_shown: bool) -> None:
 
 
 def tests() -> None:
-    """Run tests/gpu without the tests of memory. The part `memory` runs those, with no other test at the same time."""
+    """Run tests/gpu except test_memory.py. The part `memory` runs this file, with no other test at the same time."""
     paths = ["tests/gpu", "--ignore=tests/gpu/test_memory.py"]
     if REHEARSAL:
         paths = ["tests/gpu/test_kernels.py", "-k", "mates"]
@@ -132,8 +132,8 @@ def tests() -> None:
 
 
 def parity() -> None:
-    """Run tests/parity in float32 and bfloat16, at the same time in float16, and with SDPA if flash-attn is the
-    default.
+    """Run tests/parity in float32 and bfloat16 and, at the same time, its 16-bit tests in float16. If flash-attn is
+    installed, the default attention uses it, so run all of these a second time with SDPA.
     """
     (RESULTS / "parity-cells.jsonl").unlink(missing_ok=True)
     processes = max(1, (len(os.sched_getaffinity(0)) - 2) // 2)

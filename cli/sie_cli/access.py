@@ -35,7 +35,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # name of the stream whose files the starting broker reads, if the broker's start takes long; else empty
+    # name of the stream whose files the broker is still reading, if its start takes long; empty for a ready broker
     unread_stream: str = ""
 
     def __repr__(self) -> str:
@@ -45,8 +45,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, atomically, even if the power fails. A link at `path` is replaced, not
-    followed.
+    """Write a file that only its owner may read. The write is atomic, also if the power fails. A link at `path` is
+    replaced, not followed.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)

@@ -44,7 +44,9 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Process of a cluster. `field`: name of the field of Settings with its address. `local`: the same for Access."""
+    """Process of a cluster. `field`: name of the field of `Settings` that has the process's address. `local`: name of
+    the field of `Access` that has it.
+    """
 
     name: str
     field: str

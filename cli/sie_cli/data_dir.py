@@ -15,7 +15,9 @@ from sie_cli.access import FILE, LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # limit for the length of a socket's path; the kernel allows a few bytes more (unix(7))
+# largest length of a socket's path in bytes; for a longer path, `sockets_folder` returns another folder. The kernel
+# allows a few bytes more (unix(7))
+MAX_SOCKET_BYTES = 100
 _LONGEST = "worker-999.sock"
 
 

@@ -13,7 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-MAX_LINE = 2_000  # maximum length of a line with untrusted text, in characters
+MAX_LINE = 2_000  # largest number of characters of a line of untrusted text; `printable` cuts off the rest
 
 
 def size(count: float) -> str:
@@ -75,14 +75,14 @@ def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
 
 
 def transfers() -> Progress:
-    """Return progress bars that count bytes: a context manager. On a terminal, they are shown on standard error."""
+    """Return a context manager with progress bars that count bytes. Standard error shows them if it is a terminal."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     return _bars(DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def items() -> Progress:
-    """Return progress bars that count items: a context manager. On a terminal, they are shown on standard error."""
+    """Return a context manager with progress bars that count items. Standard error shows them if it is a terminal."""
     from rich.progress import MofNCompleteColumn
 
     return _bars(MofNCompleteColumn())

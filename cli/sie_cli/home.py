@@ -1,5 +1,5 @@
-"""Home folder for a user who has none. A container often runs under a user id that has no name and no home folder.
-Libraries need both (torch the name, Hugging Face the folder). So `settle` sets both in the environment, and child
+"""Home folder for a user who has none. A container often runs under a user id that has no name and no home folder. But
+torch needs a name, and libraries of Hugging Face need a folder. So `settle` sets both in the environment, and child
 processes inherit both.
 """
 

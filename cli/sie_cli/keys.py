@@ -23,7 +23,7 @@ from sie_runtime.http.routes import SCOPES
 from sie_runtime.keys import Key, KeyBuckets, KeyLimits
 
 DEFAULT_SCOPES = "infer,read,pools"
-MAX_KEYS = 10_000  # largest number of keys, because every gateway has all keys in memory
+MAX_KEYS = 10_000  # `create` refuses more keys than this, because every gateway has all keys in memory
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
 

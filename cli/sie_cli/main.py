@@ -77,14 +77,15 @@ class _Program(AnyPosition):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the file was closed before the start
+            # a stream is None if its file was closed before this process started
+            for stream in filter(None, (sys.stdout, sys.stderr)):
                 with contextlib.suppress(OSError):  # the reader of a pipe may have closed it, or the disk is full
                     stream.flush()
             os._exit(ended.code or 0)
 
     def _call(self, *args: Any, **options: Any) -> None:
-        """Run the command. Raises SystemExit, also for a package that is missing, a file or an output that cannot be
-        used, and an argument that is no text.
+        """Run the command. Raises SystemExit, also if a package is missing, if a file or the output cannot be used, and
+        if an argument is not valid UTF-8.
         """
         try:
             super().__call__(*args, **options)
@@ -111,7 +112,7 @@ class _Program(AnyPosition):
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-# extra of the package `sie-cluster` that a command needs, if not `serve`
+# command -> extra of the package `sie-cluster` that the command needs; commands that are not listed need `serve`
 EXTRAS = {
     "gateway": "gateway",
     "config": "config",

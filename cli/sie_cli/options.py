@@ -154,8 +154,8 @@ class AnyPosition(click.Group):
 
 
 def behind(args: list[str]) -> list[str]:
-    """Return the arguments with the options of _ANYWHERE moved from before the command's name to the end, or to before
-    a `--`.
+    """Move the options of _ANYWHERE that come before the command's name behind it: to the end of the arguments, or
+    directly before a `--`. Return all arguments.
     """
     lines: list[str] = []
     moved: list[str] = []

@@ -42,8 +42,8 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# Buckets whose entries `sie repair` writes back, and `sie restore` if a backup has them. Shards come before their jobs,
-# because the leader of a job reads its shards as soon as the job exists.
+# Buckets whose entries `sie repair` writes back; `sie restore` writes those that a backup has. The shards (parts) of
+# jobs come before the jobs, because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams, and for salvaged entries

@@ -10,7 +10,7 @@ import click
 from sie_cli.display import printable
 from sie_contracts.errors import SIEError
 
-MAX_CHARS = 20_000  # maximum length of an error message, in characters
+MAX_CHARS = 20_000  # largest number of characters of an error message; the rest is cut off
 INTERRUPTED = 130  # exit status of a command that Ctrl-C ended (128 + SIGINT)
 
 

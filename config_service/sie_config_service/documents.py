@@ -29,12 +29,12 @@ MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
 MAX_SHOWN = 60  # maximum number of characters of an invalid value in an error text
-_ANY_KEY = "[...]"  # placeholder for a map's key in msgspec's path of a fault
+_ANY_KEY = "[...]"  # msgspec writes this text in the path of a fault in place of a map's key
 
 
 @dataclass(frozen=True)
 class ParsedDocument:
-    """Decoded document. `node`: tree of a YAML document, which knows the line of each field; None for JSON."""
+    """Decoded document. `node`: syntax tree of a YAML document, with the line of each field; None for JSON."""
 
     value: Any
     node: yaml.Node | None = None
@@ -66,8 +66,8 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Parse and return the entry `raw`. `document`, from which `raw` was made, is read only for the line numbers of
-    errors. Raises ValidationFailed.
+    """Parse and return the entry `raw`. `document`: the document from which `raw` was made; only errors use it, to name
+    the line of a field. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_written, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
@@ -115,9 +115,9 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Return the path of a fault (`message`) with each `[...]` replaced by the faulty key of that map. `parse` reads
-    the keys in order and stops at a fault. So a bisection searches the smallest n for which the first n keys of the map
-    have the fault: key number n is the faulty key.
+    """Return the path of a fault with the names of all keys. `message`: the path, with `[...]` for each key of a map.
+    `parse` reads the keys of a map in order and stops at a fault. So a bisection searches the smallest n for which the
+    first n keys have the fault: key number n is the faulty key, and replaces `[...]`.
     """
     loc = message
 
@@ -141,8 +141,8 @@ def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _maps(value: Any, path: str) -> Iterator[tuple[list[Any], Callable[[int], Any]]]:
-    """Yield the keys of each map that `path` may name, with a function that returns `value` with only the first n keys
-    of that map.
+    """Yield the keys of each map that `path` may name (several maps, because keys may contain dots), and a function
+    that returns `value` with only the first n keys of that map.
     """
     if not isinstance(value, dict):
         return

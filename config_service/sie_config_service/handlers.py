@@ -125,7 +125,7 @@ async def resolve(service: ConfigService, request: Request) -> Response:
 
 
 async def epoch(service: ConfigService, _request: Request) -> Response:
-    """Return the epochs and hashes of the catalogue. Equal epochs mean equal catalogues."""
+    """Return the epochs (states) and the hashes of the catalogue. Equal epochs mean equal catalogues."""
     return json_response(msgspec.to_builtins(await service.require().catalogue_epoch()))
 
 

@@ -6,13 +6,14 @@ read gets only new writes, so its size does not grow with the number of models.
                                              families of one worker image) the last write that concerned it
 
 A read of the config service must contain all earlier writes. This module therefore does not use
-`sie_broker.record.Record`, which may be behind its bucket for a moment. Each read asks the broker's server that leads
-the bucket for the last revision, then any server for the writes up to it, and applies all of these writes or none.
+`sie_broker.record.Record`, which may be behind its bucket for a moment. Each read first gets the number of the last
+write from the leader of the bucket (a server of the broker). Then it gets the writes up to this number from any server,
+and applies all of them or none.
 
 The epoch has two parts: the time when the bucket was created, and the number of the catalogue's last write.
 The bucket also stores replies for requests with an Idempotency-Key; their writes do not change the epoch.
 
-A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or a user deletes it), the service
+A mirror belongs to one bucket. If the broker loses the bucket (it was in memory, or a user deleted it), the service
 creates a new, empty bucket. The mirror refuses to read the new bucket; `is_lost` stays True.
 """
 
@@ -36,15 +37,16 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
 REPLIES = "replies"  # first part of the keys of stored replies, which are not models
-BEHIND_S = 2.0  # seconds for which a server of the broker may lack writes that the bucket's leader already has
+# seconds for which `Mirror._since` asks the broker for writes that the bucket's leader has and other servers may lack
+BEHIND_S = 2.0
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """Revision of a model. `entry` is None for a removal. `source`: packaged or overlay (from a folder), or api (from a
-    request). Seeding, which copies the folders to the bucket, never changes a model with the source api.
+    """Revision of a model. `entry` is None for a removal. `source`: "packaged" or "overlay" (from a folder), or "api"
+    (from a request). Seeding, which copies the folders to the bucket, never changes a model with the source "api".
     """
 
     entry: dict[str, Any] | None
@@ -53,9 +55,10 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    # name of the API token of the writer; `sie-config` for a restore; empty for seeding and for older versions of SIE
+    # name of the writer's API token; `sie-config` for a restored revision; empty for a seeded revision, and if an older
+    # version of SIE wrote the revision
     author: str = ""
-    note: str = ""  # reason for a revision that the config service wrote; empty for a user
+    note: str = ""  # reason for a revision that the config service restored; empty for all other revisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,9 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the write that stored the newest revision's history record, directly after the model in
-        the same batch. An epoch contains this revision if the epoch's number is at least this number.
+        """Return the number of the write that stored the history record of the newest revision. It follows the write of
+        the model in the same batch. The catalogue at an epoch (TIME:NUMBER) contains this revision if the epoch's
+        number is at least this number.
         """
         return self.sequence + 1
 
@@ -263,8 +267,8 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # If a model was written during this read, `_apply` will skip its history record, which is the next write. So
-        # count all bundles as changed by the next write too.
+        # If a model was written during this read, the next write is its history record, which `_apply` skips. So count
+        # all bundles as changed by the next write too.
         if self._read > last:
             last = self._read + 1
         self._created = created

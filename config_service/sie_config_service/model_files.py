@@ -1,4 +1,4 @@
-"""Check of an entry that is about to be written, against the model's files on this machine."""
+"""Check that an entry of the catalogue fits the model's files on this machine, before the entry is written."""
 
 from __future__ import annotations
 

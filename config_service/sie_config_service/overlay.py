@@ -42,12 +42,12 @@ _logger = logging.getLogger("sie.config")
 PLUG_INS = "sie.adapters"
 
 Signature = Mapping[str, tuple[int, int, int]]
-"""State of each file, by its path in the folder: (time of the last change, size, inode or tag of the object)."""
+"""State of each file by its path in the folder: (time of the last change, bytes, inode or, in an object store, tag)."""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders. `models`: id -> (entry, packaged or overlay). `files`: id in the overlay -> file."""
+    """Contents of the folders. `models`: id -> (entry, "packaged" or "overlay"). `files`: id -> path in the overlay."""
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
     bundles: Mapping[str, BundleEntry]

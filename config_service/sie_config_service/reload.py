@@ -64,7 +64,7 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 @dataclass
 class _Watched:
     """Stored change. Until `due_s` (monotonic time), `Reload` checks whether all gateways, and the workers of
-    `bundles`, have reached `epoch`. `outcome`: log text about the change.
+    `bundles`, have reached `epoch`, the first state of the catalogue with the change. `outcome`: log text about it.
     """
 
     outcome: str

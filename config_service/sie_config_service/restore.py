@@ -40,7 +40,9 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models that were loaded before, and whose later revision failed permanently and is loaded nowhere."""
+    """Return the models with a revision that permanently failed to load on one worker and is loaded on no worker, if an
+    earlier revision was loaded.
+    """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
     failed: dict[tuple[str, int], Unloadable] = {}
@@ -100,6 +102,7 @@ class Restore:
         restore = WriteRequest(
             RESTORE, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        # raises ContentConflict, and changes nothing, if another writer changed the model or an alias needs it as it is
+        # raises ContentConflict, and changes nothing, if another writer has changed the model, or if an alias would
+        # become invalid
         await self._writer.write(restore)
         _logger.error("%s: %s", failed.model, note)

@@ -23,7 +23,9 @@ WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker or g
 
 
 class ConfigService:
-    """State of the service. `store` is None until the catalogue is seeded, and after the broker has lost it."""
+    """State of the service. `store` is None until the catalogue is seeded (has the models of the folders), and after
+    the broker has lost the catalogue.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.trouble = ""  # why the last attempt to seed the catalogue failed

@@ -374,8 +374,8 @@ class CatalogueStore:
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
         """Write models of the copy or of a backup to the bucket if the bucket lacks their newest revision. Write models
-        that were written over the API to the copy if the copy lacks them. Then correct the index of aliases. Return
-        the ids of the models written to the bucket.
+        that came over the API to the copy if the copy lacks their newest revision. Then correct the index of aliases.
+        Return the ids of the models written to the bucket.
 
         `backup`: revisions of models. The bucket's history gets the old revisions that it lacks.
         Raises WrongRevision if another writer changes one of the models or the index at the same time.
@@ -490,8 +490,8 @@ class CatalogueStore:
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Return the changes that make the bucket equal to the folders (`packaged`), except models written over the
-        API, and restored models whose file still has the revision that could not be loaded.
+        """Return the changes that make the bucket equal to the folders (`packaged`). Leave out models that were written
+        over the API, and restored models whose file still has the revision that could not be loaded.
         """
         present = (await self.snapshot()).held
         changes: list[CatalogueChange] = []

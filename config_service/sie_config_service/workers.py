@@ -1,5 +1,5 @@
-"""Heartbeats of workers and announcements of gateways. They show which processes are alive, and which epoch of the
-catalogue each process has reached.
+"""Heartbeats of workers and announcements of gateways. They show which processes are alive, and which epoch (state) of
+the catalogue each process has reached.
 """
 
 from __future__ import annotations

@@ -42,9 +42,11 @@ from sie_contracts.models.entries import ModelEntry, is_id
 from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
-MAX_IDS = 50_000  # maximum number of models and aliases in the bucket, including removed ones, whose history is kept
-MAX_ENTRY_BYTES = 256 << 10  # maximum size of an entry in bytes; the bucket keeps up to 100 revisions of each
-WRITE_S = 10.0  # maximum duration of a write in seconds, including the wait for earlier writes of this replica
+# largest number of ids of models and aliases; removed ones count, because the bucket keeps their history. A write of a
+# further id is refused
+MAX_IDS = 50_000
+MAX_ENTRY_BYTES = 256 << 10  # largest size of an entry in bytes; small, as the bucket keeps up to 100 revisions of each
+WRITE_S = 10.0  # seconds after which a write is ended, including its wait for earlier writes of this replica
 # operations that can create a model or write a removed one; their If-Match is checked even if the model does not exist
 _FROM_NOTHING = ("create", "rollback", RESTORE)
 _logger = logging.getLogger("sie.config")
@@ -76,8 +78,8 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: a write with the operation `create` added a model or profiles, or would add them
-    without `dry_run`. `replayed`: this is the reply to an earlier write with the same Idempotency-Key.
+    """Reply to a write. `created`: the operation "create" added a model or profiles, or with `dry_run`, would have
+    added them. `replayed`: this is the reply to an earlier write with the same Idempotency-Key.
     """
 
     body: dict[str, Any]
@@ -197,8 +199,8 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision; empty if that
-        revision is not stored any more.
+        """Return the error for an outdated If-Match. Its `diff` has the changes since the revision in If-Match, and is
+        empty if that revision is no longer stored.
         """
         base = await self._store.revision(model, expected)
         return ContentConflict(

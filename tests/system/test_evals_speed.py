@@ -140,7 +140,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
         assert 2 <= part_count < 4
         again = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
-    assert f"answers to {part_count * 1024:,} texts are those of an interrupted evaluation" in again.stdout
+    assert f"answers to {part_count * 1024:,} texts are from an interrupted evaluation" in again.stdout
     assert list(unfinished.iterdir()) == []
 
 

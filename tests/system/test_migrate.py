@@ -284,7 +284,7 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
         again = sie(cluster, *arguments)
         assert f"search names {NEW} already" in again.stdout
         undone = sie(cluster, "migrate", "search", "--step", "back")
-        assert f"search names {OLD} again: revision 4 is as revision 1 was" in undone.stdout
+        assert f"search names {OLD} again: revision 4 repeats revision 1" in undone.stdout
         until(lambda: client.seen[-1][1] == OLD, 30, "the client to be answered by the old model")
     finally:
         client.end()

@@ -74,7 +74,7 @@ class Package:
 
 
 def titled(name: str, text: bytes) -> bytes:
-    """Return a line with the name of a licence file, and its text in UTF-8. Older packages have files in Latin-1."""
+    """Return a line with the name of a licence file, and its text. A text that is not UTF-8 counts as Latin-1."""
     try:
         text.decode()
     except UnicodeDecodeError:

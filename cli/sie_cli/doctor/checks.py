@@ -140,7 +140,7 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
     return "at most 1 % of the requests of the last 5 minutes", findings
 
 
-LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
+LAG_S = 7.0  # seconds that the check `queue` waits for a new gateway, which does not know the length of the queue yet
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:
@@ -335,7 +335,8 @@ async def _jobs(broker: NatsBroker) -> dict[str, str]:
     return {JOBS: f"it lacks {counted(len(lost), 'job')} whose shards are still there ({_named(lost)})"} if lost else {}
 
 
-DRIFT_S = 5.0  # seconds until a write of the catalogue has reached all processes, also on a busy machine
+# seconds that the check `config` waits until a new write of the catalogue has reached all processes of a busy machine
+DRIFT_S = 5.0
 
 
 async def config(probe: ClusterProbe) -> CheckResult:

@@ -39,9 +39,9 @@ from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
-CALL_S = 3.0  # time limit of a request over HTTP or a socket
-BEAT_MARGIN_S = 1.0  # largest accepted delay of a heartbeat
-GATEWAYS_S = 1.5  # time in which each gateway sends at least one heartbeat
+CALL_S = 3.0  # seconds after which a request over HTTP or a socket counts as unanswered
+BEAT_MARGIN_S = 1.0  # seconds that `ClusterProbe.heartbeats` waits for a late heartbeat
+GATEWAYS_S = 1.5  # seconds in which each gateway sends at least one heartbeat
 T = TypeVar("T")
 
 

@@ -140,7 +140,7 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
     missed = targets.missed(expected, first.scores, first.source)
     about = f"{counts(task)}{note}"
     if cache.reused_texts:
-        about += f"; answers to {counted(cache.reused_texts, 'text')} are those of an interrupted evaluation"
+        about += f"; answers to {counted(cache.reused_texts, 'text')} are from an interrupted evaluation"
     names = task.queries if isinstance(task, Retrieval) else {}
     document = report.of_quality(spec.model, task.name, about, scores, expected, missed, names)
     return EvalOutcome(document, context.about, {task.name: targets.expected(first.scores, is_speed=False)})

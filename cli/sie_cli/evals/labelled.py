@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 FactKind = Literal["entities", "relations", "classes", "redaction"]
-# kinds entities and redaction: (start, end, label); relations: (head, relation, tail); classes: (class,)
+# for the kinds "entities", "redaction": (start, end, label); for "relations": (head, relation, tail); for "classes":
+# (class,)
 Fact = tuple[int | str, ...]
 # metric -> numerators and denominators, with one number for each text. A metric over several texts is the sum of their
 # numerators divided by the sum of their denominators

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
 FILLINGS = 5  # number of texts made from each template
-VALUES_PER_FORMAT = 40  # values of each format in the task redaction-forms
-STORIES = 400  # texts in the task relations
-LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics
+VALUES_PER_FORMAT = 40  # number of values of each format in the task "redaction-forms"
+STORIES = 400  # number of texts in the task "relations"
+LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task "topics"; shorter docstrings are left out
 Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the placeholders of templates: name, such as `city` for {{city}} -> kind of the fact, empty if the value
-    is no fact, and function that makes a value.
+    """Return the placeholders of templates by name, such as `city` for {{city}}. A placeholder is a pair: the kind of
+    the fact (empty if the value is no fact), and a function that makes a value.
     """
     person = {
         "person": lambda faker: faker.name(),
@@ -184,7 +184,7 @@ def _octets(value: str) -> bytes:
 
 
 Format = Callable[[str], str]
-# kind of value -> name of a format -> function that formats a value
+# kind of value -> name of a format -> function that writes a value in this format
 FORMATS: Mapping[str, Mapping[str, Format]] = {
     "card number": {
         "in one piece": lambda value: value,

@@ -23,7 +23,7 @@ from sie_client import SIEAsyncClient
 from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
-PATIENCE_S = 60.0  # seconds to wait for an answer
+PATIENCE_S = 60.0  # seconds to wait for an answer; then the request has the code NO_ANSWER
 # limit for the requests in flight of an open loop; at this limit, a due request is not sent and gets the code NOT_SENT
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds that a client of a closed loop waits after a failure
@@ -144,7 +144,7 @@ async def _sent_once(send: Send, request: LoadRequest, due_s: float) -> SentRequ
 
 
 EVERY_S = 1.0
-FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
+FRAME_S = 5.0  # seconds to wait for a status frame of the gateway; without a frame, the sampling ends
 
 
 @dataclass(frozen=True)

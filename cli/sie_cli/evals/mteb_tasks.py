@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sie_cli.evals.steps import EvalStep, EvalWork
 
 PREFIX = "mteb/"
-CONNECT_S = 5.0  # seconds to connect to the hub
+CONNECT_S = 5.0  # seconds to connect to the hub; if this fails, `find` reads datasets only from the local cache
 # metrics that are shown after a task's main metric, if the task has them
 _ALSO = ("ndcg_at_10", "map_at_100", "recall_at_100", "cosine_spearman", "accuracy", "f1", "v_measure", "map", "ap")
 _MAX_METRICS = 4

@@ -22,7 +22,7 @@ from sie_cli.evals.sources import EvalSource, FactSource
 from sie_cli.evals.steps import EncodeCost, EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
-DEPTH = 100  # largest number of documents of a ranking
+DEPTH = 100  # number of nearest documents of a query that a ranking keeps
 FIRST_STAGE = 30  # number of documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95

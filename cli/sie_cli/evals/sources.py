@@ -327,7 +327,7 @@ def _weights_of(model: str) -> str:
 
 
 BATCH = 64  # number of texts per request; some servers refuse larger requests
-MAX_ANSWER_BYTES = 64 << 20  # limit for one response body; BATCH vectors of 32,768 numbers as JSON need less
+MAX_ANSWER_BYTES = 64 << 20  # largest accepted body of a response; BATCH vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 

@@ -125,8 +125,8 @@ class EncodeCost(NamedTuple):
 
 
 class EvalWork:
-    """Calls of the sources in one measurement, with a cache of their answers. `advance`: called with the number of
-    completed texts.
+    """Calls of the sources in one measurement, with a cache of their answers. `advance`: called after each part of the
+    texts, with the number of texts in this part.
     """
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:

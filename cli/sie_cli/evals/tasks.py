@@ -31,7 +31,7 @@ from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import UNDECODABLE
 
 RELEVANT_SCORE = 4.0  # STS-B scores are 0 to 5; 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
-# smallest number of words of a document in the task scipy-docs; a small model reads about the first half of this number
+# smallest number of words of a document in the task "scipy-docs": about twice as many as a small model reads
 LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"

@@ -251,7 +251,7 @@ def result(cluster: Cluster, name: str, folder: Path) -> None:
 
 
 def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json: bool, goal: str = "") -> None:
-    """Change a job and print its state. `goal`: the state that the job reaches when its running parts have stopped."""
+    """Change a job and print its state. `goal`: the state of the job after its running parts (shards) have stopped."""
     with gateway_client(cluster, SCOPE) as client:
         job = change(client.jobs.get(name))
     is_under_way = goal and job.state in ("queued", "planning", "running", "finalizing")

@@ -11,8 +11,8 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds for which a key stays valid after its last successful check, while later checks fail for a reason other than a
-# refusal of the key, for example if the gateway does not answer
+# seconds after its last successful check for which a key is accepted without a new answer about it, for example because
+# the gateway is down
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0

@@ -35,12 +35,14 @@ MAX_BODY_BYTES = 4 << 20
 MAX_SESSIONS, MAX_SESSIONS_OF_KEY = 1_000, 32
 IDLE_S = 1_800.0
 STOP_S = 5.0
-_CALLER = "sie.caller"  # key in an ASGI scope
+_CALLER = "sie.caller"  # key of the AgentCaller in an ASGI scope
 _logger = logging.getLogger("sie.mcp")
 
 
 class _Sessions(StreamableHTTPSessionManager):
-    """Sessions of agents, at most MAX_SESSIONS_OF_KEY for an API key. Only some revisions of MCP have sessions."""
+    """Sessions of agents, at most MAX_SESSIONS_OF_KEY for an API key. An agent has a session only if its revision of
+    MCP has sessions.
+    """
 
     def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
         """Open a session. Return None if there are too many sessions."""
@@ -121,8 +123,8 @@ async def serve(
     lame_duck_s: float,
     drain_s: float,
 ) -> int:
-    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress get
-    `drain_s` to end. Raises SettingError.
+    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress then have
+    `drain_s` seconds to end. Raises SettingError.
     """
     is_leaving = False
     names = HostNames(host, allowed_hosts)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_CHARS = 12_000
-PAGE_NUMBERS = 1024  # limit for the numbers on a page of vectors; a longer vector is a page of its own
+PAGE_NUMBERS = 1024  # largest count of numbers on a page of vectors; a longer vector is a page of its own
 TTL_S = 900.0
-MAX_RESULTS = 64  # limit for the results of one owner (API key)
+MAX_RESULTS = 64  # largest number of stored results of one owner (API key)
 OWNER_BYTES = 16 << 20
 TOTAL_BYTES = 256 << 20
 REFERENCE_BYTES = 16

@@ -42,10 +42,10 @@ from sie_store.sinks import opening
 from sie_store.sinks.sink import Sink
 
 ANSWER_CHARS = 16_000
-FIELD_CHARS = 1_000  # limit for the characters of one field of a search result
+FIELD_CHARS = 1_000  # largest number of characters of a field of a search result; `_shortened` cuts off the rest
 MAX_VALUES = 2_048
 MODELS_PER_PAGE = 40
-CANDIDATES = 10  # limit for the names of models in an error
+CANDIDATES = 10  # largest number of models that an error names
 DOCUMENTS_AT_ONCE = 2  # documents parsed at a time; each may need several times MAX_BYTES of memory
 SEARCH_PATIENCE = RetryPolicy(stall_s=10.0, tries=2)
 RESULT_URI = "sie://results/{reference}/{page}"
@@ -222,7 +222,7 @@ class AgentTools:
             model = stored.model if stored else await self._model(client, arguments.model, default, "encode")
             dimensions = stored.vectors.shape[1] if stored else None
             texts = [arguments.query, *(arguments.texts or ())]
-            # encode the query as a document too: it is compared with texts of its own kind, and does not search
+            # encode the query as a document: it is a text that is compared with similar texts, and no search query
             encoded, _ = await _vectors(client, model, texts, is_query=False, dimensions=dimensions)
         vectors = stored.vectors if stored else encoded[1:]
         similarities = _normalised(vectors) @ _normalised(encoded[:1])[0]

@@ -27,7 +27,7 @@ from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 from sie_store.weights.manifest import digest as digest_of_file
 
-OBJECTS, SPANS = 8, 20  # limits of a sample: objects, and spans (ranges of rows) of these objects
+OBJECTS, SPANS = 8, 20  # a sample reads at most 8 objects, and of these at most 20 spans (ranges of rows)
 SPAN_ROWS = 500
 
 

@@ -48,13 +48,14 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # the first connection fails ea
 # encodes at most this number of rows again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
-SEARCHES = 8  # largest number of concurrent searches
+SEARCHES = 8  # largest number of concurrent searches in the database
 # scans end when one scan embeds at most 100 rows or at most 0.1 % of all rows, whichever number is larger
 FEW_ROWS, FEW_SHARE = 100, 0.001
 MAX_SCANS = 20
-GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of 100 characters
+GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids, each cut to 100 characters
 PROGRESS_S = 10.0
-DRAIN_S = 5.0  # seconds in which clients may still write vectors that they computed before the switch
+# seconds that `settle` waits after the switch, because clients may still write vectors that they computed before it
+DRAIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side of the migration, with its fingerprint. `widths`: output name -> width of the vectors."""
+    """Old or new model of the migration, with its fingerprint. `widths`: output name -> width of the vectors."""
 
     name: str
     widths: Mapping[str, int]
@@ -258,8 +259,8 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Let searches use the vectors of `side`. Return the current alias. Raises CommandRefused before the switch if
-        `catch_up` fails or the config service would refuse to change the alias.
+        """Let searches use the vectors of the old or the new model (`side`). Return the current alias. Raises
+        CommandRefused before the switch if `catch_up` fails or the config service would refuse to change the alias.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -322,7 +323,7 @@ class LiveMigration:
 
 @dataclass
 class _LiveSteps:
-    """Steps of a migration of an open collection. `_models`: side -> model."""
+    """Steps of a migration of an open collection. `_models`: the models of the sides "old" and "new"."""
 
     _encoder: SIEAsyncClient
     _live: LiveCollection
@@ -388,14 +389,14 @@ class _LiveSteps:
         )
 
     async def switch(self, side: Side) -> None:
-        """Let searches use the vectors of a side."""
+        """Let searches use the vectors of the old or the new model (`side`)."""
         await self._live.switch(side)
         self._report.report_step(
             f"searches of {self._plan.collection} use the vectors of {self._models[side].name}", in_use=side
         )
 
     async def clean_up(self) -> None:
-        """Remove the vectors of the side that searches do not use."""
+        """Remove the vectors of the model that searches do not use: the old or the new model."""
         await self._live.clean_up()
         away = opposite(self._state.in_use)
         self._report.report_step(
@@ -496,7 +497,7 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, by reason. If searches do not use `side`, remove their old vectors."""
+        """Count rows that get no vector, by reason. Remove the rows' vectors of `side` if searches do not use them."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:
@@ -527,8 +528,8 @@ class _LiveSteps:
         return SparseRow.from_arrays(vector["indices"], vector["values"]) if isinstance(vector, dict) else vector
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
-        """Encode texts with the model of a side. Raises CommandRefused if the model's fingerprint has changed since the
-        check: vectors of two fingerprints are not comparable.
+        """Encode texts with the old or the new model (`side`). Raises CommandRefused if the model's fingerprint has
+        changed since the check: vectors of two fingerprints are not comparable.
         """
         model = self._models[side]
         results = await self._encoder.encode(

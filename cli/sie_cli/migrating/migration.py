@@ -50,7 +50,7 @@ from sie_contracts.models.entries import VECTORS
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # seconds between two polls of the shadow model's measurements or of the gateways' revisions
 FOLLOW_S = 10.0  # longest wait for all gateways to use a new revision of the alias
-FAILED_ROWS = 5  # largest number of failed rows to print
+FAILED_ROWS = 5  # largest number of failed rows of a job that the step "embed" prints
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -114,7 +114,7 @@ class MigrationPlan:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """Result of the step check. `key`: id of this migration. `seed`: seed of the random sample of the corpus."""
+    """Result of the step "check". `key`: id of this migration. `seed`: seed of the random sample of the corpus."""
 
     alias: Present
     key: str
@@ -444,7 +444,7 @@ def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[
     name, previous = alias.name, before_flip(alias.history)
     revision = aliases.back(alias, previous)
     restored = aliases.read(name)
-    echo(printable(f"{name} names {restored.target} again: revision {revision} is as revision {previous} was"))
+    echo(printable(f"{name} names {restored.target} again: revision {revision} repeats revision {previous}"))
     if restored.target != alias.target:
         echo(printable(f"searches have to use the index of {restored.target} again"))
     return {"alias": name, "names": restored.target, "revision": revision, "restored": previous}

@@ -94,13 +94,13 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
         return "the running `sie serve` reads this folder: it serves the model within seconds"
     return (
         f"only a file was written: the running `sie serve` does not read this folder, it reads {own or 'no folder'}; "
-        f"give a local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
+        f"set --models-dir to a local folder that it reads, add the model to its catalogue with --data-dir "
         f"{shlex.quote(str(cluster.data_dir))}, or start it with {setting}"
     )
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry as text and parsed. Read it if `source` is a file or -; otherwise create it for the model."""
+    """Return an entry as text and parsed. Read it from `source` if that is a file or `-`; else make it for a model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:

@@ -26,8 +26,8 @@ import numpy as np
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire.messages import Priority
 
-MAX_TOKENS = 512  # maximum number of tokens of a generated input
-MAX_INPUTS = 10_000_000  # maximum number of inputs of a generated trace
+MAX_TOKENS = 512  # largest number of tokens of a generated input; larger random numbers become this number
+MAX_INPUTS = 10_000_000  # largest number of inputs of a generated trace; `generate` refuses to make more
 
 
 class TraceError(ValueError):

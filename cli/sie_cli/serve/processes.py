@@ -173,7 +173,7 @@ class LocalCluster:
                 self._flags.setdefault(name, value)
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            # Remove the payloads of an earlier process. Only the memory of that process had references to them.
+            # a standalone process has references to payloads only in its memory, so remove those of an earlier process
             if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)

@@ -50,7 +50,7 @@ class StatusFrame(msgspec.Struct, frozen=True):
 
 @dataclass
 class Queued:
-    """Messages in a queue: their number, how many have priority bulk, and the age of the oldest in seconds."""
+    """Messages in a queue: their number, how many have the priority "bulk", and the age of the oldest in seconds."""
 
     messages: int = 0
     bulk: int = 0
@@ -344,7 +344,7 @@ def _plain(text: str) -> str:
 
 
 TREND = 60  # maximum number of points (frames or minutes) in a trend line
-_LEAST_TREND = 10  # cells; a shorter trend line is left out
+_LEAST_TREND = 10  # smallest width of a trend line, in cells; a shorter line is left out
 _STEPS = "▁▂▃▄▅▆▇█"
 
 

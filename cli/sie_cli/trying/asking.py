@@ -97,7 +97,7 @@ _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "expl
 
 @dataclass(frozen=True)
 class Question:
-    """Question to a model. `query`: for the task score. `threshold` and `labels`: for the task extract."""
+    """Question to a model. `query`: for the task "score". `threshold` and `labels`: for the task "extract"."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
@@ -109,8 +109,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """Answer of a model. `results`: one per input; for score they are sorted, best first. `shared`: fields about the
-    whole request. `info`: the model's description. `words`: token id -> text, for the shown weights of sparse vectors.
+    """Answer of a model. `results`: one per input; for the task "score", best first. `shared`: fields about the whole
+    request. `info`: the model's description. `words`: token id -> text, for the shown weights of sparse vectors.
     """
 
     verb: str
@@ -130,9 +130,10 @@ class ModelAnswer:
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the task: encode, score or extract. A query requires score; labels or a threshold require extract. Without
-    these options, return the model's first task, but encode instead of score if the model does both. Raises
-    CommandRefused if the options contradict each other or do not fit the model, or if a query is missing.
+    """Return the task: "encode", "score" or "extract". A query requires "score"; labels or a threshold require
+    "extract". Without these options, return the model's first task. If that is "score" and the model also does
+    "encode", return "encode". Raises CommandRefused if the options contradict each other or do not fit the model, or if
+    a query is missing.
     """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"

@@ -26,9 +26,9 @@ _SCALES = {
     "probability": "a probability, from 0 to 1",
     "logit": "a logit: above 0 is likely",
     "cosine": "a cosine, at most 1",
-    "maxsim": "a sum of similarities of tokens: compare it for one query alone",
+    "maxsim": "a sum of similarities of tokens: compare only scores of the same query",
 }
-# key in `stages` of a part of the reply's `explain` -> description of the stage at the worker, in the stages' order
+# stages at the worker, in their order: key in the field `stages` of the reply's `explain` -> name of the stage
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
