@@ -104,7 +104,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return profile -> `Resolved.numbers` for each profile that a request may name; "" for a request without one."""
+    """Return profile -> `Resolved.numbers` for each profile that a request may name. Key "": the request names none."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,

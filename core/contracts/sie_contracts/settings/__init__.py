@@ -1,7 +1,7 @@
 """Settings of all processes: name, type, bounds, default, meaning, and the processes that read them. Only this package
 reads settings from the environment.
 
-flag > environment > machine-profile default > documented default
+precedence: flag > environment > machine-profile default > documented default
 
 The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
 process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
@@ -95,7 +95,7 @@ class Settings(
 
     @property
     def pool_size(self) -> int:
-        """Return the largest number of connections for batches to the adapter of one device."""
+        """Return the largest number of connections to the adapter of one device that carry batches."""
         return self.ipc_pool_size or self.max_concurrent_batches
 
     @property
