@@ -161,8 +161,8 @@ class WorkerInfo(Struct, frozen=True):
 
 
 class ModelSummary(Struct, frozen=True):
-    """A model of the catalogue, summed over the workers. `gpu_types`: machine profiles of the workers that report
-    it.
+    """A model of the catalogue. `worker_count`: number of workers that have loaded it. `gpu_types`: machine profiles of
+    the workers that report it. `total_queue_depth`: number of its work items on all workers.
     """
 
     name: str

@@ -51,8 +51,8 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 
 class Usage(msgspec.Struct, kw_only=True):
     """Number of tokens that the model read, positions of the truncated inputs, and number of images (absent if there
-    are none). `cached_items` and `cached_tokens`: inputs with cached answers and their tokens, which the totals
-    include; absent if there are none.
+    are none). `cached_items`: number of inputs with cached answers. `cached_tokens`: number of their tokens, which the
+    other numbers of tokens include. Both are absent if there are no cached answers.
     """
 
     input_tokens: Whole = msgspec.UNSET
