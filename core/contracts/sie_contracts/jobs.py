@@ -26,7 +26,7 @@ from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobStat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
-# maximum number of error codes that a record counts separately; all others are counted together as OTHER
+# maximum number of error codes that a record counts separately; all other codes are counted together under `OTHER`
 MAX_CODES = 20
 MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10

@@ -53,9 +53,8 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     column with the id of each row; by default the id is the object's name and the row's number. `keep`: columns that
     are copied to the output, at most 100.
 
-    `chunks`: each text is cut into chunks, which are encoded: by this rule, or, if it is the name of a column, by the
-    spans or the rule in this column. The output has a line for each chunk. `context`: chunks are encoded within the
-    whole text, not alone.
+    `chunks`: rule by which each text is cut into chunks, or name of a column with the spans of the chunks or the rule
+    of each row. The output has a line for each chunk. `context`: chunks are encoded within the whole text, not alone.
 
     `documents`: a column of document files, such as PDF, in the forms that `/v1/extract` reads. `parser`: a model of
     the family `docling`, by default the model `docling`. It converts each document to Markdown, which is the text that

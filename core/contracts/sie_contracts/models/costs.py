@@ -53,7 +53,8 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
 # While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
 # request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if the variance of the batch sizes is above this times (mean size)²
+# a line through the measured times is fitted only if the variance of the batch sizes, divided by the square of their
+# mean, is above this
 _MIN_SPREAD = 0.02
 # Earlier batches determine a range of possible times (see `BatchTimes`). A measured time is an outlier if it is longer
 # than the longest possible time by more than this factor, or shorter than the shortest one by more than this factor.

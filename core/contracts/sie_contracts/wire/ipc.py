@@ -259,7 +259,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches, then exit with status 0. The adapter sends the reply, Done, at once."""
+    """Finish the running batches, then exit with status 0. The adapter replies with Done before the batches end."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
