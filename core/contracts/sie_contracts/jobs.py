@@ -135,7 +135,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: the credential's name in
-    metrics. `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job;
+    metrics. `command`: the last command of the owner (`run`, `pause` or `cancel`). `leader`: gateway that runs the job;
     empty if no gateway runs the job, or if the job has ended. Only the leader writes progress and end of the job.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows. `done` and `failed` include rows of

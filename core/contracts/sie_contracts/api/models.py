@@ -216,7 +216,9 @@ class ModelInfo(Struct, kw_only=True):
     certificate: Certificate | None
     fingerprint: str | None
     variant_of: Text = UNSET
-    alias: Annotated[AliasInfo | UnsetType, Meta(description="Of an alias: its targets and its shadow.")] = UNSET
+    alias: Annotated[
+        AliasInfo | UnsetType, Meta(description="For an alias: its target models and its shadow model.")
+    ] = UNSET
     downloads: list[Download]
     precision: Precision
     engine: Engine

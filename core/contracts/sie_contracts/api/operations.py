@@ -30,7 +30,9 @@ class PoolRequest(Struct, kw_only=True):
     ]
     gpu_caps: dict[str, Count] | UnsetType = UNSET
     queue_pool: (
-        Annotated[Literal["default", "_default"] | None, Meta(description="Pool from which workers are taken.")]
+        Annotated[
+            Literal["default", "_default"] | None, Meta(description="Pool from which the reservation takes workers.")
+        ]
         | UnsetType
     ) = UNSET
     bundle: str | UnsetType | None = UNSET

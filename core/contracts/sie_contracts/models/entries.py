@@ -129,8 +129,9 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Default values of request parameters, for a model or a profile. None: the value is inherited. `pooling`: one of
     POOLINGS, or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
-    `dimensions`: the Matryoshka widths. `truncate`: the end (END or START) at which a text that is too long is cut;
-    NONE makes such a text an error. An empty `instruction` means that instructions in requests are ignored.
+    `dimensions`: widths to which a request may shorten vectors (Matryoshka). `truncate`: the end (`END` or `START`) at
+    which a text that is too long is cut; `NONE` makes such a text an error. An empty `instruction` means that
+    instructions in requests are ignored.
 
     `parameters`: options that not every family has, such as `threshold` or `score_mode`. A profile overrides them key
     by key.
