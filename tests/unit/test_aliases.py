@@ -134,7 +134,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model", "differ from those of"),
     ({"alias": ["org/folder-d", "org/folder-e"]}, "$.alias[1].model", "are not known"),  # a folder may hold anything
     ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model", "are not known"),
-    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some keys would get errors"),
+    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some requests would get errors"),
     ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one does encode"),
     ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model", "is a target of the alias already"),
     ({"alias": "org/one", "shadow": "org/three"}, "$.shadow.model", "no model named"),

@@ -16,7 +16,7 @@ MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a 
 MAX_NESTING = 64
 VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes
 
-_PIECE_BYTES = 256 << 10  # number of bytes that are counted at a time; other threads can run between two pieces
+_PIECE_BYTES = 256 << 10  # size of the pieces in which a body is counted; other threads can run between two pieces
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 

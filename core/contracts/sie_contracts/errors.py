@@ -336,8 +336,9 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield examples of all errors, for the documents of the API: one error of each class, one AllItemsFailed for each
-    class of failure, and one InvalidInput or LoraLoadFailed for each reason that changes the status in some API format.
+    """Yield examples of all errors, for the documents of the API. The examples are: one error of each class except
+    AllItemsFailed; for each of these errors, an AllItemsFailed with this error as its only failure; and one
+    InvalidInput or LoraLoadFailed for each reason that changes the HTTP status in some API format.
     """
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)

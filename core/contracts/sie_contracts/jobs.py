@@ -1,13 +1,14 @@
 """Records of jobs and files in the key-value buckets of gateways.
 
-    sie_jobs     job.{job} ─► JobRecord      request and progress of a job; the leader and clients write it
+    sie_jobs     job.{job} ─► JobRecord      request and progress of a job, and the last command of its owner
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   answers to a part of the input, or the error of an unreadable part
 
-The leader of a job is the gateway that runs the job. The leader splits the input into parts; the answers to one part
-are a shard. The leader writes the output of a shard to the store first, and then the record of the shard. If the leader
-dies between the two writes, the next leader finds the output without a record. A part that cannot be read has a record
-and no output. The rules for changes to the structs are in `wire.messages`.
+The leader of a job is the gateway that runs the job. Only the leader writes the progress; any gateway may write a
+command. The leader splits the input into parts; the answers to one part are a shard. The leader writes the output of a
+shard to the store first, and then the record of the shard. If the leader dies between the two writes, the next leader
+finds the output without a record. A part that cannot be read has a record and no output. The rules for changes to the
+structs are in `wire.messages`.
 
 Every gateway reads all records of `sie_jobs` into its memory before it is ready. So a record has at most
 MAX_RECORD_BYTES: `check_request` limits the client's request when the job is submitted, and `bounded` shortens the
@@ -25,7 +26,7 @@ from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobStat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
-# maximum number of error codes that a record counts separately; all others are counted together as OTHER
+# maximum number of error codes that a record counts separately; all other codes are counted together under `OTHER`
 MAX_CODES = 20
 MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10
@@ -60,8 +61,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the input: the `rows` rows of the object `source` that begin with row `first`. `start` and `end` are
-    byte offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are
-    the first `rows` images of the folder whose names sort after `after`.
+    byte offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty. The rows are then
+    the next `rows` images of the folder after the name `after`, in the order of their names.
 
     `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. A later change
     of the tag makes the read of the rows fail. `header`: first row of a CSV object, with the names of its columns.
@@ -97,8 +98,8 @@ class Again(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
     """Plan of a job, stored as one object in the payload store: the numbered parts of the input (`spans`), and the
-    objects that cannot be read. `again`: for a retry, the rows of each part that run again. `repeated`: numbers of the
-    lines of a batch that repeat the id of an earlier line.
+    objects that cannot be read. `again`: for a retry, one `Again` for each part, with the rows to run again.
+    `repeated`: for a batch, the numbers of the input lines whose id is already the id of an earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -134,12 +135,12 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: the credential's name in
-    metrics. `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job;
+    metrics. `command`: the last command of the owner (`run`, `pause` or `cancel`). `leader`: gateway that runs the job;
     empty if no gateway runs the job, or if the job has ended. Only the leader writes progress and end of the job.
 
-    `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows, including rows of shards (parts of the
-    output) without a record. A new leader runs the rows of these shards again. `is_planned`: the numbers of rows and
-    shards are known.
+    `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows. `done` and `failed` include rows of
+    unfinished shards (parts of the output), which have no record yet; if the leader dies, the next leader starts these
+    shards again. `is_planned`: the numbers of rows and shards are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
     a leader. If `done` is above `peak_done` when a leader dies, the job has made progress since the earlier deaths, so

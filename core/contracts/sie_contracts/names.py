@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-# A name is compared with all ids if there are at most ALL_COMPARED, otherwise with the MAX_COMPARED most promising ids,
-# because one comparison takes up to 0.1 ms.
+# A name is compared with all ids if there are at most ALL_COMPARED ids. If there are more, it is compared only with the
+# MAX_COMPARED most promising ids, because one comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
 # The most promising ids share the most pieces of three letters with the name. The search looks up rare pieces first. It
-# ends when the pieces have occurred this many times in the ids.
+# ends before the pieces that it has looked up occur more than this many times in the ids.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
 _LONG = 20  # from this number of letters on, only some pieces of a name are looked up

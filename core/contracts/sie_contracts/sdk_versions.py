@@ -22,7 +22,7 @@ OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
 """The newest version (major, minor) of the open-source project's API that this server supports."""
 SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
-"""The version that the server reports to a client without `X-SIE-SDK-Version`, or whose version cannot be parsed."""
+"""The version that the server reports to a client that sends no `X-SIE-SDK-Version`, or one that cannot be parsed."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 
@@ -78,7 +78,7 @@ DIALECTS: tuple[tuple[tuple[int, int, int], Dialect], ...] = (
     ((0, 7, 3), Dialect(False, "fail", _FAILED, _busy("QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
     ((0, 9, 0), Dialect(False, "fail", _FAILED, _busy("QUEUE_UNAVAILABLE"))),
 )
-"""Pairs of the first version of a dialect and the dialect, the oldest version first."""
+"""Pairs (first SDK version that uses the dialect, dialect), the oldest version first."""
 
 
 def _parsed(version: str) -> tuple[int, int, int] | None:

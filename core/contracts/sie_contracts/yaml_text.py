@@ -7,9 +7,10 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 64
-# largest length of a whole number: 64 bits in binary have 67 characters, and Python prints at most 4,300 digits
+# largest length of a whole number, in characters: more than the 67 of a 64-bit number in binary (with sign and 0b), and
+# less than 4,300, above which Python refuses to print a number
 MAX_DIGITS = 100
-# maximum number of events of the YAML parser, which needs a third of a second for this number
+# maximum number of events of the YAML parser for one text; the parser needs a third of a second for this number
 MAX_EVENTS = 50_000
 # largest length of a text whose events are not counted: its values cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096

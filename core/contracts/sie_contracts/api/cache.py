@@ -51,8 +51,8 @@ class CacheErasure(Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: Annotated[Text, Meta(description="Id of a model.")] = ""
     key: Annotated[Text, Meta(description="API key whose answers are erased: its id, as in metrics.")] = ""
-    text: Annotated[str | None, Meta(description="Text of an input that has nothing else.")] = None
-    query: Annotated[str | None, Meta(description="Query of a score, if `text` is a document.")] = None
+    text: Annotated[str | None, Meta(description="Text of an input that has no other content, such as images.")] = None
+    query: Annotated[str | None, Meta(description="Query of a score in which `text` is the scored document.")] = None
     all: Annotated[Flag, Meta(description="True: every answer.")] = False
 
 

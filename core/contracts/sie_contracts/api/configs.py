@@ -13,8 +13,8 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 class ListedModel(Struct, kw_only=True):
     """A model or an alias in the list of the catalogue. An alias has `alias`, and no `tasks` or `languages`. `note`:
-    the reason why the model has this revision, if a program wrote it. `download_bytes`: approximate size of the first
-    download; absent if it is not known.
+    the reason why the model has this revision, if a program wrote the revision. `download_bytes`: approximate size of
+    the first download; absent if it is not known.
     """
 
     model_id: str

@@ -14,7 +14,7 @@ State = Literal["answered", "failed", "waiting", "unavailable", "unreadable"]
 class Whoami(Struct, kw_only=True):
     """Scopes of the caller's credential. `name`: the name of the credential in metrics, which does not contain any part
     of the token. Without a credential the name is `anonymous`, and the scopes are those that need no token.
-    `auth_mode`: none, static or token.
+    `auth_mode`: `none`, `static` or `token`.
     """
 
     EXAMPLE: ClassVar[Any] = {"name": "static-1", "scopes": ["infer", "read", "pools"], "auth_mode": "static"}
@@ -28,7 +28,7 @@ class DeadLetterInfo(Struct, kw_only=True):
     """A dead letter without its inputs: a message whose work was given up.
 
     `at`: time at which the work was given up, in seconds since 1970. `deliveries`: number of deliveries to workers.
-    `deaths`: number of adapter processes that died while they ran one of its inputs, also in another request.
+    `deaths`: number of adapter processes that died while they ran one of its inputs, for this or another request.
     `workers`: the last workers that received the message. If the message cannot be decoded, `is_readable` is false, and
     its request and model are not known. `sequence`: number of the letter in its pool; a later letter has a larger
     number.
@@ -117,10 +117,10 @@ class DeadLetterPage(Struct, kw_only=True):
 class Replayed(Struct, kw_only=True):
     """Result of running the work of a dead letter again. The letter is removed only if all its inputs were answered.
 
-    `answered`: all inputs have a value. `failed`: some inputs have no value; `errors` counts the reasons. `waiting`: no
-    answer came in time. A worker may still run the work within its time budget, but the result is dropped.
-    `unavailable`: the broker refused the message, for example because the reservation of its pool has ended.
-    `unreadable`: the message cannot be decoded, so nothing was published.
+    Values of `state`: `answered`: all inputs have a value. `failed`: some inputs have no value; `errors` counts the
+    reasons. `waiting`: no answer came in time. A worker may still run the work within its time budget, but the result
+    is dropped. `unavailable`: the broker refused the message, for example because the reservation of its pool has
+    ended. `unreadable`: the message cannot be decoded, so nothing was published.
     """
 
     EXAMPLE: ClassVar[Any] = {

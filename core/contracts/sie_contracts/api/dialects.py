@@ -93,7 +93,10 @@ class EmbeddingsRequest(Struct, kw_only=True):
     input_type: Text = UNSET
     is_query: Flag = UNSET
     prompt_name: Annotated[
-        Text, Meta(description="Without it, `input_type`, `task` and `is_query`: the default prompt of its library.")
+        Text,
+        Meta(
+            description="Prompt of the model. Without it, `input_type`, `task` and `is_query`: its library's default."
+        ),
     ] = UNSET
     instruction: Text = UNSET
     truncate: Truncate = UNSET
@@ -160,7 +163,7 @@ class ContextualizedRequest(Struct, kw_only=True):
     output_dtype: VectorType | UnsetType = UNSET
     output_dimension: Whole = UNSET
     enable_auto_chunking: Flag = UNSET
-    chunk_size: Annotated[Whole, Meta(description="Most tokens of an automatic chunk; default 512.")] = UNSET
+    chunk_size: Annotated[Whole, Meta(description="Maximum tokens of an automatic chunk; default 512.")] = UNSET
     chunk_overlap: Annotated[
         Whole, Meta(description="Tokens that the next chunk repeats, at most half of `chunk_size`; default 0.")
     ] = UNSET
@@ -208,7 +211,7 @@ class ContextualizedReply(Reply, kw_only=True):
 class _RecordingForm(Struct, kw_only=True):
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
     model: Text = UNSET
-    prompt: Annotated[Text, Meta(description="Words as they are to be written, such as names.")] = UNSET
+    prompt: Annotated[Text, Meta(description="Words in their right spelling, such as names.")] = UNSET
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | UnsetType = UNSET
     temperature: Annotated[Number, Meta(description="Only 0 is supported.")] = UNSET
     granularities: list[Literal["segment", "word"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
@@ -223,7 +226,9 @@ class TranscriptionForm(_RecordingForm, kw_only=True):
     their times.
     """
 
-    language: Annotated[Text, Meta(description="Its code or its English name. Without it, it is recognised.")] = UNSET
+    language: Annotated[
+        Text, Meta(description="Spoken language: code or English name. Unset: the model recognises it.")
+    ] = UNSET
     stream: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
 
 

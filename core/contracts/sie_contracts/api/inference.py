@@ -44,7 +44,7 @@ class Item(Struct, kw_only=True):
     multivector: Vectors | UnsetType = UNSET
     chunks: Annotated[
         Spans | ChunkRule | UnsetType | None,
-        Meta(description="Encode: chunks of the text, each with its own vectors: spans in code points, or a rule."),
+        Meta(description="For encode: chunks that get vectors of their own, as spans in code points or as a rule."),
     ] = UNSET
     context: Annotated[
         Flag,
@@ -58,10 +58,14 @@ Items = Annotated[list[str | Item], Meta(min_length=1)]
 class _Params(Struct, kw_only=True):
     instruction: Text = UNSET
     default_instruction: Annotated[Text, Meta(description="The instruction, if no other field names one.")] = UNSET
-    query_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
-    doc_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
+    query_template: Annotated[
+        Text, Meta(description="Template for queries, in place of the model's; has `{text}`.")
+    ] = UNSET
+    doc_template: Annotated[
+        Text, Meta(description="Template for documents, in place of the model's; has `{text}`.")
+    ] = UNSET
     is_query: Annotated[
-        Flag, Meta(description="True: texts get the prompt of queries. False, the default: that of documents.")
+        Flag, Meta(description="True: texts get the prompt for queries. False, the default: the prompt for documents.")
     ] = UNSET
     input_type: Annotated[Text, Meta(description="`query` and `search_query` set `is_query`.")] = UNSET
     truncate: Truncation | bool | UnsetType = UNSET
@@ -81,7 +85,7 @@ class EncodeParams(_Params, kw_only=True):
 
     prompt_name: Annotated[
         str | UnsetType | None,
-        Meta(description="Name of a prompt of the model, in place of that of queries or documents. Null: no prompt."),
+        Meta(description="Prompt of the model, in place of the prompt for queries or documents. Null: no prompt."),
     ] = UNSET
     output_types: list[Literal["dense", "sparse", "multivector"]] | UnsetType = UNSET
     output_dtype: Dtype | UnsetType = UNSET
@@ -150,23 +154,25 @@ class ExtractParams(_Params, kw_only=True):
     ] = UNSET
     language: Annotated[Text, Meta(description="Readers of sounds: the spoken language, such as `en`.")] = UNSET
     max_new_tokens: Annotated[
-        Whole, Meta(description="Readers: the most tokens that the model writes; of a sound, in each 30 s.")
+        Whole, Meta(description="Readers: maximum number of tokens that the model writes; for a sound, in each 30 s.")
     ] = UNSET
     word_times: Annotated[
         Flag, Meta(description="Readers of sounds: true adds `words` with their times to `data`.")
     ] = UNSET
-    ocr: Annotated[Flag, Meta(description="Docling: only false; text in images is not read.")] = UNSET
+    ocr: Annotated[Flag, Meta(description="Docling: only false is supported; text in images is not read.")] = UNSET
     tree: Annotated[Flag, Meta(description="Docling: false leaves `document` out of `data`.")] = UNSET
     output_schema: Annotated[
         Map, Meta(description="JSON Schema of the answer in `data`; docs/schemas.md has the supported keywords.")
     ] = UNSET
     label_groups: Annotated[
         dict[str, list[str]] | UnsetType,
-        Meta(description="Groups of labels: `data` has the label of each group, with `multi_label` a list of them."),
+        Meta(
+            description="Groups of labels: `data` has one label of each group, or with `multi_label` a list of labels."
+        ),
     ] = UNSET
     label_thresholds: Annotated[
         dict[str, float] | UnsetType,
-        Meta(description="The least score of a label, or of a property by its path, in place of `threshold`."),
+        Meta(description="Lowest score by label, or by path of a property. It replaces `threshold` for this label."),
     ] = UNSET
 
 
@@ -177,7 +183,7 @@ Offsets = Literal["code_points", "utf16"]
 class RedactParams(_Params, kw_only=True):
     """Parameters of a redaction. Those of an extract with the same model are allowed too, except `labels`."""
 
-    truncate: Annotated[Literal["NONE"] | UnsetType, Meta(description="A text is redacted whole or refused.")] = UNSET
+    truncate: Annotated[Literal["NONE"] | UnsetType, Meta(description="A text that is too long is refused.")] = UNSET
     kinds: Annotated[
         Texts,
         Meta(
@@ -191,17 +197,21 @@ class RedactParams(_Params, kw_only=True):
     ] = UNSET
     style: Annotated[
         RedactionStyle | UnsetType,
-        Meta(description="Replacement of a value: `*****` (mask, the default), a keyed hash, a tag, a made-up value."),
+        Meta(
+            description="Replacement of a value. `mask`, the default: `*****`. `hash`: a keyed hash. `tag`: kind and "
+            "number. `synthetic`: a made-up value."
+        ),
     ] = UNSET
     key: Annotated[
         Annotated[str, Meta(min_length=16, max_length=1024)] | UnsetType,
         Meta(description="Key of the style `hash`. The default is a new key for each request."),
     ] = UNSET
     region: Annotated[
-        Text, Meta(description="Country, such as `US`, whose phone numbers are replaced without country code too.")
+        Text,
+        Meta(description="Country, such as `US`. Its phone numbers are also replaced if they have no country code."),
     ] = UNSET
     offsets: Annotated[Offsets | UnsetType, Meta(description="Unit of offsets; code points by default.")] = UNSET
-    restorable: Annotated[Flag, Meta(description="False: the answer has no `map`, and nothing restores the text.")] = (
+    restorable: Annotated[Flag, Meta(description="False: the answer has no `map`, so the text cannot be restored.")] = (
         UNSET
     )
     threshold: Annotated[Number, Meta(description="The least score of an entity, from 0 to 1.")] = UNSET

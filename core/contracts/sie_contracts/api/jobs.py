@@ -53,11 +53,12 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     column with the id of each row; by default the id is the object's name and the row's number. `keep`: columns that
     are copied to the output, at most 100.
 
-    `chunks`: each text is encoded in chunks, by this rule, or by the spans or the rule in the column of this name. The
-    output has a line for each chunk. `context`: chunks are encoded within the whole text, not alone.
+    `chunks`: rule by which each text is cut into chunks, or name of a column with the spans of the chunks or the rule
+    of each row. The output has a line for each chunk. `context`: chunks are encoded within the whole text, not alone.
 
-    `documents`: a column of document files, such as PDF, in the forms that `/v1/extract` reads. `parser`, a model of
-    the family docling, writes each one as Markdown, which has `chunks`. By default it is `docling`.
+    `documents`: a column of document files, such as PDF, in the forms that `/v1/extract` reads. `parser`: a model of
+    the family `docling`, by default the model `docling`. It converts each document to Markdown, which is the text that
+    is cut by `chunks`.
     """
 
     file: Annotated[str, Meta(max_length=64)] = ""
@@ -163,8 +164,9 @@ class JobInfo(Struct, kw_only=True, frozen=True):
     """A job. Times are seconds since 1970.
 
     `trouble`: the present problem; the job tries again by itself. `errors`: number of failed rows by error code.
-    `broken`: parts of the input that could not be read, at most 20. `fingerprint`: identifies the model that computed
-    the vectors, in a job with documents `MODEL+PARSER`; all vectors of a job have the same one.
+    `broken`: parts of the input that could not be read, at most 20. `fingerprint`: fingerprint of the model that
+    computes the vectors; in a job with documents, the fingerprints of model and parser as `MODEL+PARSER`. All vectors
+    of a job have the same fingerprint.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -222,7 +224,7 @@ class JobPage(Struct, kw_only=True):
 
 
 class JobPart(Struct, kw_only=True, frozen=True):
-    """A file of a job's output. `source`: the part of the input whose rows it answers, in the same order."""
+    """A file of a job's output. `source`: the part of the input whose rows the file answers, in the rows' order."""
 
     name: str
     rows: int

@@ -134,8 +134,8 @@ class ModelInfo(Struct, kw_only=True):
     `prompts`: names of its prompts; `prompt_texts`: their texts. `hosts`: state of the model on each worker that
     reports it. `on_disk`: whether a healthy worker has the weights on its disk. `download_bytes`: approximate size of
     the first download, without LoRAs; null if it is not known. `needs_labels`: whether an extraction must name labels.
-    `extracts`: fields of the answer to an extraction that it fills. `options`: parameters of a request that its family
-    reads, but not every family.
+    `extracts`: fields that the model fills in the answer to an extraction. `options`: request parameters that its
+    family reads and some other families do not.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -216,7 +216,9 @@ class ModelInfo(Struct, kw_only=True):
     certificate: Certificate | None
     fingerprint: str | None
     variant_of: Text = UNSET
-    alias: Annotated[AliasInfo | UnsetType, Meta(description="Of an alias: its targets and its shadow.")] = UNSET
+    alias: Annotated[
+        AliasInfo | UnsetType, Meta(description="For an alias: its target models and its shadow model.")
+    ] = UNSET
     downloads: list[Download]
     precision: Precision
     engine: Engine

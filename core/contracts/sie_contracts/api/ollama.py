@@ -12,7 +12,7 @@ from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Reply, Text, Whole
 _NAME = f"{MINI}:latest"
 _DIGEST = "0b27f2a1a5f1a2f3c7f6cdb7a86ab1b4c2f8dce8bd1f6f4f4ce30aa4cb2de5c9"
 _KeepAlive = Annotated[str | float | UnsetType, Meta(description="Ignored: workers manage their memory.")]
-_Options = Annotated[Map, Meta(description="`num_ctx`: the most tokens of an input. Others are ignored.")]
+_Options = Annotated[Map, Meta(description="`num_ctx`: maximum tokens of an input. Other options are ignored.")]
 _Name = Annotated[Text, Meta(description="With or without Ollama's tag `latest`.")]
 
 
@@ -135,7 +135,7 @@ class OllamaShow(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"model": _NAME}
 
     model: _Name = UNSET
-    name: Annotated[Text, Meta(description="In place of `model`, from older clients.")] = UNSET
+    name: Annotated[Text, Meta(description="Older clients send this in place of `model`.")] = UNSET
     verbose: Annotated[Flag, Meta(description="Ignored.")] = UNSET
 
 

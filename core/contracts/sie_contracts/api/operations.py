@@ -30,7 +30,9 @@ class PoolRequest(Struct, kw_only=True):
     ]
     gpu_caps: dict[str, Count] | UnsetType = UNSET
     queue_pool: (
-        Annotated[Literal["default", "_default"] | None, Meta(description="Pool from which workers are taken.")]
+        Annotated[
+            Literal["default", "_default"] | None, Meta(description="Pool from which the reservation takes workers.")
+        ]
         | UnsetType
     ) = UNSET
     bundle: str | UnsetType | None = UNSET
@@ -161,8 +163,8 @@ class WorkerInfo(Struct, frozen=True):
 
 
 class ModelSummary(Struct, frozen=True):
-    """A model of the catalogue, summed over the workers. `gpu_types`: machine profiles of the workers that report
-    it.
+    """A model of the catalogue. `worker_count`: number of workers that have loaded it. `gpu_types`: machine profiles of
+    the workers that report it. `total_queue_depth`: number of its work items on all workers.
     """
 
     name: str

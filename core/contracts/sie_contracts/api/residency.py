@@ -16,7 +16,7 @@ class WorkerResidency(Struct, kw_only=True):
 
     worker: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
-    in_flight: Annotated[int, Meta(ge=0, description="Work items of the model that it held at its last heartbeat.")]
+    in_flight: Annotated[int, Meta(ge=0, description="Work items of the model on the worker at its last heartbeat.")]
 
 
 class LaneResidency(Struct, kw_only=True):

@@ -17,7 +17,9 @@ Texts = list[str] | UnsetType
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 ManyTexts = Annotated[list[str], Meta(min_length=1)]
-Timing = Annotated[dict[str, float], Meta(description="Milliseconds of each stage, by its name and its short name.")]
+Timing = Annotated[
+    dict[str, float], Meta(description="Milliseconds of stages: keys with `_time`, and shorter ones with `_ms`.")
+]
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}
 USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
@@ -51,8 +53,8 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 
 class Usage(msgspec.Struct, kw_only=True):
     """Number of tokens that the model read, positions of the truncated inputs, and number of images (absent if there
-    are none). `cached_items` and `cached_tokens`: inputs with cached answers and their tokens, which the totals
-    include; absent if there are none.
+    are none). `cached_items`: number of inputs with cached answers. `cached_tokens`: number of their tokens, which the
+    other numbers of tokens include. Both are absent if there are no cached answers.
     """
 
     input_tokens: Whole = msgspec.UNSET

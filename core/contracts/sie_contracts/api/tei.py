@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sie_contracts import __version__
 from sie_contracts.api.shapes import MINI, Flag, ManyTexts, Number, Text, TokenIds, Whole, one_of
 
-PromptName = Annotated[Text, Meta(description="A prompt of the model. Without it: the default prompt of its library.")]
+PromptName = Annotated[Text, Meta(description="Prompt of the model. Unset: the default prompt of the model's library.")]
 
 
 class _Truncated(Struct, kw_only=True):

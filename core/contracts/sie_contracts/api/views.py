@@ -38,8 +38,8 @@ class ClusterView(Struct, kw_only=True):
     """Overview of the cluster. At most 50 workers and 50 models are listed: unhealthy workers and models in use come
     first. `queues`: null if the broker was not read. `failures`: by model, the reason why it could not be loaded.
     `findings`: at most 50 faults of workers, loads, queues, clocks and remote servers, and requests refused in the last
-    5 minutes; faults that stop work come first. `data_dir`: data directory of the `sie serve` that runs this gateway,
-    which `--data-dir` of the commands names.
+    5 minutes; faults that stop work come first. `data_dir`: data directory of the `sie serve` that runs this gateway:
+    the value that commands of `sie` need as `--data-dir` to use this cluster.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -153,8 +153,9 @@ class DoctorReport(Struct, kw_only=True):
 
 
 class HistoryStep(Struct, kw_only=True):
-    """One time step of the history. It begins at `at`, in seconds since 1970. Latencies are in milliseconds, for the
-    stages in `stages`, and include only requests that ran. A latency may be up to 20 % too high.
+    """One time step of the history. It begins at `at`, in seconds since 1970. `p50_ms` and `p99_ms`: latencies in
+    milliseconds, one for each stage in the `stages` of the history. They include only requests that ran, and may be up
+    to 20 % too high.
     """
 
     at: int

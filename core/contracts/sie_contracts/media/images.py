@@ -22,7 +22,7 @@ MAX_DECODED_PIXELS = 100_000_000  # maximum number of pixels of an image file
 # maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
-MAX_TILED_EDGE = 4096  # largest `longest` of a recipe of kind tiles. Source: transformers, Idefics3ImageProcessorPil
+MAX_TILED_EDGE = 4096  # largest `longest` of a recipe of kind `tiles`. Source: transformers, Idefics3ImageProcessorPil
 
 Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page", "tiles"]
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
@@ -49,9 +49,9 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     The squares of `tiles`, row by row, lie one below the other. The last square is the whole image, shrunk to a square;
     if the resized image fits into one square, there is only this square.
 
-    `raised`, for blocks: `rounded` and `floored` first enlarge an image with an edge below `multiple`, and round its
-    other edge to the nearest or to the lower whole number; `no` skips this step. `tokens`: cost of one image, in
-    tokens. `block_tokens`: cost of each block in addition to `tokens`.
+    `raised`, for `blocks`: an image with an edge below `multiple` is first enlarged, until this edge is `multiple`. Its
+    other edge is then rounded to the nearest whole number with `rounded`, and down with `floored`. `no` skips this
+    step. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to `tokens`.
     """
 
     kind: Kind = "squash"

@@ -53,15 +53,15 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     spectrogram. The spectrogram has one frame per `hop` samples. Each frame covers `fft` samples and has `bins`
     frequency bands from `low` to `high` Hz.
 
-    `filling`: how a sound shorter than the window is filled up. repeatpad: repeat the sound as often as it fits
-    completely, then add silence; repeat: repeat the sound up to the full length; pad: add silence only; none: do not
-    fill up.
+    `filling`: how a sound shorter than the window is filled up. `repeatpad`: repeat the sound as often as it fits
+    completely, then add silence; `repeat`: repeat the sound up to the full length; `pad`: add silence only; `none`: do
+    not fill up.
 
-    The model reads only the middle of a sound longer than the window. With `whole`, it reads the whole sound. With
-    `fused`, it gets four views of a longer sound: the whole sound, shrunk, and one part of each third; the four views
-    of a shorter sound are equal.
+    The model reads only the middle of a sound that is longer than the window. With `whole`, it reads the whole sound.
+    With `fused`, it gets four views of such a sound: the whole sound, shrunk, and one part of each third; the four
+    views of a shorter sound are equal.
 
-    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`: the
+    `scale`: spacing of the bands; with `slaney`, bands have equal area. `levels`: unit of the powers. `decibels`: the
     log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a
     power. `natural`, as in Parakeet: the natural logarithm of a power. Only with `decibels`, the spectrogram has one
     more frame at the end. `emphasis`: factor; this factor times the previous sample is subtracted from each sample.

@@ -88,8 +88,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
         loc = f"$.alias[{number}].model"
         if set(target.entry.tasks) != set(first.entry.tasks):
             message = (
-                f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} does {_verbs(first)}: some keys would "
-                "get errors; "
+                f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} does {_verbs(first)}: some requests "
+                "would get errors; "
             )
             raise faulty(loc, message + _FORCE)
         first_numbers, numbers = _numbers(first, catalogue), _numbers(target, catalogue)
@@ -104,7 +104,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return profile -> `Resolved.numbers` for each profile that a request may name; "" for a request without one."""
+    """Return profile -> `Resolved.numbers` for each profile that a request may name. Key "": the request names none."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,

@@ -151,7 +151,8 @@ def _uniform(*parts: str) -> float:
     for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(4, "big") + data)
-    # A float has 53 bits of precision. With 64 bits, the largest values would be rounded to 1, and log(1) is 0.
+    # A float has 53 bits of precision. With 64 bits, the largest values would be rounded to 1. Then `choose` would
+    # divide by log(1), which is 0.
     return ((int.from_bytes(digest.digest(), "big") >> 11) + 0.5) / (1 << 53)
 
 

@@ -37,7 +37,8 @@ def packaged_folder() -> Path:
 
 class Resolved(msgspec.Struct, frozen=True):
     """Result of resolving the model name of a request. `run`, `load`: options of the model, changed by the profile.
-    `residency`: name of the model with these load options; profiles with equal load options share a residency.
+    `residency`: name of the loaded copy of the model with these load options; profiles with equal load options share a
+    copy.
     """
 
     entry: ModelEntry
@@ -257,7 +258,7 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # Profiles with equal load options share one residency, which has the name of the first of these profiles.
+        # Profiles with equal load options share one loaded copy, which has the name of the first of these profiles.
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
@@ -308,8 +309,8 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile. `loaded`: fingerprint of the loaded model, which is also that of a profile
-    with the same `run` as the model. For a profile with another `run`, the result is a hash of `loaded` and this `run`.
+    """Return the fingerprint of a profile: `loaded`, the fingerprint of the loaded model, if the profile has the same
+    `run` as the model. For a profile with another `run`, the result is a hash of `loaded` and this `run`.
     """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:

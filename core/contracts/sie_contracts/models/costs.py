@@ -53,14 +53,17 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
 # While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
 # request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if the variance of batch sizes / (mean size)² is above this
+# a line through the measured times is fitted only if the variance of the batch sizes, divided by the square of their
+# mean, is above this
 _MIN_SPREAD = 0.02
-# a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
+# Earlier batches determine a range of possible times (see `BatchTimes`). A measured time is an outlier if it is longer
+# than the longest possible time by more than this factor, or shorter than the shortest one by more than this factor.
 _IMPOSSIBLE = 2.0
-# a measured time that is outside that range, by any factor, is an outlier if it is also this many times above or below
-# the fitted line
+# A measured time outside the range is also an outlier if it differs from the fitted line by more than this factor, in
+# the same direction.
 _UNLIKELY = 4.0
-# while only one batch size was measured, batches of up to this many mean sizes are expected to take the mean time
+# while only one batch size was measured, batches of up to this many times the mean size are expected to take the mean
+# time
 _GROWTH = 2.0
 
 
@@ -169,9 +172,9 @@ class BatchTimes:
 
     def seconds(self, tokens: float) -> float:
         """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. After a line
-        was fitted, the mean time of the last batches is scaled by the line from their mean size to `tokens`. Before, a
-        batch of up to twice the mean size takes the mean time, and the time of a larger batch is proportional to its
-        tokens.
+        was fitted, the mean time of the last batches is scaled by the line from their mean size to `tokens`. Before a
+        line was fitted, a batch of up to twice the mean size takes the mean time, and the time of a larger batch is
+        proportional to its tokens.
         """
         if not self._n:
             return 0.0

@@ -69,10 +69,10 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options that change the loaded weights. Profiles of a model with different load options need separate copies of
+    """Options that change the loaded weights. Two profiles of a model whose load options differ need separate copies of
     the weights.
 
-    `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
+    `precision: int8` stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels`: bounds for the size of images, instead of the bounds in preprocessor_config.json.
     `accept_unproven`: load the model even if its numbers were never compared with a reference implementation such as
@@ -96,7 +96,7 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     in the model's own files. None means that the value in the files is used.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. With `sparse_special_tokens` false, special tokens
-    get no weight. `query_encoder` idf reads the weights of queries from idf.json.
+    get no weight. `query_encoder: idf` reads the weights of queries from idf.json.
 
     Late interaction: `query_marker` and `document_marker` are single tokens. `query_length` and `document_length` are
     limits in tokens, markers included. `query_expansion` pads queries with mask tokens. With `attend_expansion`, these
@@ -105,7 +105,8 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     Scores: `activation` is the activation function of a classifier. `yes_token` and `no_token` are tokens of a decoder.
     The score of a decoder is P(yes). With `score: difference` it is the difference of the two logits. With `score:
-    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; both need no `no_token`.
+    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; these two need no
+    `no_token`.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -128,8 +129,9 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Default values of request parameters, for a model or a profile. None: the value is inherited. `pooling`: one of
     POOLINGS, or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
-    `dimensions`: the Matryoshka widths. `truncate`: the end (END or START) at which a text that is too long is cut;
-    NONE makes such a text an error. An empty `instruction` means that instructions in requests are ignored.
+    `dimensions`: widths to which a request may shorten vectors (Matryoshka). `truncate`: the end (`END` or `START`) at
+    which a text that is too long is cut; `NONE` makes such a text an error. An empty `instruction` means that
+    instructions in requests are ignored.
 
     `parameters`: options that not every family has, such as `threshold` or `score_mode`. A profile overrides them key
     by key.

@@ -26,7 +26,7 @@ MAX_EXAMPLES = 100
 MAX_RELATION_LABELS = 100
 MAX_TASK = 100  # maximum number of characters in `task` and in `language`
 MAX_NEW_TOKENS = 1 << 20
-# maximum number of bytes of an option that is a list, a map or a schema, or that only the family itself checks
+# maximum number of bytes of an option that is a list, a map or a schema, or whose value only the model's family checks
 MAX_OWN_BYTES = 64 << 10
 # parameter of MUVERA that is a whole number -> its bounds
 _MUVERA_NUMBERS = {
@@ -212,8 +212,8 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# options that set the lowest score of a reported result; scores are probabilities, so `options` requires values from 0
-# to 1, except with raw_scores
+# options that set the lowest score of a reported result; scores are probabilities, so the module `options` requires
+# values from 0 to 1, except if the option `raw_scores` is true
 THRESHOLDS = frozenset(
     {
         "threshold",

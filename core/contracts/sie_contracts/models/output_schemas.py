@@ -72,9 +72,9 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is a part of the text, or a choice inside an object that the model reads from the text.
-    `labels` and `values`: labels and values of the choice, as in `Decision`. Numbers are at least `minimum` and above
-    `above`, at most `maximum` and below `below`.
+    """A property whose value is a part of the text. In an object that the model reads from the text, it may also be a
+    choice; `labels` and `values` are then those of the choice, as in `Decision`. Numbers are at least `minimum` and
+    above `above`, at most `maximum` and below `below`.
     """
 
     name: str
@@ -91,8 +91,8 @@ class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="record"):
-    """Properties whose values the model reads from the text together. `path`: name of the property that has the object;
-    empty for properties at the top level. `is_many`: the property is a list of objects.
+    """Properties of one object, or of the top level, whose values the model reads together from the text. `path`: name
+    of the property that has the object; empty for the top level. `is_many`: the property is a list of objects.
     """
 
     path: tuple[str, ...]

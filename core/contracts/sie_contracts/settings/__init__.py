@@ -1,7 +1,7 @@
 """Settings of all processes: name, type, bounds, default, meaning, and the processes that read them. Only this package
 reads settings from the environment.
 
-flag > environment > machine-profile default > documented default
+precedence: flag > environment > machine-profile default > documented default
 
 The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
 process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
@@ -95,7 +95,7 @@ class Settings(
 
     @property
     def pool_size(self) -> int:
-        """Return the largest number of connections for batches to the adapter of one device."""
+        """Return the largest number of connections to the adapter of one device that carry batches."""
         return self.ipc_pool_size or self.max_concurrent_batches
 
     @property
@@ -129,8 +129,8 @@ class Settings(
 # Defaults for one machine profile, where measured values are better than the documented defaults. On a CPU, one thread
 # per core runs batches. SIE_MAX_BATCH_COST: a batch of 4,096 tokens takes such a thread about 0.2 s, and a larger batch
 # would only make other batches wait longer. SIE_BATCHER_MAX_BATCH_REQUESTS: with the default of 12 short texts, the
-# fixed cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the default of 4 would leave cores idle. The
-# number of threads and SIE_RUST_PIPELINE_DEPTH also limit the batches.
+# fixed cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the default of 4 would leave cores idle; 64 is
+# only an upper bound, because the number of threads and SIE_RUST_PIPELINE_DEPTH limit the number of batches too.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",

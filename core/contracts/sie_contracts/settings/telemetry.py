@@ -10,9 +10,9 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 
 @dataclass(frozen=True)
 class Tracing:
-    """Settings of tracing. `exporters`: destinations of spans, otlp and console. `protocol` and `endpoint`: for otlp
-    only. `rate`: for the samplers traceidratio and parentbased_traceidratio only. `propagates`: whether spans continue
-    the trace of the client.
+    """Settings of tracing. `exporters`: destinations of spans, `otlp` or `console`, or both. `protocol` and `endpoint`
+    apply only to `otlp`. `rate`: share of traces that are sampled, only for the samplers `traceidratio` and
+    `parentbased_traceidratio`. `propagates`: whether spans continue the trace of the client.
     """
 
     enabled: bool

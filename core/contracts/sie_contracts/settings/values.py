@@ -175,7 +175,7 @@ def _worker(url: str) -> None:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Parsed address of an object store. `path`: for s3 and gs the prefix in `bucket`, for file an absolute path."""
+    """Parsed address of an object store. `path`: the prefix in `bucket`, or for scheme `file` an absolute path."""
 
     scheme: Literal["s3", "gs", "file"]
     bucket: str
@@ -214,7 +214,8 @@ def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
         _ = pieces.port  # reading the port raises ValueError if it is out of range
         if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
-        has_place = pieces.path.strip("/") if pieces.scheme == "lancedb" else pieces.hostname  # a folder has no host
+        # the URL of a LanceDB database has the path of a folder, but no host
+        has_place = pieces.path.strip("/") if pieces.scheme == "lancedb" else pieces.hostname
         if not pieces.scheme or not has_place:
             raise ValueError
         sinks[name] = Secret(url)

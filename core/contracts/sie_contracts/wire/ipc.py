@@ -123,8 +123,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
         pieces      `RunOptions.pieces`, tokenised one by one and joined; the document is truncated first
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated first
-        spans       like text, with the texts and the offsets of each token in its text
-        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated first
+        spans       like `text`, with the texts and the offsets of each token in its text
+        passages    a row (instruction, text) for each input, with offsets like `spans`; the text is truncated first
         raw         the texts are sent unchanged and without ids; the lengths of the rows only show the texts' cost
 
     The other part of a row (query, hypothesis or instruction) is truncated only if it fills more than 3/4 of the row.
@@ -134,11 +134,11 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     have several images. `writes`: the model generates an answer, token by token or in separate processes, in parallel
     to batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
-    input; None: not allowed. `documents`: limits for the document file of an input with layout raw, which the sidecar
-    sends unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty
-    if texts have no chunks or the model has no dense vectors. `questions`: if above 0, the model (with layout raw)
-    reads each text once for each question of the request (`questions_of`); each time, it reads the tokens of the text
-    and of the question and this number of further tokens.
+    input; None: not allowed. `documents`: limits for the document file of an input with layout `raw`; the sidecar sends
+    the file unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled;
+    empty if texts have no chunks or the model has no dense vectors. `questions`: if above 0, the model (with layout
+    `raw`) reads each text once for each question of the request (`questions_of`); each time, it reads the tokens of the
+    text and of the question and this number of further tokens.
     """
 
     layout: Layout = "text"
@@ -197,12 +197,12 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A forward pass. `lengths`: number of tokens of each row, int32 [rows]. `ids`: token ids, int32 [sum of lengths],
-    empty for the layout raw. `types`: token types, uint8 [sum of lengths], or empty. All three arrays are in the order
-    of the rows.
+    empty for the layout `raw`. `types`: token types, uint8 [sum of lengths], or empty. All three arrays are in the
+    order of the rows.
 
-    Texts, one per row: `texts`, only for the layouts raw, spans and passages. `offsets`, only for spans and passages:
-    int32 [sum of lengths, 2], first and end code point of each token; -1 for special tokens and for tokens of the
-    instruction.
+    Texts, one per row: `texts`, only for the layouts `raw`, `spans` and `passages`. `offsets`, only for `spans` and
+    `passages`: int32 [sum of lengths, 2], first and end code point of each token; -1 for special tokens and for tokens
+    of the instruction.
 
     Vectors instead of texts: `given`: int32 [rows], number of vectors of a row in `vectors` (float32, all of one
     width); -1 for a row that has token ids. `given` and `vectors` are empty if no row has vectors.
@@ -216,7 +216,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     Sounds: `sounds`: int32 [sounds, 4]: row of the sound, and the shape of its features. `features`: float32 [views,
     frames, bins] of each sound.
 
-    Only for the layout raw: `mentions` and `documents` of each row; each field is empty if no row has any.
+    Only for the layout `raw`: `mentions` and `documents` of each row; each field is empty if no row has any.
 
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
     pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built; empty: no
@@ -259,7 +259,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches, then exit with status 0. The adapter sends the reply, Done, at once."""
+    """Finish the running batches, then exit with status 0. The adapter replies with Done before the batches end."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -451,8 +451,8 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
     """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits each read
-    after the first byte. The buffer grows with the bytes that arrive. It is not allocated with the length in the
-    header, which may be wrong.
+    after the first byte. The buffer grows with the bytes that arrive. It is not allocated in advance with the length
+    that the header names, because this length may be wrong.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

@@ -264,8 +264,9 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one chunk at the worker, in milliseconds. `worker_ms`: from delivery until the result is sent. The other
-    fields are stages without gaps; `fetch_ms`, in which a large input is read from the payload store, is the first.
+    """Times of one chunk at the worker, in milliseconds. `worker_ms`: time from the delivery of the chunk until its
+    result is sent. The other fields are consecutive stages of this time: first `fetch_ms`, in which a large input is
+    read from the payload store, then the stages from `load_ms` to `postprocess_ms`, in the order of the fields.
     """
 
     load_ms: float = 0.0
@@ -281,8 +282,9 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """Facts about the batch in which a chunk ran, for the parameter `explain` and for tests.
 
-    `padding`: number of padding tokens that were computed. `swapped`: true if another model got no more work, so that
-    this model could be loaded. `engine`: engine that computed the hidden states; empty if nothing ran.
+    `padding`: number of padding tokens that were computed. `swapped`: true if the worker closed another model to new
+    work in order to load this model, because the two do not fit into memory together. `engine`: engine that computed
+    the hidden states; empty if nothing ran.
     """
 
     id: str = ""
@@ -349,8 +351,9 @@ class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
     """Reply of a gateway to a result.
 
-    `taken`: the result was accepted. `duplicate`: a result for the same work item was accepted before. `unknown`: the
-    gateway does not have the request any more. `part`: the fragment was stored, and other fragments are missing.
+    Values of `verdict`: `taken`: the result was accepted. `duplicate`: a result for the same work item was accepted
+    before. `unknown`: the gateway does not have the request any more. `part`: the fragment was stored, and other
+    fragments are missing.
     """
 
     verdict: Literal["taken", "duplicate", "unknown", "part"]

@@ -19,8 +19,8 @@ LOWER_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of hosts of a model (`count`). `raised_s`: time when `count` was last raised. `below_s`: time since which
-    fewer hosts are enough; None while all hosts are needed.
+    """Number of hosts of a model (`count`). `raised_s`: time when `count` was last raised. `below_s`: start of the
+    present period in which fewer hosts are enough; None while all hosts are needed.
     """
 
     count: int

@@ -80,8 +80,8 @@ _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each priority of a lane (pool, machine profile and bundle)
 OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, in a stream without replicas
-# The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
-# heartbeats and writes files even when it is idle.
+# The limit in place of OWN_CONSUMERS for a stream with replicas. It is lower, because each consumer of such a stream is
+# a Raft group, which sends heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
 # assumed size of a message in bytes: the inputs have SIE_CHUNK_COST tokens in total, with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
