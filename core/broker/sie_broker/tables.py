@@ -82,7 +82,7 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}  # stamp -> bytes of the encoded part; saves encoding unchanged parts
+        self._sizes: dict[int, int] = {}  # stamp -> bytes of the encoded part, so that it is encoded once
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None
@@ -135,7 +135,8 @@ class StoredTable:
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
-        """Return the writes that store `table`. They succeed only if the lane's key still has the revision `revision`.
+        """Return the writes that store `table`. They fail if the lane's key no longer has the revision that the
+        property `revision` returns.
 
         `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if a value of the change has
         more than `max_payload` - SPARE_BYTES bytes.
