@@ -126,7 +126,7 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """Stored message of a stream. `sent_s`: time at which the broker stored the message, in seconds since 1970."""
+    """Stored message of a stream. `sent_s`: time when the broker stored the message, in seconds since 1970."""
 
     sequence: int
     subject: str
@@ -164,8 +164,8 @@ class Write:
 
 
 class Delivery(Protocol):
-    """Leased message. `sent_s`: time at which the broker stored the message, in seconds since 1970. `pending`: number of
-    messages that the consumer has not delivered yet. `delivered`: number of deliveries of this message so far.
+    """Leased message. `sent_s`: time at which the broker stored the message, in seconds since 1970. `pending`: number
+    of messages that the consumer has not delivered yet. `delivered`: number of deliveries of this message so far.
 
     `reply` identifies this delivery for `Queue.release`, even after a restart of this process.
     """

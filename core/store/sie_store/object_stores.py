@@ -227,8 +227,8 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def gather(call: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], at_once: int) -> list[_T]:
-    """Return the results of `call` for all items, in their order. At most `at_once` calls run at a time. The first
-    exception of a call is raised, and cancels the other calls.
+    """Return the results of `call` for all items, in the order of the items. At most `at_once` calls run at a time. The
+    first exception of a call is raised, and cancels the other calls.
     """
     turns = asyncio.Semaphore(at_once)
 
@@ -297,8 +297,8 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Await `call`, again after each StoreError for which another attempt may help (see `pause`), and return its
-        result. Each attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
+        """Await `call`, and repeat it after each StoreError for which another attempt may help (see `pause`). Return
+        its result. Each attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 

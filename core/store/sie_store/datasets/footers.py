@@ -222,8 +222,9 @@ def _check_dense(source: str, name: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Yield spans of as many whole row groups as the limits allow. A group above a limit is split into equal numbers of
-    rows. The limit of values is half of MAX_SPAN_VALUES, because only the mean number of values per row is known.
+    """Yield spans of as many whole row groups as the limits allow. A row group above a limit is split into several
+    spans with equal numbers of rows. The limit of values is half of MAX_SPAN_VALUES, because only the mean number of
+    values per row is known.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0

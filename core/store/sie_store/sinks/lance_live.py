@@ -44,8 +44,9 @@ T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 # An optimization puts written rows into the indexes of the table. It may write the whole table again, and earlier
-# versions stay on the disk. So a write optimizes only when OPTIMIZE_ROWS rows and OPTIMIZE_SHARE of all rows were
-# written since the last optimization. The end of a scan and `build_indexes` optimize if any row was written.
+# versions stay on the disk. So a write optimizes only if at least OPTIMIZE_ROWS rows, and at least the share
+# OPTIMIZE_SHARE of all rows, were written since the last optimization. The end of a scan and `build_indexes` optimize
+# if any row was written.
 OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table: they belong to the application
@@ -470,7 +471,8 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        # Refuse nanoseconds: Python drops them, so a write would take the stored time for a changed one.
+        # Times in nanoseconds are refused: Python drops the nanoseconds, so a write would find that each time differs
+        # from the stored time, and would skip the row.
         or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 

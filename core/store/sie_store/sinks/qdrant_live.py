@@ -13,8 +13,9 @@ no marker.
     _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
                           PAYLOAD  digest of the payload when both collections last had the same payload
 
-So a point with a valid PAYLOAD has not changed since it was copied. After the switch, PAYLOAD shows whether a point or
-its copy is newer. If a point without a copy has a valid PAYLOAD, its copy was deleted. If not, the point is new.
+So a point has not changed since it was copied if PAYLOAD equals the digest of its present payload. After the switch,
+this comparison shows whether a point or its copy is newer. If a point without a copy has not changed, its copy was
+deleted. If it has changed, or has no marker, the point is new.
 """
 
 from __future__ import annotations
