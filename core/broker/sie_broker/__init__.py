@@ -238,8 +238,8 @@ class KeyValue(Protocol):
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within`, and store no markers of removed keys, so that watches and `since` do not
-        report the removal.
+        """Remove the keys below `within`. No markers of removed keys are stored, so watches and `since` do not report
+        the removal.
         """
 
     async def epoch(self) -> str:
@@ -293,7 +293,7 @@ class Bus(Connection, Protocol):
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
-        message is handled. If several subscriptions have the same `queue`, only one of them gets a message.
+        message is handled. If several subscriptions have the same `queue`, each message goes to only one of them.
 
         `held_messages`, `held_bytes`: largest number of messages that wait for the handler, and largest sum of their
         bytes. The defaults are in `limits`. Only a handler that blocks for long reaches them. At a limit, the client

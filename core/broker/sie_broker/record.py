@@ -39,7 +39,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # attempts at one change, if another writer changes the same key before each attempt
+MAX_ATTEMPTS = 16  # largest number of attempts at one change; an attempt fails if another writer changes the key
 # A random pause follows each failed attempt. Its upper limit in seconds is first FIRST_PAUSE_S, at last MAX_PAUSE_S.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
 LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader must renew its lease more often
@@ -102,8 +102,9 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager. After a BrokerError, whose text is stored in `Connection.troubles`, the next operation opens
-        the bucket again. WrongRevision and PayloadTooBig have no such effect, because the bucket is intact.
+        """Context manager around an operation. If the operation raises BrokerError, the error's text is stored in
+        `Connection.troubles`, and the next operation opens the bucket again. WrongRevision and PayloadTooBig have no
+        such effect, because the bucket is intact.
         """
         try:
             yield

@@ -21,8 +21,9 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Largest table in bytes that is stored as one message, and intended maximum bytes of a part. Under load, a table
-# changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the changed parts.
+# Largest number of bytes of a table that is stored as one message, and intended largest number of bytes of a part.
+# Under load, a table changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the
+# changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
@@ -82,7 +83,7 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}  # stamp -> bytes of the encoded part, so that it is encoded once
+        self._sizes: dict[int, int] = {}  # stamp -> number of bytes of the encoded part
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None

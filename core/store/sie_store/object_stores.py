@@ -36,7 +36,7 @@ _Item = TypeVar("_Item")
 _logger = logging.getLogger("sie.store")
 
 PIECE_BYTES = 1 << 20  # bytes that `open_object` reads at a time
-CALL_S = 30.0  # seconds within which the store must answer a call that transfers little
+CALL_S = 30.0  # seconds within which the store must answer a call that transfers few bytes
 MAX_PAUSE_S = 30.0
 # A reserve is 10 % of the disk, at most 256 MiB. A write must leave one or more reserves free.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20

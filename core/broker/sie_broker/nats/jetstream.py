@@ -415,8 +415,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Number of buckets that are read at the same time. Each read has at most one open pull, so the unsent bytes of these
-# reads stay far below the server's limit for a connection.
+# Largest number of buckets that a connection reads at the same time. Each read has at most one open pull, so the unsent
+# bytes of these reads stay far below the server's limit for a connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 

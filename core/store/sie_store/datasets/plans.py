@@ -41,7 +41,7 @@ MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
 MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the images in a span
 MAX_COLUMNS_SHOWN = 50
-SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # largest sample of a JSON Lines object, see `_JsonSample`
+SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # largest sample of a JSON Lines object (`_JsonSample`)
 LISTED_AT_ONCE = 1000
 
 

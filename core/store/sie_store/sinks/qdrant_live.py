@@ -42,7 +42,8 @@ from sie_store.sinks.qdrant import (
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, check_dims, checked_name
 
 MARKER = "_sie"
-NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
+# TEXT (first part of a marker) of a copy without a vector; TEXT of a point while `_replace_vectors` changes it
+NO_VECTOR, CLAIM = "none", "claim"
 CONDITIONS_SINCE = (1, 16)  # older versions of Qdrant ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
 COPIED_POINTS = 64  # points whose copied vectors are read at a time; halved if the reply is too large

@@ -58,7 +58,7 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # None: a cache in cache_folder, without limits
-    # function that creates the progress of a fetch, called with the name of the snapshot
+    # function that returns the FetchProgress of a new fetch; its argument is the name of the snapshot
     begin: Callable[[str], FetchProgress] = FetchProgress
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
