@@ -296,8 +296,8 @@ class Bus(Connection, Protocol):
         message is handled. If several subscriptions have the same `queue`, each message goes to only one of them.
 
         `held_messages`, `held_bytes`: largest number of messages that wait for the handler, and largest sum of their
-        bytes. The defaults are in `limits`. Only a handler that blocks for long reaches them. At a limit, the client
-        drops each new message and calls `on_dropped` with its subject.
+        bytes. The defaults are in `limits`. Only a handler that blocks for long reaches these limits. Then the
+        client drops each new message and calls `on_dropped` with the subject of the message.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:

@@ -302,7 +302,7 @@ def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
 
 class LeaderLease:
     """Election of a leader among several processes. The leader has the lease, a key that it renews. For a short time,
-    two processes or no process may be the leader, so the work of a leader must be correct in this time too.
+    two processes or no process may be the leader, so the work of a leader must be correct even then.
 
     The clocks of two processes are never compared. A process that is not the leader measures on its own clock how long
     the key stays unchanged. After `lease_s` seconds, or at once if the key is missing, this process acquires the key by

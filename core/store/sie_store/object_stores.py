@@ -116,9 +116,9 @@ def opened(url: str, setting: str) -> ObjectStore:
     """Return the store at `url`. Its keys are relative to the path of the URL. Raises SettingError, which names
     `setting`.
 
-    A folder is created if it does not exist, readable only by its owner. Buckets are not checked, because they may be
-    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these
-    variables name, or from the role of the machine.
+    A missing folder is created, readable only by its owner. Buckets are not checked, because they may be created later.
+    Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these variables name, or
+    from the role of the machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store

@@ -250,7 +250,7 @@ class MemoryBus(MemoryConnection):
 
 
 class Listener:
-    """Subscription. One task passes its queued messages to the handler. The task exists only while messages wait."""
+    """Subscription. One task passes the queued messages to the handler. The task exists only while messages wait."""
 
     def __init__(
         self,

@@ -278,8 +278,8 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD, the second part of a marker, of each point to the digest of its payload, which both collections
-        have at this time.
+        """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload. Both collections
+        have this payload at this time.
         """
         operations = [
             {
@@ -473,7 +473,7 @@ class QdrantLive:
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
     async def _check_in_use(self) -> None:
-        """Raise CollectionMismatch if another command has switched the alias. This command would otherwise write its
+        """Raise CollectionMismatch if another command has switched the alias, because this command would then write its
         copies to the collection in use.
         """
         layout = self._opened()
