@@ -317,7 +317,8 @@ class LeaderLease:
         self._holder = uuid.uuid4().hex.encode()
         self._lease_s = lease_s
         self._clock = clock
-        self._observed = (0, 0.0)  # last revision of the key that this process read; time when it first read it
+        # last revision of the key that this process has read, and time when it first read this revision
+        self._observed = (0, 0.0)
 
     async def acquire(self) -> bool:
         """Acquire the lease, or renew it. Return whether this process is the leader. Raises BrokerError."""

@@ -52,7 +52,8 @@ class ChunkPages:
     def __init__(self, start: int, end: int, values: int, window: int) -> None:
         self._start, self._end, self._left, self._window = start, end, values, window
         self._next = start  # position of the next header
-        self._pages = deque[tuple[int, int]]()  # (values, bytes beyond RATIO) of each page in the sum `bytes`
+        # for each page in the sum `bytes`: (values, decoded bytes above RATIO times the compressed bytes)
+        self._pages = deque[tuple[int, int]]()
         self._values = self._empty = self.bytes = 0
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:

@@ -115,8 +115,8 @@ class _CollectionPair:
 
 @dataclass(frozen=True)
 class _LateWrite:
-    """Point of the collection that is not in use, changed by a writer after the point was copied. `marker`: marker of
-    the copy in the collection in use, empty if there is no copy.
+    """Point of the collection that is not in use. A writer has changed the point after it was copied. `marker`: marker
+    of the copy in the collection in use, empty if there is no copy.
     """
 
     point: _Point
