@@ -136,8 +136,8 @@ class LanceLive:
         texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
         if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
             raise CollectionMismatch(
-                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times without nanoseconds; "
-                "--text can use only these"
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times, or has ` in its name; "
+                "--text can use only texts, numbers and times without nanoseconds"
             )
         identity = columns.get(id_column)
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:

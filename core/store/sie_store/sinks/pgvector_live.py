@@ -57,7 +57,7 @@ _OPERATORS = {
     "sparsevec_ip_ops": "<#>",
 }
 COSINE, INNER_PRODUCT = "<=>", "<#>"
-INDEX_DIMS = {"vector": 2_000, "halfvec": 4_000}  # largest width that an hnsw or ivfflat index takes, by type
+INDEX_DIMS = {"vector": 2_000, "halfvec": 4_000}  # largest width of vectors in an hnsw or ivfflat index, by SQL type
 _TABLE = """
 SELECT c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
 FROM pg_class c WHERE c.oid = to_regclass($1)

@@ -404,7 +404,7 @@ def _lacks_package(entry: ModelEntry) -> str:
 
 
 def private_name(lora: str) -> str:
-    """Return a name for logs of a LoRA that a client chose: a digest, which does not reveal the LoRA's name."""
+    """Return the name that logs use for a LoRA that a client chose: a digest, which does not reveal its real name."""
     return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
