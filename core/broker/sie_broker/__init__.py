@@ -41,7 +41,7 @@ class BrokerUnavailable(BrokerError):
 
 
 class StreamFull(BrokerError):
-    """Error for a message that a stream refuses, because the stream or one subject has reached its limit."""
+    """Error for a message that a stream refuses, because the stream or the subject has reached its limit."""
 
 
 class PayloadTooBig(BrokerError):
@@ -73,7 +73,7 @@ class UnsafeUpdate(BrokerError):
 
 
 class WrongRevision(BrokerError):
-    """Error of a compare-and-set: a key has another revision than expected. No write of the batch was stored."""
+    """Error of `KeyValue.write`: a key has another revision than expected. No write of the batch was stored."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """Stored message of a stream. `sent_s`: the broker's wall clock when it stored the message."""
+    """Stored message of a stream. `sent_s`: time when the broker stored the message, in seconds since 1970."""
 
     sequence: int
     subject: str
@@ -164,8 +164,8 @@ class Write:
 
 
 class Delivery(Protocol):
-    """Leased message. `sent_s`: the broker's wall clock when it first stored the message. `pending`: number of messages
-    that the consumer has not delivered yet. `delivered`: number of deliveries of this message so far.
+    """Leased message. `sent_s`: time at which the broker stored the message, in seconds since 1970. `pending`: number
+    of messages that the consumer has not delivered yet. `delivered`: number of deliveries of this message so far.
 
     `reply` identifies this delivery for `Queue.release`, even after a restart of this process.
     """
@@ -186,7 +186,7 @@ class Delivery(Protocol):
         """End the lease. The broker delivers the message again, to any process, after at least `delay_s` seconds."""
 
     async def in_progress(self) -> None:
-        """Extend the lease by a new ack wait."""
+        """Extend the lease: it then ends one ack wait after this call."""
 
     async def term(self, reason: str) -> None:
         """Remove the message, so that it is never delivered again."""
@@ -238,8 +238,8 @@ class KeyValue(Protocol):
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within`, and store no markers of removed keys, so that watches and `since` do not
-        report the removal.
+        """Remove the keys below `within`. No markers of removed keys are stored, so watches and `since` do not report
+        the removal.
         """
 
     async def epoch(self) -> str:
@@ -293,11 +293,11 @@ class Bus(Connection, Protocol):
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
-        message is handled. If several subscriptions have the same `queue`, only one of them gets a message.
+        message is handled. If several subscriptions have the same `queue`, each message goes to only one of them.
 
-        `held_messages`, `held_bytes`: largest number and bytes of the messages that wait for the handler. The defaults
-        are in `limits`. Only a handler that blocks for long reaches them. At a limit, the client drops each new message
-        and calls `on_dropped` with its subject.
+        `held_messages`, `held_bytes`: largest number of messages that wait for the handler, and largest sum of their
+        bytes. The defaults are in `limits`. Only a handler that blocks for long reaches these limits. Then the
+        client drops each new message and calls `on_dropped` with the subject of the message.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
@@ -325,8 +325,9 @@ class Queue(Connection, Protocol):
         """Delete a message, even if it is leased. Return False if the message does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Deliver a leased message again at once, like `nak`. An acknowledged message is not delivered again. Raises
-        ValueError for a `reply` that identifies no delivery.
+        """End the lease of a delivery, like `nak`. The broker delivers the message again, without a delay.
+        Nothing happens if the message is already acknowledged. `reply`: `Delivery.reply` of the delivery. Raises
+        ValueError if `reply` identifies no delivery.
 
         Call this only for leases of an earlier run of this process. If another process has leased the message
         meanwhile, two processes would work on the message.

@@ -3,9 +3,9 @@
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
 NATS permissions apply to subjects, not to the settings of a stream. But these settings can make a stream copy messages
-from any subject and publish them on any other. So a user that may create streams could read and publish everything. The
-owner therefore writes the settings itself. From a request it takes only the name, which it checks, the storage,
-replicas, ages and limits, the duplicate window and the topology version.
+from any subject and publish them on any other subject. So a user that may create streams could read and publish
+everything. The owner therefore writes the settings itself. From a request it takes only storage, replicas, ages,
+limits, duplicate window, topology version, and the name, which it checks.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # attempts at one change, if another writer changes the same key before each attempt
+MAX_ATTEMPTS = 16  # largest number of attempts at one change; an attempt fails if another writer changes the key
 # A random pause follows each failed attempt. Its upper limit in seconds is first FIRST_PAUSE_S, at last MAX_PAUSE_S.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
 LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader must renew its lease more often
@@ -102,8 +102,9 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager. After a BrokerError, whose text is stored in `Connection.troubles`, the next operation opens
-        the bucket again. WrongRevision and PayloadTooBig have no such effect, because the bucket is intact.
+        """Context manager around an operation. If the operation raises BrokerError, the error's text is stored in
+        `Connection.troubles`, and the next operation opens the bucket again. WrongRevision and PayloadTooBig have no
+        such effect, because the bucket is intact.
         """
         try:
             yield
@@ -301,7 +302,7 @@ def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
 
 class LeaderLease:
     """Election of a leader among several processes. The leader has the lease, a key that it renews. For a short time,
-    two processes or no process may be the leader, so the work of a leader must be correct in this time too.
+    two processes or no process may be the leader, so the work of a leader must be correct even then.
 
     The clocks of two processes are never compared. A process that is not the leader measures on its own clock how long
     the key stays unchanged. After `lease_s` seconds, or at once if the key is missing, this process acquires the key by
@@ -316,7 +317,8 @@ class LeaderLease:
         self._holder = uuid.uuid4().hex.encode()
         self._lease_s = lease_s
         self._clock = clock
-        self._observed = (0, 0.0)  # last revision of the key that this process read; time when it first read it
+        # last revision of the key that this process has read, and time when it first read this revision
+        self._observed = (0, 0.0)
 
     async def acquire(self) -> bool:
         """Acquire the lease, or renew it. Return whether this process is the leader. Raises BrokerError."""

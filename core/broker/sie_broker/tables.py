@@ -21,8 +21,9 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Largest table in bytes that is stored as one message, and intended maximum bytes of a part. Under load, a table
-# changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the changed parts.
+# Largest number of bytes of a table that is stored as one message, and intended largest number of bytes of a part.
+# Under load, a table changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the
+# changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
@@ -82,7 +83,7 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}  # stamp -> bytes of the encoded part; saves encoding unchanged parts
+        self._sizes: dict[int, int] = {}  # stamp -> number of bytes of the encoded part
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None
@@ -135,7 +136,8 @@ class StoredTable:
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
-        """Return the writes that store `table`. They succeed only if the lane's key still has the revision `revision`.
+        """Return the writes that store `table`. They fail if the lane's key no longer has the revision that the
+        property `revision` returns.
 
         `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if a value of the change has
         more than `max_payload` - SPARE_BYTES bytes.

@@ -1,5 +1,5 @@
-"""Cluster cache: one bucket (SIE_CLUSTER_CACHE) from which all nodes fetch snapshots, the weights of a model at one
-commit. All methods block.
+"""Cluster cache: one bucket (SIE_CLUSTER_CACHE) from which all nodes fetch snapshots (the weights of a model at one
+commit). All methods block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
     push:  files that the bucket lacks ──► manifest ──► list the files again, to check that none is missing

@@ -19,7 +19,7 @@ from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
-# flag of a pooling in config.json of an older model -> value of `pooling_mode` in a newer one
+# flag of a pooling in config.json of an older model -> value of `pooling_mode` in a newer model
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -73,8 +73,9 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, if any. If the files have a prompt, the entry must have the same text
-    under its name, or a template with {instruction}. The entry may add prompts that the files lack.
+    """Return the fault of the entry's prompts, if any. If the files have a prompt for queries, for documents or by
+    default, the entry's prompt for the same purpose must have the same text, or contain {instruction}. The entry may
+    add prompts that the files lack.
     """
     # Only families that compute vectors are checked: other families use a prompt only if a request names the prompt.
     is_encoder = families.row(entry.family).gives_vectors

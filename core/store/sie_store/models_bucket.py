@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 SETTING = "SIE_MODELS_DIR"
 READS_AT_ONCE = 16
-# largest number of objects below the prefix, with objects that are no files of models; a listing with more is refused
+# largest number of objects below the prefix, including objects that are no files of models; with more, listing fails
 MAX_OBJECTS = 100_000
 
 

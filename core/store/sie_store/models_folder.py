@@ -26,8 +26,8 @@ _logger = logging.getLogger("sie.trust")
 
 def worker_trust(allowed: Allowed) -> Trust:
     """Return the rules by which a worker trusts an entry. Each claim of the entry (to run code, or to read a path) must
-    be allowed by the worker's settings, or be a claim of a packaged entry or of an entry in SIE_MODELS_DIR too. A check
-    reads this folder again if the settings do not allow a claim.
+    be allowed by the worker's settings, or a packaged entry or an entry in SIE_MODELS_DIR must have the same claim. A
+    check reads SIE_MODELS_DIR again if the settings do not allow a claim.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])

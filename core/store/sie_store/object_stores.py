@@ -36,7 +36,7 @@ _Item = TypeVar("_Item")
 _logger = logging.getLogger("sie.store")
 
 PIECE_BYTES = 1 << 20  # bytes that `open_object` reads at a time
-CALL_S = 30.0  # seconds within which the store must answer a call that transfers little
+CALL_S = 30.0  # seconds within which the store must answer a call that transfers few bytes
 MAX_PAUSE_S = 30.0
 # A reserve is 10 % of the disk, at most 256 MiB. A write must leave one or more reserves free.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
@@ -116,9 +116,9 @@ def opened(url: str, setting: str) -> ObjectStore:
     """Return the store at `url`. Its keys are relative to the path of the URL. Raises SettingError, which names
     `setting`.
 
-    A folder is created if it does not exist, readable only by its owner. Buckets are not checked, because they may be
-    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these
-    variables name, or from the role of the machine.
+    A missing folder is created, readable only by its owner. Buckets are not checked, because they may be created later.
+    Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these variables name, or
+    from the role of the machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
@@ -227,8 +227,8 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def gather(call: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], at_once: int) -> list[_T]:
-    """Return the results of `call` for all items, in their order. At most `at_once` calls run at a time. The first
-    exception of a call is raised, and cancels the other calls.
+    """Return the results of `call` for all items, in the order of the items. At most `at_once` calls run at a time. The
+    first exception of a call is raised, and cancels the other calls.
     """
     turns = asyncio.Semaphore(at_once)
 
@@ -297,8 +297,8 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Await `call`, again after each StoreError for which another attempt may help (see `pause`), and return its
-        result. Each attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
+        """Await `call`, and repeat it after each StoreError for which another attempt may help (see `pause`). Return
+        its result. Each attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 

@@ -130,7 +130,7 @@ async def _within(timeout_s: float, work: Awaitable[_T]) -> _T:
 def open_store(url: str | None) -> PayloadStore | None:
     """Return the payload store at `url` (see SIE_PAYLOAD_STORE_URL); None if `url` is None. Raises SettingError.
 
-    A folder is created if it does not exist, readable only by its owner, because it has clients' inputs. Buckets are
-    not checked, because they may be created later.
+    A missing folder is created, readable only by its owner, because it will have clients' inputs. Buckets are not
+    checked, because they may be created later.
     """
     return None if url is None else PayloadStore(object_stores.opened(url, "SIE_PAYLOAD_STORE_URL"))

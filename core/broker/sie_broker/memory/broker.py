@@ -130,7 +130,7 @@ class MemoryKeyValue:
 
 
 class MemoryWatch:
-    """Watch of a bucket. One task passes its queued entries to the handler. The task exists only while entries wait."""
+    """Watch of a bucket. One task passes the queued entries to the handler. The task exists only while entries wait."""
 
     def __init__(
         self,

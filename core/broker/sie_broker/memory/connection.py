@@ -105,7 +105,7 @@ class Exchange(StreamServer):
 
 
 class WatchReader(Protocol):
-    """Methods of a watch of a bucket that the connection calls."""
+    """Watch of a bucket: the methods that its connection calls."""
 
     def catch_up(self) -> None:
         """Read the entries that the watch has missed. Called after a reconnect."""
@@ -184,7 +184,9 @@ class MemoryConnection(ConnectionState):
             )
 
     def acknowledge(self, settle: Callable[[], None]) -> None:
-        """Acknowledge a delivery now, or after the next reconnect, because a late ack is still correct."""
+        """Call `settle`, which acknowledges a delivery. Without a connection, call it after the reconnect: a late ack
+        still removes the message.
+        """
         if self._live:
             settle()
         elif self._closed:
@@ -248,7 +250,7 @@ class MemoryBus(MemoryConnection):
 
 
 class Listener:
-    """Subscription. One task passes its queued messages to the handler. The task exists only while messages wait."""
+    """Subscription. One task passes the queued messages to the handler. The task exists only while messages wait."""
 
     def __init__(
         self,

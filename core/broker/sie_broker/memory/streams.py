@@ -1,5 +1,5 @@
-"""Streams and consumers of the in-process server: stored messages, leases with their ends, and credits. A credit is the
-number of deliveries that a connection has requested from a consumer.
+"""Streams and consumers of the in-process server: stored messages, leases and their end times, and credits. A credit is
+the number of deliveries that a connection has requested from a consumer.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class Message:
 
 
 class Puller(Protocol):
-    """Methods of the pulls of one connection from one stream that the server calls."""
+    """Pulls of one connection from one stream: the methods that the server calls."""
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls for the consumer `name`, if above 0, to the consumer's queue of credits."""
+        """If these pulls have credit left for the consumer `name`, add it to the consumer's queue of credits."""
 
     def attach_all(self) -> None: ...
 

@@ -38,8 +38,8 @@ async def connect(
 ) -> Broker:
     """Connect to `url`; commas separate several servers of a cluster. The server lists the connection as `name`.
 
-    `user` and `password` together replace the credentials in `url`. Without `user`, `password` is for a user in `url`
-    without a password. `user` alone has no effect.
+    `user` and `password` together replace the credentials in `url`. Without `user`, `password` is added to a user name
+    in `url` that has no password. `user` alone has no effect.
 
     Raises ValueError for an invalid URL, and BrokerUnavailable if no server accepts the connection within the time-out.
     A connection that is lost later is restored, with any number of attempts, one every 0.1 to 1 s. The loss is detected

@@ -165,14 +165,14 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_waiting": _MAX_WAITING_PULLS,
         # The broker keeps the leases of a consumer in memory, and delivers leased messages again after a restart. With
         # leases in files, the broker would write the leases of each busy consumer ten times per second. For 200
-        # consumers, this costs the broker 10 times the CPU of the work itself (bench/broker.py).
+        # consumers, these writes need 10 times the CPU time of the broker's other work (bench/broker.py).
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration for an update: `desired`, with settings and metadata that only `current` has."""
+    """Return the configuration for an update: `desired`, plus the settings and metadata that only `current` has."""
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
         # the broker refuses to change this setting of an existing consumer
@@ -217,7 +217,9 @@ def difference(current: dict[str, Any], desired: dict[str, Any]) -> str | None:
 
 
 def version_of(config: dict[str, Any]) -> int:
-    """Return the topology version that last created or updated a stream or consumer; 0 if SIE has not created it."""
+    """Return the topology version in the metadata of a stream or consumer: the version of the process that last created
+    or updated it; 0 if SIE has not created it.
+    """
     text = (config.get("metadata") or {}).get(_VERSION_KEY, "")
     return int(text) if text.isdigit() else 0
 

@@ -42,12 +42,12 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Methods of open pull requests that the connection calls. The inbox (reply subject) of the pull requests is lost
-    with the connection.
+    """Open pull requests: the methods that their connection calls. The inbox (reply subject) of the pull requests is
+    lost with the connection.
     """
 
     def abandon(self) -> None:
-        """Discard all pulls without a message to the broker. `close` of the connection calls this method."""
+        """Discard all pulls, and send nothing to the broker. `close` of the connection calls this method."""
 
     async def retire(self) -> None:
         """End the inbox. Called when the connection is lost."""
@@ -77,8 +77,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Let the requests in flight on a subject to which this user may not publish raise NotPermitted. Return whether
-        there was such a request.
+        """Raise NotPermitted in all requests in flight on a subject. The broker has reported that this user may not
+        publish to the subject. Return whether there was such a request.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
@@ -98,7 +98,7 @@ class Answers:
             answer.set_result(message)
 
     def fail(self, reason: str) -> None:
-        """Let all requests in flight raise BrokerUnavailable."""
+        """Raise BrokerUnavailable in all requests in flight."""
         for answer in list(self._waiting.values()):
             if not answer.done():
                 answer.set_exception(BrokerUnavailable(reason))
@@ -430,8 +430,8 @@ class NatsBus(NatsConnection):
 
     async def _drained(self, subscription: Any) -> None:
         # The client's own drain sends a PING before the UNSUB, and drops messages that arrive between PONG and UNSUB
-        # (under load 4 of 16; nats-py 2.16). So the UNSUB is sent here first. The reply to `flush` then arrives after
-        # all messages that the broker has sent on the subscription.
+        # (under load 4 of 16 messages; nats-py 2.16). So the UNSUB is sent here first. The reply to `flush` then
+        # arrives after all messages that the broker has sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()

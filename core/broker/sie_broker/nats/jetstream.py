@@ -52,7 +52,8 @@ WORK_EXPIRES_S = 1.0
 # cost 1.5 % of a core, pulls that expire together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 # Byte limit of a pull for several messages: a server closes a connection with 64 MiB of unsent data (`max_pending`).
-# The largest message must fit into this limit. The server also counts the subjects of a message (_SUBJECT_BYTES).
+# `_issue` raises the limit if a single message may be larger. It adds _SUBJECT_BYTES, because the server also counts
+# the subjects of a message.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds
@@ -414,8 +415,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Number of buckets that are read at the same time. Each read has at most one open pull, so the unsent bytes of these
-# reads stay far below the server's limit for a connection.
+# Largest number of buckets that a connection reads at the same time. Each read has at most one open pull, so the unsent
+# bytes of these reads stay far below the server's limit for a connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 

@@ -1,5 +1,5 @@
-"""Compares the broker's streams and consumers with the topology of this version, and makes the steps that remove the
-differences. Commands of operators call this module.
+"""Compares the broker's streams and consumers with the topology of this version, and plans and applies the steps that
+remove the differences. Commands of operators call this module.
 
     read_facts ──► Facts ──► plan (pure) ──► Steps ──► apply
 
@@ -107,7 +107,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
             await NatsKeyValue(broker, bucket).entries()
         except BrokerUnavailable as error:
             fault = str(error)
-            await broker.stream_state(name)  # raises BrokerError if the broker does not reply at all: no damage then
+            await broker.stream_state(name)  # raises BrokerError if the broker does not reply at all
         else:
             return ""
     return fault

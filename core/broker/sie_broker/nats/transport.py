@@ -55,7 +55,7 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
     """Return (server addresses without credentials, credentials). All servers use the same credentials, because the
     broker announces further addresses without credentials.
 
-    `password`: password for a user in `url` without a password; if None, this user name is used as a token.
+    `password`: added to a user name in `url` that has no password. If it is None, such a user name is used as a token.
     Raises ValueError for an invalid URL.
     """
     servers: list[str] = []

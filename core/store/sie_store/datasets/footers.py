@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-MIN_BATCH_ROWS = 64  # reading takes much longer with fewer rows in a batch
+MIN_BATCH_ROWS = 64  # with fewer rows in a batch, reading takes much longer, see `_batches`
 # Largest number of values of a list column in a row group, if a value has less than one byte on average. A row is
 # decoded as a whole, so without this limit one row of a small file could need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
@@ -222,8 +222,9 @@ def _check_dense(source: str, name: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Yield spans of as many whole row groups as the limits allow. A group above a limit is split into equal numbers of
-    rows. The limit of values is half of MAX_SPAN_VALUES, because only the mean number of values per row is known.
+    """Yield spans of as many whole row groups as the limits allow. A row group above a limit is split into several
+    spans with equal numbers of rows. The limit of values is half of MAX_SPAN_VALUES, because only the mean number of
+    values per row is known.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0

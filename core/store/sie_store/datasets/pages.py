@@ -21,7 +21,7 @@ MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
 MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group; more are a PageFault
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
-MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20
+MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20 fields
 FIELDS_DEPTH = 2  # `_ThriftReader.struct` returns only fields of structs at a depth below this number
 # largest number of values in the lists of a footer; each row group, and each column of a row group, counts as LARGE
 # values because it takes more memory
@@ -45,14 +45,15 @@ class FooterTooLarge(PageFault):
 
 class ChunkPages:
     """Pages of one column in one row group: the bytes from `start` to before `end` of a file, with `values` values.
-    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes beyond RATIO, summed over the last
-    pages that one batch may need.
+    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes above RATIO times the compressed
+    bytes, summed over the last pages that one batch may need.
     """
 
     def __init__(self, start: int, end: int, values: int, window: int) -> None:
         self._start, self._end, self._left, self._window = start, end, values, window
         self._next = start  # position of the next header
-        self._pages = deque[tuple[int, int]]()  # (values, bytes beyond RATIO) of each page in the sum `bytes`
+        # for each page in the sum `bytes`: (values, decoded bytes above RATIO times the compressed bytes)
+        self._pages = deque[tuple[int, int]]()
         self._values = self._empty = self.bytes = 0
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
@@ -184,6 +185,6 @@ class _ThriftReader:
         return value | byte << shift
 
     def _number(self) -> int:
-        """Return a 32-bit number: the low 32 bits of a larger number, as in Parquet's own reader."""
+        """Read a number, and return its low 32 bits, as Parquet's own reader does."""
         value = self._varint() & 0xFFFFFFFF
         return (value >> 1) ^ -(value & 1)

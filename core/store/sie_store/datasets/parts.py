@@ -1,4 +1,5 @@
-"""Encodes parts, the output files of jobs, and reads their descriptions. A part stores a shard (output of a row range).
+"""Encodes parts (output files of jobs), and reads their descriptions. A part stores a shard: the answers to a range of
+rows.
 
 parquet  one row for each line; outputs of a failed row are null. The file's metadata has `About`, as JSON, under `sie`.
 jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
@@ -119,7 +120,7 @@ def _exact(array: Array) -> Array:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Result of one row without its values: id, number of tokens, and error."""
+    """Id, number of tokens and error of one row, without the values that the model computed."""
 
     id: str
     tokens: int
@@ -127,7 +128,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
-    """Return the result of each row of a part, in order. Raises PartFault."""
+    """Return the result of each row of a part, in the order of the rows. Raises PartFault."""
     try:
         if format == "parquet":
             lines = [msgspec.convert({"fingerprint": "", **row}, _Line) for row in tables.outcomes(data)]

@@ -1,4 +1,4 @@
-"""Plan of a job: the spans of its input, ranges of rows that can be read separately.
+"""Plan of a job: the spans of its input. A span is a range of rows that can be read separately.
 
     folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ─┐
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
@@ -41,7 +41,7 @@ MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
 MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the images in a span
 MAX_COLUMNS_SHOWN = 50
-SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # largest sample of a JSON Lines object, see `_JsonSample`
+SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # largest sample of a JSON Lines object (`_JsonSample`)
 LISTED_AT_ONCE = 1000
 
 
@@ -65,8 +65,8 @@ async def plan(
 ) -> AsyncIterator[Planned]:
     """Yield the spans of each object, or a Broken for an object that cannot be read, in the order of the objects'
     names. A span of images may have several objects. A span has at most `shard_rows` rows and `text_bytes` bytes of
-    text (by default SPAN_BYTES); a longer row is a span of its own. Raises StoreError, and InvalidInput if the input
-    has no object, too many objects or too many spans.
+    text (by default SPAN_BYTES); a row with more text is a span of its own. Raises StoreError, and InvalidInput if the
+    input has no object, too many objects or too many spans.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -132,8 +132,8 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder whose own names are after `after`, sorted by name. With `most`, return only the
-    first `most`. Raises InvalidInput, StoreError.
+    """Return the images below a folder, sorted by name, from the first name after `after` on. With `most`, return only
+    the first `most` images. Raises InvalidInput, StoreError.
     """
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
@@ -141,8 +141,9 @@ async def images(place: Place, after: str = "", most: int | None = None) -> list
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder that `is_wanted` accepts and whose name is after `after`, sorted by name. With
-    `most`, return only the first `most`. Raises InvalidInput for more than MAX_OBJECTS objects, and StoreError.
+    """Return the objects below a folder that `is_wanted` accepts, sorted by name, from the first name after `after` on.
+    With `most`, return only the first `most` objects. Raises InvalidInput for more than MAX_OBJECTS objects, and
+    StoreError.
     """
     import obstore
 

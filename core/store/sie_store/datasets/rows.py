@@ -101,7 +101,8 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # values in lists and maps; `_RowMaker` counts the row and its copied columns
+        # only the values in lists and maps are added here: `_RowMaker` adds the row and its copied columns
+        size.add(values - len(read), 0)
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))

@@ -115,7 +115,7 @@ class Cutter:
                 yield from self.end()
 
     def end(self) -> Iterator[Cut]:
-        """Yield one span (a range of rows) of the rows since the last span, if there are any, and begin a new span."""
+        """Yield the rows since the last span as one span (a range of rows), if there are any, and begin a new span."""
         if self._rows:
             yield Cut(self._first, self._rows, self._start, self._end)
         self._first += self._rows

@@ -1,5 +1,5 @@
-"""Write parts, the files of a job's output. If several processes write the same part, the first process succeeds, and
-the other processes use the part of the first.
+"""Write parts (files of a job's output). If several processes write the same part, only the first write succeeds, and
+the other processes use the stored part.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part

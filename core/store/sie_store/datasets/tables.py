@@ -107,8 +107,9 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _is_flat(kind: pa.DataType) -> bool:
-    """Return whether values of an Arrow type are stored with this type. Structs are stored as JSON, because Parquet
-    cannot store an empty struct. Deeply nested lists are stored as JSON, because readers of Parquet refuse them.
+    """Return whether values of an Arrow type are stored with this type, and not as JSON. Structs are stored as JSON,
+    because Parquet cannot store an empty struct. Deeply nested lists are stored as JSON, because readers of Parquet
+    refuse them.
     """
     import pyarrow as pa
 

@@ -147,7 +147,7 @@ def check(source: JobInput, operation: str) -> None:
     if source.chunks is None and not source.context:
         raise InvalidInput("input.context: only chunks have a context", param="input.context")
     if source.documents:
-        _refuse(source, ("text", "image"), "a row with a document has the text of the document")
+        _refuse(source, ("text", "image"), "with input.documents, the text of a row comes from its document")
         if source.chunks is None:
             raise InvalidInput("input.chunks: documents need chunks", param="input.chunks")
     else:

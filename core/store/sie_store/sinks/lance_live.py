@@ -44,8 +44,9 @@ T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 # An optimization puts written rows into the indexes of the table. It may write the whole table again, and earlier
-# versions stay on the disk. So a write optimizes only when OPTIMIZE_ROWS rows and OPTIMIZE_SHARE of all rows were
-# written since the last optimization. The end of a scan and `build_indexes` optimize if any row was written.
+# versions stay on the disk. So a write optimizes only if at least OPTIMIZE_ROWS rows, and at least the share
+# OPTIMIZE_SHARE of all rows, were written since the last optimization. The end of a scan and `build_indexes` optimize
+# if any row was written.
 OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table: they belong to the application
@@ -135,8 +136,8 @@ class LanceLive:
         texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
         if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
             raise CollectionMismatch(
-                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times without nanoseconds; "
-                "--text can use only these"
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times, or has ` in its name; "
+                "--text can use only texts, numbers and times without nanoseconds"
             )
         identity = columns.get(id_column)
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
@@ -470,7 +471,8 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        # Refuse nanoseconds: Python drops them, so a write would take the stored time for a changed one.
+        # Times in nanoseconds are refused: Python drops the nanoseconds, so a write would find that each time differs
+        # from the stored time, and would skip the row.
         or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 

@@ -5,7 +5,8 @@ writes the vectors of a new model beside the old vectors. A side (`Side`) is the
                                  switch ──► searches and writers use the vectors of that side
 
 The database stores the progress beside the vectors, so that a migration that was killed can continue. A vector is
-current only if it was computed from the present text of its row, even if another program has written the row.
+current only if it was computed from the present text of its row. If another program changes the text, the vector is
+outdated.
 
 Methods raise the errors that `sink` defines.
 """

@@ -57,7 +57,7 @@ _OPERATORS = {
     "sparsevec_ip_ops": "<#>",
 }
 COSINE, INNER_PRODUCT = "<=>", "<#>"
-INDEX_DIMS = {"vector": 2_000, "halfvec": 4_000}  # largest width that an hnsw or ivfflat index takes, by type
+INDEX_DIMS = {"vector": 2_000, "halfvec": 4_000}  # largest width of vectors in an hnsw or ivfflat index, by SQL type
 _TABLE = """
 SELECT c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
 FROM pg_class c WHERE c.oid = to_regclass($1)
@@ -435,8 +435,8 @@ class PgvectorLive:
         continue.
         """
         column = self._opened().column("new")
-        # If the connection of an earlier build was lost, the server continues that build and holds this lock. A second
-        # build at the same time would deadlock with the first build, or build the index twice.
+        # Wait until no earlier build runs. If the connection of a build was lost, the server continues the build, which
+        # has this lock. A second build at the same time would deadlock with it, or build the index twice.
         await connection.execute(f"BEGIN; LOCK TABLE {self._table} IN SHARE UPDATE EXCLUSIVE MODE; COMMIT")
         present = await connection.fetch(_INDEXES, self._table, column)
         for index in present:
@@ -482,7 +482,7 @@ class PgvectorLive:
         await self.open()
 
     async def _has_gaps(self, shape: _TableShape) -> bool:
-        """Return whether any row has no vector of the side (old or new model) in use."""
+        """Return whether any row has no vector in the column of vectors in use."""
         gaps = f"SELECT EXISTS (SELECT FROM {self._table} WHERE {quoted(shape.vector)} IS NULL)"  # noqa: S608
         return bool(await self._database.transaction(lambda connection: connection.fetchval(gaps)))
 

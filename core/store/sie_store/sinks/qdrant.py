@@ -117,7 +117,7 @@ class QdrantConnection:
         exists: bool = False,
         completed: bool = False,
     ) -> Any:
-        """Send a request, repeated if another attempt may help, and return its result. `body`: JSON as bytes, or a
+        """Send a request, repeat it if another attempt may help, and return its result. `body`: JSON as bytes, or a
         value to encode. `missing`: return None if the collection does not exist. `exists`: return None if it already
         exists. `completed`: raise StoreError if Qdrant does not confirm that the rows are applied.
         """

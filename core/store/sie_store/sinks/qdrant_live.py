@@ -13,8 +13,9 @@ no marker.
     _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
                           PAYLOAD  digest of the payload when both collections last had the same payload
 
-So a point with a valid PAYLOAD has not changed since it was copied. After the switch, PAYLOAD shows whether a point or
-its copy is newer. If a point without a copy has a valid PAYLOAD, its copy was deleted. If not, the point is new.
+So a point has not changed since it was copied if PAYLOAD equals the digest of its present payload. After the switch,
+this comparison shows whether a point or its copy is newer. If a point without a copy has not changed, its copy was
+deleted. If it has changed, or has no marker, the point is new.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from sie_store.sinks.qdrant import (
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, check_dims, checked_name
 
 MARKER = "_sie"
-NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
+# TEXT (first part of a marker) of a copy without a vector; TEXT of a point while `_replace_vectors` changes it
+NO_VECTOR, CLAIM = "none", "claim"
 CONDITIONS_SINCE = (1, 16)  # older versions of Qdrant ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
 COPIED_POINTS = 64  # points whose copied vectors are read at a time; halved if the reply is too large
@@ -113,8 +115,8 @@ class _CollectionPair:
 
 @dataclass(frozen=True)
 class _LateWrite:
-    """Point of the collection that is not in use, changed by a writer after the point was copied. `marker`: marker of
-    the copy in the collection in use, empty if there is no copy.
+    """Point of the collection that is not in use. A writer has changed the point after it was copied. `marker`: marker
+    of the copy in the collection in use, empty if there is no copy.
     """
 
     point: _Point
@@ -276,8 +278,8 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD, the second part of a marker, of each point to the digest of its payload, which both collections
-        have at this time.
+        """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload. Both collections
+        have this payload at this time.
         """
         operations = [
             {
@@ -471,7 +473,7 @@ class QdrantLive:
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
     async def _check_in_use(self) -> None:
-        """Raise CollectionMismatch if another command has switched the alias. This command would otherwise write its
+        """Raise CollectionMismatch if another command has switched the alias, because this command would then write its
         copies to the collection in use.
         """
         layout = self._opened()

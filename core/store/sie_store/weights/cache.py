@@ -186,7 +186,7 @@ class LocalCache:
         wait until this fetch ends. `label`: name of the snapshot in logs and errors. Raises FetchFailed, ManifestError.
 
         A caller that uses the files later must have a lease before this call, because another process could remove the
-        snapshot after it.
+        snapshot after the call.
         """
         progress = progress or FetchProgress(label)
 
@@ -314,8 +314,8 @@ class LocalCache:
         return True
 
     def clean(self, repository: str, revision: str) -> None:
-        """Remove the lock files and the empty folders of a snapshot that does not exist. Without this, they would
-        accumulate, because clients may name any number of LoRAs. Do nothing while a process has a lease on the
+        """Remove the lock files and the empty folders of a snapshot that does not exist. Without the removal, they
+        would accumulate, because clients may name any number of LoRAs. Do nothing while a process has a lease on the
         snapshot. Files of an unfinished download stay.
         """
         use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)

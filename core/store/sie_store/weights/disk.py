@@ -67,7 +67,7 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
     """Return the local cache in `folder`. It removes snapshots while its disk is fuller than `threshold_percent`
     (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), it removes no snapshot. In both
-    cases, it refuses a fetch that does not fit on the disk before the fetch begins.
+    cases, before a fetch begins, it refuses the fetch if the files do not fit on the disk.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -122,7 +122,7 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 class DiskWatch:
     """Thread that calls `look` every LOOK_S seconds until `close`. `look` returns whether the disk is below its
-    threshold; when this changes from true to false, a warning is logged.
+    threshold. When the result changes from true to false, a warning is logged.
     """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:

@@ -97,7 +97,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield a file part by part. Request up to `parts_at_once` parts before the caller takes them."""
+        """Yield a file part by part. Up to `parts_at_once` parts are requested ahead, before the caller needs them."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()

@@ -19,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StoredTensor(msgspec.Struct):
-    """A tensor of a safetensors file. `data_offsets`: positions of its first byte and of the byte after its last one,
+    """A tensor of a safetensors file. `data_offsets`: positions of its first byte and of the byte after its last byte,
     counted from the end of the header.
     """
 

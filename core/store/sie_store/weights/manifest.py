@@ -57,8 +57,8 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Files of a snapshot, by their path below its folder, with `/`. `revision`: commit. `left_out`: files of the
-    repository that were not selected for this snapshot; for a model that needs such a file, the snapshot is not
+    """Files of a snapshot, by path below its folder, with `/` as separator. `revision`: commit. `left_out`: files of
+    the repository that were not selected for this snapshot; for a model that needs such a file, the snapshot is not
     complete. `origin`: source of the snapshot. Another program has written a snapshot with the origin `found`; SIE
     never removes it to free space.
     """

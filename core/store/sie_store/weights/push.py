@@ -38,8 +38,8 @@ DIGEST = "sha256"  # name of the object attribute that contains the digest compu
 
 
 class PushRefused(Exception):
-    """Error for files that differ from the files of this commit in the bucket or from their manifest, or for an invalid
-    manifest of this commit in the bucket.
+    """Error for a push that is not allowed: its files differ from their manifest or from the files of the same commit
+    in the bucket, or the manifest in the bucket is invalid.
     """
 
 

@@ -55,8 +55,8 @@ def check_size(select: Wanted | None, size: int, label: str) -> None:
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """Return a function that tests whether a load of `entry` may read a file, by its name. A family that an
-    installed package adds by its entry point may read any file that is not in UNREAD.
+    """Return a function that tests, by the name of a file, whether a load of `entry` may read the file. A load of a
+    family that an installed package adds may read any file that no pattern of UNREAD matches.
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))

@@ -58,7 +58,7 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # None: a cache in cache_folder, without limits
-    # function that creates the progress of a fetch, called with the name of the snapshot
+    # function that returns the FetchProgress of a new fetch; its argument is the name of the snapshot
     begin: Callable[[str], FetchProgress] = FetchProgress
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -404,7 +404,7 @@ def _lacks_package(entry: ModelEntry) -> str:
 
 
 def private_name(lora: str) -> str:
-    """Return a name for logs of a LoRA that a client chose: a digest, which does not reveal the LoRA's name."""
+    """Return the name that logs use for a LoRA that a client chose: a digest, which does not reveal its real name."""
     return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
