@@ -197,7 +197,7 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
     The limits are, on CUDA: the memory of the GPU, and the fraction of it that torch lets this process use, if a
     fraction is set. On MPS: the size that Metal recommends. On a CPU: the memory of the machine, the limit of the
-    container, and RLIMIT_DATA (`ulimit -d`), for an adapter without a container of its own.
+    container, and RLIMIT_DATA (`ulimit -d`), which can limit an adapter that has no container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),

@@ -67,8 +67,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-_CHARACTERS_PER_TOKEN = 16  # only this number of characters times `max_tokens` of a word are tokenised
-_CANDIDATES = 16384  # limit of candidate entities per window; only candidates with equal scores may exceed it
+_CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`, before it is tokenised
+_CANDIDATES = 16384  # limit of candidate entities per window; more stay only if several share the lowest score
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    # on a CPU, and on other devices; for a model of width 768, the states of the spans need about 0.1 MB per word
+    # limits on a CPU and on other devices: for a model of width 768, the states of the spans need about 0.1 MB per word
     pass_tokens = 512, 16384
 
     @staticmethod

@@ -69,7 +69,7 @@ class TokenNeeds(NamedTuple):
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
         """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so a
-        decoder needs no separator. A decoder needs a first token only for the pooling cls.
+        decoder needs no separator. A decoder needs a first token only for the pooling "cls".
         """
         row = families.row(family)
         return cls(
@@ -321,7 +321,9 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the fraction of the characters of `text`, without white space, that become tokens not in `_unread_ids`."""
+    """Return the fraction of the characters in `text` that the model can read: those in tokens outside `_unread_ids`.
+    White space does not count.
+    """
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {
