@@ -103,8 +103,8 @@ def _import() -> None:
 
 
 def _name_temporary_folder() -> None:
-    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. When
-    torch is imported, it reads this path, and raises if there is none. It writes no file there.
+    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. The
+    import of torch reads this path, and raises if there is none, although it writes no file there.
     """
     try:
         tempfile.gettempdir()

@@ -155,7 +155,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # create the permission before the batch waits: models that other batches use meanwhile must not be evicted
+        # created before the batch waits: a `Permission` excludes all models that other batches use after its creation
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():

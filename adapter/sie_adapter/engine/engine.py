@@ -560,7 +560,8 @@ class BatchRun:
             reduced = self._model.heads[head].reduce(states, sequences)
             if len(reduced.rows) != len(sequences):
                 raise InternalFailure(
-                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)} sequences",
+                    reason="wrong_length",
                 )
             for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
                 self._rows[head][sequence] = row

@@ -118,7 +118,7 @@ class LabelVectors:
 
 
 class PreparedTexts(Protocol):
-    """Tokenised, padded texts with equal options. `padding`: positions without a token in all passes."""
+    """Tokenised, padded texts with equal options. `padding`: number of positions without a token, in all passes."""
 
     @property
     def padding(self) -> int: ...

@@ -36,7 +36,7 @@ class TokenPooling:
     documents: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the reduced token vectors of one item on its device. `rows`: finite float32 [tokens, width]."""
+        """Return the reduced token vectors of one item. `rows`: its token vectors, finite float32 [tokens, width]."""
         rest = rows[self.protected :]
         clusters = max(int(len(rest) // self.factor), 1)
         if self.factor > 1 and clusters < len(rest):

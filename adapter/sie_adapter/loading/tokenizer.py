@@ -136,8 +136,8 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
-    """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if the folder
-    has different tokenizers for queries and for documents.
+    """Return the tokenizer of a text model. Raises the errors of `load_tokenizer`, and ModelLoadFailed INCOMPATIBLE if
+    the folder has different tokenizers for queries and for documents.
     """
     tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
     if modules.query_folder is not None:

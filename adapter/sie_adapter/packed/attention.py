@@ -91,7 +91,7 @@ class MaskRequest:
 @dataclass
 class Trial:
     """Record of a trial pass, in which `packed_attention` checks the masks that the model requests. `calls`: number of
-    its calls. `edges`: the values of `sie_edge` that the layers with a window need.
+    calls of `packed_attention`. `edges`: the values of `sie_edge` that the layers with a window need.
     """
 
     calls: int = 0
@@ -103,7 +103,7 @@ class Trial:
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"masks have windows with {sorted(self.edges)} keys more than sliding_window")
+            raise AttentionUnsupported(f"the windows of masks exceed sliding_window by {sorted(self.edges)} keys")
         return next(iter(self.edges), 0)
 
 

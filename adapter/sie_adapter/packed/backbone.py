@@ -105,7 +105,7 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention implementation of transformers with which the model was loaded: not sdpa if its class lacks sdpa
+        # attention of transformers with which the model was loaded: sdpa; eager if requested or if its class lacks sdpa
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
@@ -258,7 +258,7 @@ class Backbone:
     def _hand_over(self, server: Callable[[], SGLang]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
         unchanged transformers model. Torch's weights are freed first, since a GPU may not have memory for two copies of
-        them. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        them. If the server cannot run the model, raises ModelLoadFailed if the entry demands SGLang, else Unserved.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)

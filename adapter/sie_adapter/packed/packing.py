@@ -223,7 +223,7 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: number of positions without a token that `filled` has counted. The padding sequence of `filled_up` is not
+    `padding`: number of positions without a token, added up by `filled`. The padding sequence of `filled_up` is not
     counted. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height and
     width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the engine
     that runs the pass; None for the engine of the model.
@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add `positions` to `padding`. `positions`: number of positions without a token that a pass has computed."""
+        """Add `positions` to `padding`: the number of positions that a pass computes although they have no token."""
         self.padding += positions
 
 
