@@ -128,7 +128,7 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more; send SIGTERM to all children. `status`: the parent's exit status if no child fails."""
+        """Stop forking, and send SIGTERM to all children. `status`: the parent's exit status if no child fails."""
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:

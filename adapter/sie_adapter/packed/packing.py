@@ -302,9 +302,9 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """Append one sequence of `filler` ids, so that batches have few different numbers of tokens. `order` does not list
-    this sequence. oneDNN keeps about 1 MB of memory for each different number of rows of a matrix product. The padding
-    is about 2 % of all tokens.
+    """Append one sequence of `filler` ids, so that batches have few different numbers of tokens: oneDNN keeps about
+    1 MB of memory for each different number of rows of a matrix product. The `order` of the result does not list this
+    sequence. The padding is about 2 % of all tokens.
     """
     tokens = len(packed.ids)
     more = missing(tokens)

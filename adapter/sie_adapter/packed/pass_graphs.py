@@ -45,8 +45,8 @@ _BLOCK = 128
 # driver keeps about a kilobyte.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
-_PAUSE_S = 60.0  # seconds without captures after memory ran out
-_WARM_UPS = 2  # number of passes before a capture
+_PAUSE_S = 60.0  # seconds without captures after memory ran out, or after graphs were dropped because memory was short
+_WARM_UPS = 2  # number of passes that `CudaRecorder.record` runs before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
 
