@@ -27,7 +27,8 @@ from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # seconds; if a child lived longer, the parent replaces the child without a pause
-# pause before the fork after an early death of a child: 0.1 s at first, doubled at each further early death up to 5 s
+# Pause before the fork that replaces a child that lived for at most STEADY_S: 0.1 s at first. If the new child dies as
+# early, the next pause is twice as long, up to 5 s.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
@@ -127,7 +128,7 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more; send SIGTERM to all children. `status`: the parent's exit status if no child fails."""
+        """Stop forking, and send SIGTERM to all children. `status`: the parent's exit status if no child fails."""
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
@@ -181,8 +182,8 @@ def _fork() -> int | None:
 def _is_alone() -> bool:
     if len(os.listdir(_TASKS)) > 1:
         # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends its threads
-        # before a fork, and starts threads again only at the next matrix product. So a fork of a child that exits at
-        # once ends these threads.
+        # before a fork, and starts threads again only at the next matrix product. So this fork ends these threads. Its
+        # child has nothing to do and exits.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)

@@ -57,7 +57,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s, so this process ends", path)
             return 1
-    # remove the sockets of a killed adapter that had more devices
+    # remove the sockets that a killed adapter with more devices than this one has left behind
     for number in range(len(adapters), MAX_DEVICES):
         # a socket file that cannot be removed does no harm: no process connects to it, and `sie doctor` reports it
         with contextlib.suppress(OSError):
@@ -103,8 +103,8 @@ def _import() -> None:
 
 
 def _name_temporary_folder() -> None:
-    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. When
-    torch is imported, it reads this path, and raises if there is none. It writes no file there.
+    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. The
+    import of torch reads this path, and raises if there is none, although it writes no file there.
     """
     try:
         tempfile.gettempdir()
@@ -183,7 +183,7 @@ def _serve(
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or when a byte is written to
-    the second. At the begin of the context, unblock the signals that `run` has blocked.
+    the second. At the start of the context, unblock the signals that `run` has blocked.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)

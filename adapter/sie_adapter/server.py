@@ -40,7 +40,8 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
-# pause after a failed accept: without free file descriptors the listener stays readable, and the loop would use a core
+# Pause after a failed accept. If no file descriptor is free, the listener stays readable: without this pause, the loop
+# in `serve` would keep a core busy.
 _FAILED_ACCEPT_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the peer
 
@@ -106,7 +107,7 @@ class AdapterServer:
             connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # without this call, the thread has the number that another thread has set last
+        torch.set_num_threads(1)  # without this call, torch uses the number of threads that another thread has set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
@@ -154,7 +155,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # create the permission before the batch waits: models that other batches use meanwhile must not be evicted
+        # created before the batch waits: a `Permission` excludes all models that other batches use after its creation
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():

@@ -29,7 +29,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _HOST = torch.device("cpu")
-_OBJECT_BYTES = 8  # bytes of a tree's Python objects for each byte of its JSON, measured for many short paragraphs
+_OBJECT_BYTES = 8  # memory of a tree as Python objects, per byte of its JSON; measured for many short paragraphs
 
 
 class DoclingModel:

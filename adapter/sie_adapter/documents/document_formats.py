@@ -13,7 +13,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
-# largest allowed sum, in bytes, of the unpacked sizes that the directory of an archive states; a larger one is refused
+# largest sum, in bytes, of the unpacked sizes that an archive's directory states; `format_of` refuses a larger archive
 MAX_UNPACKED_BYTES = 512 << 20
 MAX_MEMBERS = 10_000
 _TEXTS = {

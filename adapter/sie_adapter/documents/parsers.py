@@ -37,7 +37,7 @@ from sie_contracts.wire.ipc import FrameError, receive_frame
 
 DEADLINE_S = 60.0  # time limit for one document, in seconds
 MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
-# bytes of resident memory; a process that has more after a document is replaced
+# bytes of resident memory: a process that has more than this when it has parsed a document is replaced
 KEPT_BYTES = 1 << 30
 START_S = 120.0  # seconds in which a process must start; its imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two checks whether a client still waits (`is_gone`)
@@ -276,7 +276,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send `parts` (bytes of a frame), and return the answer. At the deadline, kill the process; the wait ends."""
+        """Send `parts` (bytes of a frame), and return the answer. After `deadline_s` seconds, kill the process."""
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()

@@ -38,8 +38,8 @@ _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
-# threshold in place of _MAPPED_BYTES while a model loads or RLIMIT_DATA is set: freed memory of this size and more then
-# leaves no holes in the heap
+# threshold in place of _MAPPED_BYTES while a model loads, and always if RLIMIT_DATA is set: freed memory of this size
+# or more then leaves no holes in the heap
 _APART_BYTES = 1 << 20
 # number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()
@@ -197,7 +197,7 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
     The limits are, on CUDA: the memory of the GPU, and the fraction of it that torch lets this process use, if a
     fraction is set. On MPS: the size that Metal recommends. On a CPU: the memory of the machine, the limit of the
-    container, and RLIMIT_DATA (`ulimit -d`), for an adapter without a container of its own.
+    container, and RLIMIT_DATA (`ulimit -d`), which can limit an adapter that has no container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -346,7 +346,8 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     """Call `run`. Return the bytes by which its peak memory on the device exceeded the memory in use before; 0 if this
     cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # without this call, `run` could reuse freed memory of the allocator, which is already part of the resident memory
+    # Without this call, `run` could reuse freed memory of the allocator. This memory is already part of the resident
+    # memory, so the result would be too low.
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)

@@ -23,7 +23,7 @@ from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
 
-_MOST_TORCH_THREADS = 8  # more threads do not make small operations faster
+_MOST_TORCH_THREADS = 8  # limit for the torch threads of one batch; more threads do not make small operations faster
 
 _logger = logging.getLogger("sie.adapter")
 _thread = threading.local()
@@ -61,12 +61,13 @@ class DeviceThreads:
     does not raise.
 
     If no other batch runs or waits, the first device thread computes its batch with `count` torch threads, at most 8.
-    In every other case, a device thread uses one torch thread. With more, torch would run more threads than the CPU has
-    cores, and libgomp then puts threads to sleep at barriers, which takes time.
+    In every other case, a device thread uses one torch thread. With more torch threads, more threads than cores would
+    run, and libgomp then puts threads to sleep at barriers, which takes time.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
-        # functions to call after a batch has run: with its job and reply, and begin and end of the run, ns since 1970
+        # functions that are called after each batch, with its job, its reply, and begin and end of its run, both in ns
+        # since 1970
         self.listeners: list[Callable[[DeviceJob, Reply, int, int], None]] = []
         self._execute = execute
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()

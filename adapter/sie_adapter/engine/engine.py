@@ -119,8 +119,8 @@ class AdapterEngine:
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
         # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core.
-        # On two cores in bfloat16 (bench/engine.py), two threads computed 324 texts/s of mixed lengths, and 3,623 of 8
-        # tokens; two processes 333 and 3,608; one thread on both cores 292 and 2,567.
+        # Measured on two cores in bfloat16 (bench/engine.py), in texts/s of mixed lengths / texts/s of 8 tokens: two
+        # threads 324 / 3,623; two processes 333 / 3,608; one thread that uses both cores 292 / 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -134,7 +134,7 @@ class AdapterEngine:
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
-        # a new thread loads the model, because oneDNN may not run new shapes on a thread that ran out of memory
+        # a new thread loads the model, because oneDNN may fail for new shapes on a thread that once ran out of memory
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
@@ -343,8 +343,8 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # by default, oneDNN, and torch in each thread, store data for 1,024 sizes of matrix products, 0.5 MB per size
-    # (bench/results/memory.md)
+    # By default, oneDNN stores data for 1,024 sizes of matrix products, and so does torch in each thread. The data of a
+    # size takes 0.5 MB (bench/results/memory.md).
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
     # onnxruntime (which gliner imports) and openvino store and send telemetry as soon as they are imported
@@ -560,7 +560,8 @@ class BatchRun:
             reduced = self._model.heads[head].reduce(states, sequences)
             if len(reduced.rows) != len(sequences):
                 raise InternalFailure(
-                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)} sequences",
+                    reason="wrong_length",
                 )
             for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
                 self._rows[head][sequence] = row

@@ -145,7 +145,7 @@ class Graph:
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
     """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
-    A process writes its graph while it holds the lock, so a folder with a graph and a free lock is of a killed process.
+    A process holds the lock of its folder while the graph is there, so a graph beside a free lock is left over.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time

@@ -308,11 +308,12 @@ def _scores(values: Tensor) -> ItemResults:
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
-    """Return the score of each pair from its float32 logits. `activation` softmax: the probability of the last label.
-    sigmoid: the sigmoid of the only logit. identity: the logit, or its sigmoid if the client requested relevance.
+    """Return the score of each pair from its float32 logits. For the `activation` "softmax", the score is the
+    probability of the last label; for "sigmoid", the sigmoid of the only logit; for "identity", the logit, or its
+    sigmoid if the client requested relevance.
 
-    With `raw_scores` a score is the logit, or the log-odds of the probability of softmax: with two classes the
-    difference of both logits, as in Text Embeddings Inference and Infinity.
+    If the request sets `raw_scores`, the score is the logit. For "softmax" it is then the log-odds of the probability:
+    with two classes, the second logit minus the first, as in Text Embeddings Inference and Infinity.
     """
     # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()
@@ -326,7 +327,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
     """Return for each text the classes that the labels and the threshold of the request select, best first, from
-    float32 logits [classes]. With `raw_scores` a score is the logit. Source: transformers' TextClassificationPipeline.
+    float32 logits [classes]. If the request sets `raw_scores`, a score is the logit. Source: transformers'
+    TextClassificationPipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
@@ -346,7 +348,8 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
-    probability of yes. With `raw_scores`, or with `difference` and no request for relevance, a score is yes - no.
+    probability of yes. It is the logit of yes minus the logit of no if the request sets `raw_scores`, or if
+    `difference` is set and the client did not request relevance.
     """
     # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()

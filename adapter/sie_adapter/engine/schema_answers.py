@@ -19,10 +19,10 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-# default threshold of three scores: that a boolean is true, that a label applies (if several may apply), and that
-# a span of the text is a value
+# default of the lowest score with which a boolean is true, a label applies (if several may apply), or a span of a text
+# is a value
 LEAST = 0.5
-_MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
+_MAX_DIGITS = 64  # a text of more characters than this is not read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")

@@ -21,9 +21,10 @@ def convert(vectors: Tensor, dtype: str) -> Converted:
     """Convert finite `vectors` [.., width] to `dtype`. Return the values, `scale` and `offset`. `scale` and `offset`
     are float32 [..], or None if the dtype does not need them.
 
-    `int8` has a scale, and a number x is about values * scale. `uint8` also has an offset, and x is about values *
-    scale + offset. `binary` and `ubinary` have a bit x > 0 for each number, eight in a byte of uint8, the first in the
-    highest bit, with zeros after the last. Raises ValueError for another dtype.
+    `int8` has a scale: a number of `vectors` is about value * scale. `uint8` also has an offset: a number is about
+    value * scale + offset. `binary` and `ubinary` store one bit for each number, 1 if the number is above 0. A byte
+    (uint8) has the bits of eight numbers, that of the first number highest; unused bits of the last byte are 0. Raises
+    ValueError for another dtype.
     """
     if dtype not in _CONVERSIONS:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_CONVERSIONS)}")

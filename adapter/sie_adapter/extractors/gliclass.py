@@ -226,7 +226,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
         raise incompatible(f"{entry.id} sums the states of all layers (squeeze_layers), which its package cannot run")
     encoder = raw.get("encoder_config") or {}
     check_encoder(encoder, entry, load)
-    raw["encoder_model"] = str(folder)  # the package looks for a PEFT adapter of the encoder in this folder
+    raw["encoder_model"] = str(folder)  # the package looks for a PEFT adapter of the encoder in the folder of this name
     with construction():
         model, report = GLiClassModel.from_pretrained(
             folder,

@@ -1,5 +1,5 @@
 """GLiNER2, run by the package `gliner2`. A model finds entities and relations of the types that a request names. If the
-entry has the output classifications, the model scores the classes of a request, and finds no entities. A model scores
+entry has the output `classifications`, the model scores the classes of a request, and finds no entities. A model scores
 all spans of words up to a width, or has the boundary architecture (`gliner2_boundary.py`), which supports no relations
 and no records here.
 
@@ -67,8 +67,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-_CHARACTERS_PER_TOKEN = 16  # only this number of characters times `max_tokens` of a word are tokenised
-_CANDIDATES = 16384  # limit of candidate entities per window; only candidates with equal scores may exceed it
+_CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`, before it is tokenised
+_CANDIDATES = 16384  # limit of candidate entities per window; more stay only if several share the lowest score
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
@@ -77,7 +77,7 @@ Output = TypeVar("Output")
 # None if the model predicts no object.
 _Logits = Sequence[Tensor | None]
 Kind = Literal["entities", "relations", "classifications", "json_structures"]
-_SHARED_WORDS = 16  # least number of words that two neighbouring windows share, if spans may have any width
+_SHARED_WORDS = 16  # smallest overlap of two windows, in words, for the boundary architecture: its spans have any width
 _TASK = "category"  # name of the classification task if neither the request nor the entry names one
 
 
@@ -168,7 +168,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    # on a CPU, and on other devices; for a model of width 768, the states of the spans need about 0.1 MB per word
+    # limits on a CPU and on other devices: for a model of width 768, the states of the spans need about 0.1 MB per word
     pass_tokens = 512, 16384
 
     @staticmethod
@@ -374,7 +374,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
         marks: list[list[int]] = []
         for (kind, words), first in zip(tasks, np.cumsum([0, *sizes]).tolist(), strict=False):
-            # ( [P] entities ( [E] label .. ) ); instead of [E], classes have [L], properties [C], head and tail [R]
+            # Words of a task with entities: ( [P] entities ( [E] label .. ) ). A task with classes has [L] instead of
+            # [E], one with properties [C], and one with head and tail [R].
             at = [first + 1, *range(first + 4, first + len(words) - 2, 2)]
             named = [*(parts[place + 1] for place in at[1:]), *words_before]
             self._check_task(kind, parts[first + 2], named, descriptions)
@@ -557,7 +558,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         {**encoder, "vocab_size": len(tokenizer)}
     )
     config = ExtractorConfig.from_dict(raw)
-    # set explicitly, because the package would fall back to eager
+    # sdpa is set explicitly, because the package would fall back to eager
     config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
         model = kinds[kind](config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)

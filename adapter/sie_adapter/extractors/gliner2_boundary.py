@@ -19,8 +19,8 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
-# largest number of overlapping spans of a label that the package compares, the usual number in 8 windows; of more
-# spans, it gets only the best
+# Largest number of spans in a group of overlapping spans of one label (`_clusters`), about as many as 8 windows have.
+# Of a larger group, the package gets only the best spans.
 _CANDIDATES = 1024
 
 

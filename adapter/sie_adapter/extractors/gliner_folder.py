@@ -59,7 +59,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     if raw.get("encoder_config") is None or not has_tokenizer:
         describe_backbone(raw, "model_name", "encoder_config", folder, entry)
     tokenizer = read_tokenizer(folder if has_tokenizer else Path(raw["model_name"]))
-    raw["model_name"] = str(folder)  # the package looks for a PEFT adapter of the encoder in this folder
+    raw["model_name"] = str(folder)  # the package looks for a PEFT adapter of the encoder in the folder of this name
     if raw.get("labels_encoder") is not None:
         describe_backbone(raw, "labels_encoder", "labels_encoder_config", folder, entry)
     for part in ("encoder_config", "labels_encoder_config"):

@@ -155,8 +155,8 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Embeddings of a text encoder, without the limit for the tokens of one text that the class in transformers checks:
-    the packed texts of a pass together may be longer.
+    """Embeddings of a text encoder, without the check of the class in transformers that the input has at most as many
+    tokens as one text may have: here the input is all packed texts of a pass.
     """
 
     def __init__(self, source: Any) -> None:

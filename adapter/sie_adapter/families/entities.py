@@ -34,8 +34,8 @@ def entities(
     score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
     of transformers' token-classification pipeline, which supports only B- and I-.
 
-    With `keeps_order` the tags of a text are the best sequence that BIOES allows (`ordered_tags`), and entities have no
-    white space at their ends.
+    If `keeps_order` is True, the tags of a text are the best sequence that BIOES allows (`ordered_tags`), and white
+    space at the ends of entities is removed.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)

@@ -1,5 +1,5 @@
-"""Code that families share whose models extract entities, relations or classes from texts: options, tokenisation,
-windows over long texts, padded passes, weights.
+"""Code for the families whose models extract entities, relations or classes from texts: options, tokenisation, windows
+over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘
@@ -118,7 +118,7 @@ class LabelVectors:
 
 
 class PreparedTexts(Protocol):
-    """Tokenised, padded texts with equal options. `padding`: positions without a token in all passes."""
+    """Tokenised, padded texts with equal options. `padding`: number of positions without a token, in all passes."""
 
     @property
     def padding(self) -> int: ...

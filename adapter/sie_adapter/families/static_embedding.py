@@ -100,9 +100,9 @@ class StaticEmbedding:
 
 
 def read_table(folder: Path) -> Tensor:
-    """Return the vectors of the tokens, float32 [tokens, width]. model2vec may store fewer vectors than tokens: then
-    `mapping` has the row of each token, and `weights` a factor for each token. Raises ModelLoadFailed INCOMPATIBLE for
-    tensors that are missing or do not form such a table.
+    """Return the vectors of the tokens, float32 [tokens, width]. model2vec may store fewer vectors than tokens: the
+    tensor `mapping` then has the row of each token. If the tensor `weights` is stored, it has a factor for each token.
+    Raises ModelLoadFailed INCOMPATIBLE for tensors that are missing or do not form such a table.
     """
     table = tensor(folder, "embedding.weight")
     if table is None:

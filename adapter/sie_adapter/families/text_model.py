@@ -249,7 +249,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of a marker; -1 if it is empty. A marker of PyLate ends with a space, the token may lack it."""
+        """Return the id of a marker; -1 for an empty one. A PyLate marker ends with a space that its token may lack."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)

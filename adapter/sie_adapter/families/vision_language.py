@@ -49,7 +49,7 @@ class VisionLanguageKind(Protocol):
     """Model class of a vision-language model. Its constructor loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
-    that read images. `output`, `width`: the name of its output in an entry, and the width of its vectors or 0.
+    that read images. `output`: the name of its output in an entry. `width`: the width of its vectors, 0 if it has none.
     """
 
     model: Any

@@ -61,7 +61,7 @@ def _trial_states(width: int, device: torch.device) -> Tensor:
 
 
 class LastTokenHead:
-    """Head of a decoder, applied to the last token of each sequence: float32 logits [labels]. With `pad`, the head
+    """Head of a decoder, applied to the last token of each sequence: float32 logits [labels]. If `pad` is set, the head
     reads the last token whose id is not `pad`.
 
     Sources: transformers' GenericForSequenceClassification, which detects padding only by the id; model cards of

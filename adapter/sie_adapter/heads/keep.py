@@ -19,7 +19,7 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 
 
 class KeepHead:
-    """Head of a pruner. `layers` compute float32 logits [tokens, 1], high for tokens to keep, from [tokens, width]."""
+    """Head of a pruner. `layers` turn states [tokens, width] to float32 logits [tokens, 1], high for tokens to keep."""
 
     def __init__(self, layers: nn.Module, device: torch.device) -> None:
         self._layers = layers.to(device)

@@ -78,7 +78,7 @@ class DenseHead:
         """
         pooling = states.pooling or self.pooling
         if not is_joinable(pooling):
-            message = f"the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+            message = f"the pooling is {pooling}; for chunks with context it must be {' or '.join(JOINABLE_POOLINGS)}"
             raise InvalidInput.at("chunks", message, reason="unsupported_pooling")
         pooled = self._pooled(states, sequences)
         return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
@@ -94,7 +94,7 @@ class DenseHead:
         if parts is None:
             raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
         if len(parts) != len(self.pooling.split("+")):
-            raise InvalidInput.at("pooling", f"its vectors have another width than the default, {self.pooling}")
+            raise InvalidInput.at("pooling", f"its vectors are not as wide as those of the default, {self.pooling}")
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
         vectors = [pool(hidden, states.packed, part) for part in parts]
         pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)

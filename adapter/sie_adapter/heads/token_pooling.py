@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from sie_contracts.models.load_errors import incompatible
 
-# largest number of rows of a sequence, whose distances to each other need 0.5 GB; a model whose max_tokens is larger is
-# refused
+# Largest number of rows (token vectors) of a text: the distances between all pairs of 8,192 rows need 0.5 GB. A model
+# with token pooling whose max_tokens is larger is refused.
 MAX_ROWS = 8192
 
 
@@ -36,7 +36,7 @@ class TokenPooling:
     documents: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the reduced token vectors of one item on its device. `rows`: finite float32 [tokens, width]."""
+        """Return the reduced token vectors of one item. `rows`: its token vectors, finite float32 [tokens, width]."""
         rest = rows[self.protected :]
         clusters = max(int(len(rest) // self.factor), 1)
         if self.factor > 1 and clusters < len(rest):

@@ -217,7 +217,9 @@ def _similarities(rows: Sequence[Row]) -> Tensor:
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
-    """Return Kendall's tau over the pairs whose difference in `left` exceeds the rounding errors of `dtype`."""
+    """Return Kendall's tau of two lists of scores. A pair of items counts only if its scores in `left` differ by more
+    than the rounding errors of `dtype`.
+    """
     left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = left_gaps.abs() > resolution

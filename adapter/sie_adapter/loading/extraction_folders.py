@@ -14,7 +14,7 @@ _GLINER_WORDS = 384
 # A window of GLiNER (section of a text that runs as one sequence) has at most this number of tokens per word, or fewer
 # if the files have a lower limit. The package limits only words, and counts a whole Chinese clause as one word.
 TOKENS_PER_WORD = 8
-_WINDOW = 512  # tokens of a window if the model's files have no limit; for GLiNER2 the largest window
+_WINDOW = 512  # max_tokens of an entry if the model's files have no limit; for GLiNER2 also its upper bound
 
 
 @dataclass(frozen=True)

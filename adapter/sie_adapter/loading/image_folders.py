@@ -27,7 +27,7 @@ _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{t
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
 _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages
-_PARAKEET_POSITIONS = 375  # largest max_tokens of an entry: a window of 30 s, at 80 ms per position
+_PARAKEET_POSITIONS = 375  # largest max_tokens of an entry for Parakeet: a window of 30 s, at 80 ms per position
 _ASSUMED = {
     "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair, and two answers in head",
     "vision-language": "no LoRA: if the model was trained with one, name it by run.lora",

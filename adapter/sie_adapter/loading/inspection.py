@@ -197,7 +197,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
         labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
         report.findings.append(f"{config.num_labels} classes, {labels}: config.json")
         report.assumed.append(
-            "no score of a pair: one of two labels needs family cross-encoder and head.activation softmax"
+            "no score of a pair: a score from two labels needs family cross-encoder and head.activation softmax"
         )
     entry["outputs"] = (
         _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
@@ -363,7 +363,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
     # getattr also finds a length that the configuration class stores under another name
     stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
+    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, also if the tokenizer's is lower
         limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)

@@ -113,7 +113,7 @@ class Loader:
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
     # folders whose weights were already checked: the path, and the `_facts` of all files in the folder
     _checked: set[tuple[str, ...]] = field(default_factory=set)
-    # warnings about a precision that were already logged: the model, and the reason for another precision
+    # warnings about precision that were already logged: the model, and the reason why it computes in another precision
     _reported: set[tuple[str, str]] = field(default_factory=set)
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
     # cache

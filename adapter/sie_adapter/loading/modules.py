@@ -371,8 +371,9 @@ def _check_output(
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse a layer that changes token states
-    after the Pooling, or text vectors before it: sentence-transformers fails on the layer, or the layer has no effect.
+    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse a layer for token states after the
+    Pooling, and a layer for text vectors before the Pooling: sentence-transformers fails on such a layer, or the layer
+    has no effect.
     """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])

@@ -29,7 +29,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
-# supported image encoders; their MLPs use an exact GELU
+# Supported image encoders. Their MLPs use an exact GELU, which `_config` writes as hidden_act "gelu".
 _TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")
 _HEAD_WIDTH = 64  # width of an attention head in these image encoders; the files do not contain this number
 _EPS = 1e-6  # epsilon of the layer norms of these image encoders

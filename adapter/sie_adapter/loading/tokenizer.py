@@ -69,7 +69,7 @@ class TokenNeeds(NamedTuple):
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
         """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so a
-        decoder needs no separator. A decoder needs a first token only for the pooling cls.
+        decoder needs no separator. A decoder needs a first token only for the pooling "cls".
         """
         row = families.row(family)
         return cls(
@@ -136,8 +136,8 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
-    """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if the folder
-    has different tokenizers for queries and for documents.
+    """Return the tokenizer of a text model. Raises the errors of `load_tokenizer`, and ModelLoadFailed INCOMPATIBLE if
+    the folder has different tokenizers for queries and for documents.
     """
     tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
     if modules.query_folder is not None:
@@ -321,7 +321,9 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the fraction of the characters of `text`, without white space, that become tokens not in `_unread_ids`."""
+    """Return the fraction of the characters in `text` that the model can read: those in tokens outside `_unread_ids`.
+    White space does not count.
+    """
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {

@@ -3,14 +3,14 @@
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► the items of the next pass, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
-* After a pass of n tokens fails, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
-n tokens had fitted before, less memory is free now, and the limit is n / 2.
+* After a pass of n tokens fails, the limit is the size of the largest pass that fitted, or n / 2 if that is larger. If
+a pass of n or more tokens fitted before, less memory is free now, so the limit is n / 2.
 * The limit rises by the factor RAISE after each wait without a new result, because another process may have used the
 memory at the time of the failure. The first wait is WAIT_S.
-* A pass may be larger than the limit before its raises. If this pass fails, the wait doubles, up to MAX_WAIT_S, so that
-failures are rare. If this pass fits, its size is the new limit, and the wait is the first wait again.
+* A raised limit permits a pass that is larger than the limit before the raises. If such a pass fails, the wait doubles,
+up to MAX_WAIT_S, so that failures are rare. If it fits, its size is the limit, and the wait is the first wait again.
 * A failure that kills the adapter process ends all its models and batches, so it must be rarer than other failures. It
-counts as a failure of a pass with half of the tokens, and the first wait is KILLED_WAIT_S.
+counts as the failure of a pass with half of the tokens, and from then on the first wait of the model is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-# number of raises after which a failure is forgotten: 40 raises multiply the limit by 1.25 ** 40 = 7,500
+# number of raises after which the limit stops rising, and `_save` drops it: 40 raises multiply it by 1.25 ** 40 = 7,500
 FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0
@@ -47,10 +47,10 @@ _logger = logging.getLogger("sie.adapter")
 
 class BatchLimit(msgspec.Struct):
     """Measured passes of one model on one device (`limits_key`). `fit_tokens`: tokens of the largest pass that fitted.
-    If a pass of at most `fit_tokens` fails later, `fit_tokens` becomes half of the failed pass. `fail_tokens`: tokens
-    of the last recorded failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens`
-    becomes RAISE times that pass. `since_s`: wall time of the last result that changed the limit. `wait_s`: seconds
-    until the limit rises; its first value is `first_wait_s`.
+    If a pass of at most `fit_tokens` fails later, `fit_tokens` becomes half of its tokens. `fail_tokens`: tokens of the
+    last recorded failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens` becomes
+    RAISE times its tokens. `since_s`: wall time, in seconds, of the last result that changed the limit. `wait_s`:
+    seconds from one raise of the limit to the next; `first_wait_s`: its first value.
     """
 
     fit_tokens: int = 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Shared hold of a lock. `was_alone` is set at the end: True if no other thread held the lock meanwhile."""
+    """Shared hold of a lock. `was_alone` is set when the hold ends: True if no other thread held the lock during it."""
 
     was_alone = True
 

@@ -29,7 +29,7 @@ FAR = 1 << 30  # as a number of visible keys before or after a query, this means
 # largest number of scores in one block on a CPU: a larger block does not fit the second-level cache, and each operation
 # on the block would wait for memory
 _BLOCK_SCORES = 1 << 18
-# largest number of scores in one block on a GPU, which computes all scores of a block at once: 128 MB in float32
+# largest number of scores in one block on a GPU, which computes them all at once; so many need 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
 # shorter rows of scores are padded to this length, one vector register. Softmax sums a shorter row number by number,
 # which took eight times as long.
@@ -43,7 +43,7 @@ class Kernel(IntEnum):
     # matrix products over blocks of queries, for sequences of equal length, with any window. In a layer whose window is
     # shorter than the sequences, this kernel replaces SDPA.
     BLOCKS = 2
-    REFERENCE = 3  # one sequence after the other, by the definition of attention
+    REFERENCE = 3  # one sequence after the other, by the formula that defines attention
     VARLEN = 4  # torch's variable-length kernel, for all sequences at once, on CUDA
     FLASH = 5  # flash_attn_varlen_func, for all sequences at once, on CUDA
 
@@ -91,7 +91,7 @@ class MaskRequest:
 @dataclass
 class Trial:
     """Record of a trial pass, in which `packed_attention` checks the masks that the model requests. `calls`: number of
-    its calls. `edges`: the values of `sie_edge` that the layers with a window need.
+    calls of `packed_attention`. `edges`: the values of `sie_edge` that the layers with a window need.
     """
 
     calls: int = 0
@@ -103,7 +103,7 @@ class Trial:
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"masks have windows with {sorted(self.edges)} keys more than sliding_window")
+            raise AttentionUnsupported(f"the windows of masks exceed sliding_window by {sorted(self.edges)} keys")
         return next(iter(self.edges), 0)
 
 

@@ -43,8 +43,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the attention backend, and the reason. `auto` and `flash_attention_2` return flash_attention_2 if the
-    device, the precision and the installed package allow it, else sdpa.
+    """Return the attention backend, and the reason. The requests `auto` and `flash_attention_2` give flash_attention_2
+    if the device, the precision and the installed package allow it, else sdpa.
     """
     if requested == "eager":
         return "eager", "as requested"

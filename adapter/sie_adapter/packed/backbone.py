@@ -50,7 +50,7 @@ _logger = logging.getLogger("sie.adapter")
 # lengths, in tokens, of the sequences of the trial, which compares packed with padded states when a model is loaded;
 # the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
-_LORA_LENGTHS = (8, 24)  # lengths in tokens of the sequences whose states a LoRA must change, else it is refused
+_LORA_LENGTHS = (8, 24)  # lengths in tokens of two sequences; a LoRA that does not change their states is refused
 # smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16
 _TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
@@ -93,9 +93,9 @@ class Backbone:
         a CPU, layers with weights in the blocked order of oneDNN replace the linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server`: starts an SGLang server,
-        or raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
-        demands an engine that cannot run the model, or if max_tokens is too large for the model's rotary embedding or
-        sparse attention.
+        or raises SglangNotStarted. Raises ModelLoadFailed if the entry demands an engine that cannot run the model, or
+        if max_tokens is too large for the model's rotary embedding or sparse attention. Raises Unserved if SGLang
+        cannot run the model and the entry does not demand SGLang.
         """
         attention.register()
         # `model` may be a part of the loaded model, and the loader sets use_cache only in the whole model's config
@@ -105,7 +105,7 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention implementation of transformers with which the model was loaded: not sdpa if its class lacks sdpa
+        # attention of transformers with which the model was loaded: sdpa; eager if requested or if its class lacks sdpa
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
@@ -258,7 +258,7 @@ class Backbone:
     def _hand_over(self, server: Callable[[], SGLang]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
         unchanged transformers model. Torch's weights are freed first, since a GPU may not have memory for two copies of
-        them. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        them. If the server cannot run the model, raises ModelLoadFailed if the entry demands SGLang, else Unserved.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -442,7 +442,8 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
 
 def _check_sparse(config: PretrainedConfig, max_tokens: int) -> None:
     """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens. After one short
-    text, BigBird's class in transformers uses full attention for all later texts.
+    text, BigBird's class in transformers uses full attention for all later texts, so the states of a long text would
+    depend on earlier texts.
     """
     if getattr(config, "attention_type", None) != "block_sparse":
         return

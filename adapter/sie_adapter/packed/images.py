@@ -176,7 +176,7 @@ class Patches(NamedTuple):
 
 class GridTower:
     """Image encoder for images of any size, whose outputs are cached. It calls `run` for a few images at a time, with
-    the patches, [patches, values], in the order of Qwen2-VL's image processors, block by block, and with the grid of
+    two arguments: the patches, [patches, values], block by block as in Qwen2-VL's image processors, and the grid of
     each image, int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks, width].
     """
 

@@ -2,9 +2,10 @@
 
 Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
 weight on every call. With a weight that is reordered only once, a layer from width 384 to 1,536 took 287 us instead of
-677 for 64 rows in float32, and 34 us instead of 54 for 8 rows in bfloat16 (AMD EPYC, AVX512-BF16, one thread, torch
-2.13). On an Intel Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every
-suitable layer is blocked: a choice by measured time could differ between starts, and change the last bits of results.
+677 us for 64 rows in float32, and 34 us instead of 54 us for 8 rows in bfloat16 (AMD EPYC, AVX512-BF16, one thread,
+torch 2.13). On an Intel Xeon with AMX it took 0.9 to 1.1 times the stock time in float32, and 0.5 to 1.0 times in
+bfloat16. Every suitable layer is blocked, also where that is no faster: a choice by measured time could differ between
+starts, and change the last bits of results.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
         """Return the product of `states` and the weight, for a process whose memory is limited. The product is computed
-        in parts of at most _CHUNK rows, each padded to a power of two. For every different number of rows, oneDNN keeps
-        0.5 to 1 MB: 1 GB after 1,200 different numbers.
+        in parts of at most _CHUNK rows, each padded to a power of two, so that few different numbers of rows occur. For
+        each different number, oneDNN keeps 0.5 to 1 MB: 1 GB after 1,200 different numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))

@@ -113,7 +113,7 @@ class ModelLoras:
     def load(self, name: str, folder: Path, most: int) -> str:
         """Load a LoRA if it is not loaded yet, and check that the LoRA changes the output. Return the SHA-256, in hex,
         of the digests of its two files. Raises LoraLoadFailed, which names the fault. `most`: the largest number of
-        loaded LoRAs; the least recently used are dropped.
+        loaded LoRAs; beyond it, the least recently used are dropped.
         """
         with self._lock:
             if name in self._kept:

@@ -223,7 +223,7 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: number of positions without a token that `filled` has counted. The padding sequence of `filled_up` is not
+    `padding`: number of positions without a token, added up by `filled`. The padding sequence of `filled_up` is not
     counted. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height and
     width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the engine
     that runs the pass; None for the engine of the model.
@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add `positions` to `padding`. `positions`: number of positions without a token that a pass has computed."""
+        """Add `positions` to `padding`: the number of positions that a pass computes although they have no token."""
         self.padding += positions
 
 
@@ -302,9 +302,9 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """Append one sequence of `filler` ids, so that batches have few different numbers of tokens. `order` does not list
-    this sequence. oneDNN keeps about 1 MB of memory for each different number of rows of a matrix product. The padding
-    is about 2 % of all tokens.
+    """Append one sequence of `filler` ids, so that batches have few different numbers of tokens: oneDNN keeps about
+    1 MB of memory for each different number of rows of a matrix product. The `order` of the result does not list this
+    sequence. The padding is about 2 % of all tokens.
     """
     tokens = len(packed.ids)
     more = missing(tokens)

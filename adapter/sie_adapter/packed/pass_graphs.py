@@ -41,12 +41,12 @@ _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
 # number of rows of a block of the attention kernel; a padding sequence has at most this number of tokens, so that it
 # fits one block
 _BLOCK = 128
-# Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
-# of a graph.
+# Largest number of graphs of a model. The graphs share the memory for activations. For each kernel of a graph, the
+# driver keeps about a kilobyte.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
-_PAUSE_S = 60.0  # seconds without captures after memory ran out
-_WARM_UPS = 2  # number of passes before a capture
+_PAUSE_S = 60.0  # seconds without captures after memory ran out, or after graphs were dropped because memory was short
+_WARM_UPS = 2  # number of passes that `CudaRecorder.record` runs before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
 

@@ -128,7 +128,7 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # computed again if not finite, because another image of the pass may have caused the overflow
+                    # read this image again: another image of its pass may have caused the values that are not finite
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))

@@ -35,7 +35,7 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # weight of the output layer; only a few of its rows are read from the file
+LANGUAGE_HEAD = "lm_head.weight"  # weight of the output layer, which is not loaded; a reranker reads a few of its rows
 # cost of a block of an image, in tokens: its four patches take about as long in the image encoder as one token in the
 # language model
 _BLOCK_TOKENS = 1

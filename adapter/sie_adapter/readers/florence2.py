@@ -244,7 +244,9 @@ def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[lis
 
 
 def _outlines(shapes: Iterator[tuple[str, list[list[int]]]]) -> dict[str, Any]:
-    """Return a result for polygons: objects with the rectangles around them, and the polygons in the same order."""
+    """Return a result for polygons: `objects`, each with the rectangle around its polygons, and in `data` the list
+    `polygons`, whose item i has the polygons of object i.
+    """
     objects, outlines = [], []
     for name, polygons in shapes:
         across, down = ([number for polygon in polygons for number in polygon[axis::2]] for axis in (0, 1))

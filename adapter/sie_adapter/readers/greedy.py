@@ -1,7 +1,7 @@
 """Greedy choice of tokens: the most likely next token of a row, under the rules of the model's generation_config.json.
 
 The output equals transformers' `generate(num_beams=1, do_sample=False)`. This module uses the logits processors of
-transformers. With `stops_loops`, a text that repeats itself ends earlier.
+transformers. If `stops_loops` is set, a text that repeats itself ends earlier than in transformers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ at most one step for a disconnected client. The text of a row does not depend on
 another prompt follows, such as the next window of a sound, the row waits again, behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
-has a lower priority than the device threads. While the device threads are busy, it gets only a part of a core.
+has a lower priority than the device threads. While these are busy, the loop's thread gets only a part of a core.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sie_contracts.errors import InferenceFailed, ShuttingDown, SIEError
 _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
-# Niceness of the thread. A niceness of 3 halves the thread's weight in the scheduler of Linux: on two cores with two
-# busy device threads, the thread gets a third of a core, or a quarter if gateway, sidecar and broker are also busy.
-# With 5 it would get only a quarter or a sixth.
+# Niceness that is added for the loop's thread. A niceness of 3 halves the thread's weight in the scheduler of Linux: on
+# two cores with two busy device threads, the thread gets a third of a core, or a quarter if gateway, sidecar and broker
+# are also busy. With a niceness of 5 it would get a quarter of a core, or a sixth.
 _NICENESS = 3
 _CLOSED_S = 1.0  # seconds without new rows after a row did not fit into memory; the end of another row ends this wait
 

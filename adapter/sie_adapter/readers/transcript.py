@@ -26,8 +26,9 @@ TASKS = ("transcribe", "translate")
 
 
 class PromptStart(NamedTuple):
-    """First tokens of a prompt. `ids`: their ids. `place`: if the model must recognise the language, the index in `ids`
-    of a -1, which the token of the language replaces; else -1.
+    """First tokens of a prompt. `ids`: their ids. If the model must recognise the language, `ids` has the placeholder
+    -1, which the id of the language's token replaces later, and `place` is the index of this placeholder; else `place`
+    is -1.
     """
 
     ids: list[int]
@@ -131,7 +132,7 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
 
     Two consecutive time stamps end a segment and begin the next one; without such a pair, all tokens are one segment.
     If the tokens end with a single time stamp, the last segment is whole. Otherwise the end of the window cuts the
-    segment after the last pair. This segment is dropped, and the next window begins at its start.
+    segment after the last pair. This cut segment is dropped, and the next window begins where the cut segment begins.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]

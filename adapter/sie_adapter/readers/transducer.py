@@ -20,7 +20,9 @@ from torch import Tensor
 from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
 
 _ENDS = (".", "?", "!")  # punctuation marks that end a sentence. Source: NeMo, the separators of segments
-_LONGEST_S = 30.0  # a longer sentence is divided, because the gateway reads a recording in parts that overlap by 30 s
+# largest length of a sentence in seconds; a longer sentence is divided, because the gateway reads a recording in parts
+# that overlap by 30 s
+_LONGEST_S = 30.0
 # punctuation marks, which have no duration: they begin and end at the end of the previous word. Source: transformers,
 # ParakeetProcessor
 _MARKS = frozenset("?'¡¿-:,%/.!")

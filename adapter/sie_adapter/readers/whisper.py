@@ -272,7 +272,7 @@ class WhisperReader:
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads no values of this argument, but uses the cached encoder states only if it is set
+            # the decoder reads no value of this argument, but would ignore the cached encoder states if it were None
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),

@@ -36,7 +36,7 @@ class _Pieces(NamedTuple):
 
 class WordTimes:
     """Computes the times of words. Thread-safe. `heads`: layer and number of each alignment head. `end`: the id of the
-    end token, which is the first special token.
+    end token, which is the lowest id of a special token: ids below it are text.
     """
 
     def __init__(self, model: Any, heads: Sequence[tuple[int, int]], tokenizer: Tokenizer, end: int) -> None:

@@ -256,7 +256,7 @@ class BartDecoder:
         scores = self._decode(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads no values of this argument, but uses the cached encoder states only if it is set
+            # the decoder reads no value of this argument, but would ignore the cached encoder states if it were None
             encoder_hidden_states=torch.zeros(len(ids), 1, self._width, dtype=self._dtype, device=self._device),
             encoder_attention_mask=attended(slots.seen_mask, self._dtype, is_eager=self._is_eager),
             past_key_values=slots.cache(),
