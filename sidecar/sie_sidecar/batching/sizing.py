@@ -35,7 +35,7 @@ from sie_contracts.settings import Settings
 # part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
 SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
-# that is given up if all work items of the full batch are urgent; if a part x of its tokens is urgent, x times this part.
+# that is given up if all work items of a full batch are urgent. If a part x of its tokens is urgent, x times this part.
 MAX_LOSS = 0.5
 # an urgent batch is sealed this number of seconds before the device is predicted to be free, so that it stays busy
 LEAD_S = 0.01
