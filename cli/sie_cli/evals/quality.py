@@ -70,8 +70,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a metric between two sources. `interval`: bounds of its confidence interval at CONFIDENCE; None if
-    the metric has only one value for all queries, as in results of mteb.
+    """Difference of a metric between two sources of results. `interval`: bounds of its confidence interval at
+    CONFIDENCE; None if the sources have no value for each query, but only a total, like the results of mteb.
     """
 
     value: float

@@ -1,9 +1,7 @@
 """Tracing of every process. If tracing is off, OpenTelemetry is not imported, and a span costs a comparison with None.
 
-    client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on
-    the device
-                                                                     └─► a batch, linked to the work in it ──► its
-                                                                     forward pass
+    client ──traceparent──► gateway: request ──WorkItem──► sidecar: work item ──RunBatch──► adapter: device stages
+                                                                       └─► batch, linked to its work items ──► adapter: forward
 
 The trace context has the W3C format and is stored in a `Context`. Logs and exemplars read the trace id from `TRACE_ID`.
 """

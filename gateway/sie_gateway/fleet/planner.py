@@ -190,7 +190,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """Record that a model has work now, or that a worker has it. Add a row to the layout for a new model."""
+        """Record that a model has work now, or that a worker has loaded it. Add a row to the layout for a new model."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:

@@ -171,7 +171,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Return the ids of each text as in `contents`, and each token's offsets, int32 [length, 2], in code points."""
+        """Return the ids that `tokenise` returns for each text, and each token's offsets in code points, int32 [length, 2]."""
         whole_limit = self._whole_limit(room)
         whole = encodings(self._tokenizer, [text for text in texts if len(text) <= whole_limit], offsets=True)
         spans = []
