@@ -163,7 +163,7 @@ def test_scores_equal_the_model_card(name: str, kind: Kind, load: Load, folders:
 def test_rows_are_those_of_the_model_card(name: str, kind: Kind, load: Load, folders: Folders) -> None:
     """Past the limit the end of the document is cut. The text behind the document stays."""
     scoring, card = load(name, kind), Card(folders(name), kind)
-    suffix = scoring.tokenizer.contents([QWEN3_PIECES[-1] if kind == "qwen3" else MXBAI_PIECES[-1]], 100, "NONE")[
+    suffix = scoring.tokenizer.tokenise([QWEN3_PIECES[-1] if kind == "qwen3" else MXBAI_PIECES[-1]], 100, "NONE")[
         0
     ].ids.tolist()
     rng = random.Random(2)
@@ -191,7 +191,7 @@ def test_a_long_query_keeps_three_quarters_and_leaves_room_for_the_document(load
         assert row.truncated
     scoring = load("qwen3", "qwen3", max_tokens=1024)
     (rows,) = scoring.rows([Asked(["river bank"], query)])
-    document = scoring.tokenizer.contents(["\n<Document>: river bank"], 100, "NONE")[0].ids.tolist()
+    document = scoring.tokenizer.tokenise(["\n<Document>: river bank"], 100, "NONE")[0].ids.tolist()
     ids = rows[0].ids.tolist()
     assert any(ids[start : start + len(document)] == document for start in range(len(ids)))
     assert rows[0].truncated

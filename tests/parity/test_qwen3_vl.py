@@ -258,7 +258,7 @@ def test_an_output_layer_of_its_own_is_read(cpu_engine: AdapterEngine, tmp_path:
 def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[..., Served]) -> None:
     served = load(ranks=True)
     row = served.rows("score", [Input("word " * 900, images=(FILES[1],))], Input("sea", images=(FILES[0],))).rows[0]
-    end = served.tokenizer.contents([TURN], 100, "END")[0].ids.tolist()
+    end = served.tokenizer.tokenise([TURN], 100, "END")[0].ids.tolist()
     assert len(row.ids) == served.weights.max_tokens
     assert row.ids[-len(end) :].tolist() == end
     assert [picture.upright for picture in row.images] == [(64, 64), (50, 200)]

@@ -82,7 +82,7 @@ def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkey
     part = {"type": "decision", "labels": LABELS[:7], "is_many": True}
     decided = work("paper river", parameters={"parts": [part, {"type": "decision", "labels": ("yes",)}]})
     (joint_rows,), (many,), (parts,) = (make(TOKENIZER, layout, [item]) for item in (together, apart, decided))
-    own = [len(TOKENIZER.contents([f" {label}"], 64, "END")[0].ids) for label in LABELS[:20]]
+    own = [len(TOKENIZER.tokenise([f" {label}"], 64, "END")[0].ids) for label in LABELS[:20]]
     words = [row.full for row in many.rows]
     assert [row.cost for row in many.rows] == [
         max(count, sum(min(TOKENIZER.max_tokens, count + 5 + size) for size in own)) for count in words

@@ -271,10 +271,10 @@ def test_a_call_of_the_tokenizer_is_bounded_and_a_longer_text_that_cannot_be_cut
 ) -> None:
     ours = ModelTokenizer(trained("minilm").to_str().encode(), 512)
     texts = ["a few words " * 100] * 40
-    alone = [tokens.full for tokens in ours.contents(texts, 16, "NONE")]
+    alone = [tokens.full for tokens in ours.tokenise(texts, 16, "NONE")]
     monkeypatch.setattr(long_text, "MAX_CALL_CHARACTERS", 5000)
-    assert [tokens.full for tokens in ours.contents(texts, 16, "NONE")] == alone
-    for read in (ours.contents, ours.spans):
+    assert [tokens.full for tokens in ours.tokenise(texts, 16, "NONE")] == alone
+    for read in (ours.tokenise, ours.spans):
         with pytest.raises(InvalidInput, match="5001 characters") as caught:
             read(["a few words", "." * 5001], 16, "START")
         assert (caught.value.reason, caught.value.param) == ("too_many_tokens", "text")
@@ -385,7 +385,7 @@ def test_a_prefix_ends_after_its_tokens_however_long_they_are() -> None:
     long = "y" * 10_000
     for text, room in ((f"{long} {long}", 2), (long, 1), (f"the {long} the the", 3), ("the the the", 2), ("", 2)):
         prefix = tokenizer.prefix_of(text, room)
-        (whole,) = tokenizer.contents([text], room, "END")
-        (part,) = tokenizer.contents([prefix], room + 1, "END")
+        (whole,) = tokenizer.tokenise([text], room, "END")
+        (part,) = tokenizer.tokenise([prefix], room + 1, "END")
         assert part.ids.tolist() == whole.ids.tolist()
         assert text.startswith(prefix)

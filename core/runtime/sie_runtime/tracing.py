@@ -1,7 +1,7 @@
 """Tracing of every process. If tracing is off, OpenTelemetry is not imported, and a span costs a comparison with None.
 
     client ──traceparent──► gateway: request ──WorkItem──► sidecar: work item ──RunBatch──► adapter: device stages
-                                                                       └─► batch, linked to its work items ──► adapter: forward
+                                                                   └─► batch, linked to its work items ──► forward
 
 The trace context has the W3C format and is stored in a `Context`. Logs and exemplars read the trace id from `TRACE_ID`.
 """

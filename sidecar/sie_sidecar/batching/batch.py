@@ -379,10 +379,10 @@ class Waiting(Generic[T]):
     def __iter__(self) -> Iterator[BatchEntry[T]]:
         return (entry for line in self.lines for queue in line.queues() for entry in queue.entries)
 
-    def batch_from(
+    def seal(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Return the next batch of `queue`. If the device is busy and an urgent deadline forbids sealing the batch
+        """Seal the next batch of `queue`, and return it. If the device is busy and an urgent deadline forbids sealing the batch
         (`binds`), return WaitUntil instead, so that work items can join until the device is nearly free; None if no
         batch of the model was measured yet.
         """
@@ -416,20 +416,16 @@ def next_batch(
     first = interactive.pick(now_s, limits, idle=idle)
     if first is None:
         second = bulk.pick(now_s, limits, idle=idle)
-        return (
-            WaitUntil(min(heads) + limits.wait_s)
-            if second is None
-            else waiting.batch_from(second, now_s, limits, device)
-        )
+        return WaitUntil(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
     if not bulk.models:
-        return waiting.batch_from(first, now_s, limits, device)
+        return waiting.seal(first, now_s, limits, device)
     # bulk work may not be overtaken: the priority with the older work item comes first
     if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.batch_from(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
+        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
-        return waiting.batch_from(first, now_s, limits, device)
-    return waiting.batch_from(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
+        return waiting.seal(first, now_s, limits, device)
+    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
 
 
 def _time_cost(batch: Batch[T]) -> float:

@@ -45,9 +45,9 @@ def beside(
     text before the images is cut only if it alone has more than `most` tokens, so the row may still be too long.
     """
     first, last = around
-    before = tokenizer.contents([content.before], most, "END")[0].ids
+    before = tokenizer.tokenise([content.before], most, "END")[0].ids
     fixed = len(first) + len(before) + len(content.ids) + len(last)
-    text = tokenizer.contents([content.after], max(0, most - fixed), truncate)[0]
+    text = tokenizer.tokenise([content.after], max(0, most - fixed), truncate)[0]
     ids = np.concatenate((first, before, content.ids, text.ids, last))
     return TokenRow(ids, fixed + text.full, expanded=len(ids) + content.cost, images=content.images)
 
@@ -79,7 +79,7 @@ def of_pieces(
             shortened = len(parts) - 1
     image_parts = [part for part in parts if not isinstance(part, str)]
     read = iter(
-        tokenizer.contents(
+        tokenizer.tokenise(
             [part for part in parts if isinstance(part, str)], limit, "NONE" if truncate == "NONE" else "END"
         )
     )

@@ -163,8 +163,8 @@ def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncat
         return iter(())
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    lefts = tokenizer.contents([source.text or "" for source in inputs], room, truncate)
-    rights = tokenizer.contents([source.pair or "" for source in inputs], room, truncate)
+    lefts = tokenizer.tokenise([source.text or "" for source in inputs], room, truncate)
+    rights = tokenizer.tokenise([source.pair or "" for source in inputs], room, truncate)
     return (
         _joined(template, left, right, room, truncate, cut_first=False)
         for left, right in zip(lefts, rights, strict=True)
@@ -218,7 +218,7 @@ def _sided(
         special = len(first) + len(last)
         room = max(0, most - special)
         texts = [content for index in chosen if isinstance(content := contents[index], str)]
-        tokenised = iter(tokenizer.contents(texts, room, truncate))
+        tokenised = iter(tokenizer.tokenise(texts, room, truncate))
         for index in chosen:
             content = contents[index]
             if isinstance(content, TokenRow):
@@ -243,10 +243,10 @@ def _pair(
 ) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    queries = tokenizer.contents([query_of(item) for item in items], room, truncate)
+    queries = tokenizer.tokenise([query_of(item) for item in items], room, truncate)
     most = min(room, items[0].options.document_tokens or room) if items else room
     documents = iter(
-        tokenizer.contents([source.text or "" for item in items for source in item.inputs], most, truncate)
+        tokenizer.tokenise([source.text or "" for item in items for source in item.inputs], most, truncate)
     )
     return [
         WorkRows([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs])
@@ -259,9 +259,9 @@ def _hypotheses(
 ) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    texts = iter(tokenizer.contents([source.text or "" for item in items for source in item.inputs], room, truncate))
+    texts = iter(tokenizer.tokenise([source.text or "" for item in items for source in item.inputs], room, truncate))
     hypothesis_texts = list(dict.fromkeys(text for item in items for text in _hypothesis_texts(item.options)))
-    hypotheses = dict(zip(hypothesis_texts, tokenizer.contents(hypothesis_texts, room, truncate), strict=True))
+    hypotheses = dict(zip(hypothesis_texts, tokenizer.tokenise(hypothesis_texts, room, truncate), strict=True))
     results = []
     for item in items:
         rights = [hypotheses[text] for text in _hypothesis_texts(item.options)]
@@ -359,7 +359,7 @@ def _text_pieces(
     texts = dict.fromkeys(
         _filled(piece, query_of(item), "") for item in items for piece in item.options.pieces if not is_cut(piece)
     )
-    contents = dict(zip(texts, tokenizer.contents(list(texts), tokenizer.max_tokens + 1, "END"), strict=True))
+    contents = dict(zip(texts, tokenizer.tokenise(list(texts), tokenizer.max_tokens + 1, "END"), strict=True))
     filled: list[str] = []
     shortened: list[bool] = []
     beyond: list[bool] = []
@@ -373,7 +373,7 @@ def _text_pieces(
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
         beyond += [text != source.text for text, source in zip(read, item.inputs, strict=True)]
         filled += [_filled(item.options.pieces[place], shown, text) for text in read]
-    documents = iter(tokenizer.contents(filled, limit, "NONE" if truncate == "NONE" else "END"))
+    documents = iter(tokenizer.tokenise(filled, limit, "NONE" if truncate == "NONE" else "END"))
     ended = iter(beyond)
     results = []
     for item, was_cut in zip(items, shortened, strict=True):
@@ -441,7 +441,7 @@ def _passages(
 ) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    instructions = tokenizer.contents([item.options.instruction for item in items], room, truncate)
+    instructions = tokenizer.tokenise([item.options.instruction for item in items], room, truncate)
     spans = iter(tokenizer.spans([source.text or "" for item in items for source in item.inputs], room, truncate))
     results = []
     for item, instruction in zip(items, instructions, strict=True):
@@ -470,7 +470,7 @@ def _raw(
     results = []
     for item in items:
         texts = texts_of(item)
-        contents = tokenizer.contents(texts, 0, "NONE")  # only counts the tokens, and reads a long text in pieces
+        contents = tokenizer.tokenise(texts, 0, "NONE")  # only counts the tokens, and reads a long text in pieces
         shared = int(item.query is not None)
         costs = _costs_with_questions(tokenizer, layout, item, contents)
         if sum(costs) > MAX_TOKENS:
@@ -503,7 +503,7 @@ def _costs_with_questions(
     """
     questions = questions_of(item.options) if layout.questions else []
     most = tokenizer.max_tokens
-    sizes = [len(tokens.ids) for tokens in tokenizer.contents(questions, most, "END")] if questions else []
+    sizes = [len(tokens.ids) for tokens in tokenizer.tokenise(questions, most, "END")] if questions else []
     around = layout.questions + np.array(sizes, np.int64)
     return [int(np.minimum(most, content.full + around).sum()) for content in contents]
 

@@ -68,7 +68,7 @@ def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[In
         for source in inputs
         if source.tokens is None and source.text is not None
     ]
-    counts = (tokens.full for tokens in tokenizer.contents(texts, 0, "NONE"))
+    counts = (tokens.full for tokens in tokenizer.tokenise(texts, 0, "NONE"))
     around = sum(map(len, tokenizer.around(options.prefix, options.suffix))) if len(texts) < len(inputs) else 0
 
     def count(ids: Sequence[int]) -> Ok:

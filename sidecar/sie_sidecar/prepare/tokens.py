@@ -93,7 +93,7 @@ class ModelTokenizer:
         """Return the special tokens around two texts. Raises ValueError if the tokenizer has no template for pairs."""
         return _pair(self._tokenizer)
 
-    def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
+    def tokenise(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
         """Return the ids of each text without special tokens, truncated to `room` ids. Of a very long text, only the
         needed part is read; if `truncate` is "NONE", the whole text is read, and the caller must refuse a text that was
         truncated. Raises InvalidInput for a text that is too long for one call and cannot be cut into pieces.
@@ -171,7 +171,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Return the ids that `tokenise` returns for each text, and each token's offsets in code points, int32 [length, 2]."""
+        """Return for each text the ids of `tokenise`, and the offsets of each token in code points, int32 [length, 2]."""
         whole_limit = self._whole_limit(room)
         whole = encodings(self._tokenizer, [text for text in texts if len(text) <= whole_limit], offsets=True)
         spans = []
