@@ -171,7 +171,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Return for each text the ids of `tokenise`, and the offsets of each token in code points, int32 [length, 2]."""
+        """Return for each text the ids of `tokenise`, and each token's offsets in code points, int32 [length, 2]."""
         whole_limit = self._whole_limit(room)
         whole = encodings(self._tokenizer, [text for text in texts if len(text) <= whole_limit], offsets=True)
         spans = []
