@@ -277,7 +277,7 @@ class Before(Admission):
     def check(
         self, key: str, lane: Lane, priority: Any, residency: str, cost: int, budget_s: float, client: Any = bytes
     ) -> None:
-        place = self._place(lane, priority, residency)
+        place = self._queue(lane, priority, residency)
         ahead = place.window.ahead(key, cost)
         self._refresh(place, self._clock())
         if not ahead or not place.hosts:
@@ -412,7 +412,7 @@ class World:
         return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
 
     def promised(self, admission: Any) -> float:
-        return sum(place.turns.promised(self.now_s) for place in admission._places.values())
+        return sum(place.turns.promised(self.now_s) for place in admission._queues.values())
 
     # ---- clients
 

@@ -114,11 +114,11 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
 
     await announce()
     await until(lambda: [member.peers.count() for member in both] == [2, 2], "two gateways")
-    first, second = (member._place(LANE, "bulk", "toy/one") for member in both)
+    first, second = (member._queue(LANE, "bulk", "toy/one") for member in both)
     for admission, place in zip(both, (first, second), strict=True):
         admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
         for number in range(8):
-            place.drain.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
+            place.throughput.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
     both[0].enter("key", LANE, "bulk", "toy/one", [300], 100)
     assert first.turns.book(now_s, b"client", 50, 10.0) >= 10
     await announce()
@@ -145,9 +145,9 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     fleet = Fleet(Mock(), settings)
     admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: now_s)
     fleet.note(beat())
-    place = admission._place(LANE, "bulk", "toy/one")
+    place = admission._queue(LANE, "bulk", "toy/one")
     for number in range(8):
-        place.drain.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
+        place.throughput.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
     stalled = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
     now_s += 3
     stalled.close()
@@ -168,7 +168,7 @@ def test_a_queue_learns_the_ratio_of_actual_to_estimated_tokens_only_from_result
     ran.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 150),), batch=BatchNote("1", 1, 1, 150)))
     without_batch = admission.enter("key", LANE, "bulk", "toy/one", [1], 100)
     without_batch.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 40_000),)))
-    assert admission._place(LANE, "bulk", "toy/one").scale == 1.5
+    assert admission._queue(LANE, "bulk", "toy/one").scale == 1.5
 
 
 # permits
@@ -214,14 +214,14 @@ def test_an_unused_queue_is_dropped_only_when_no_refused_client_may_come_back() 
     now_s = 0.0
     settings = settings_of()
     admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics(), lambda: now_s)
-    admission._place(LANE, "bulk", "toy/one")
-    admission._place(LANE, "interactive", "toy/one").turns.book(now_s, b"client", 100.0, 110.0)
+    admission._queue(LANE, "bulk", "toy/one")
+    admission._queue(LANE, "interactive", "toy/one").turns.book(now_s, b"client", 100.0, 110.0)
     now_s = 100.0
     admission.sweep()
-    assert [name[1] for name in admission._places] == ["interactive"]
+    assert [name[1] for name in admission._queues] == ["interactive"]
     now_s = 150.0  # the turn has lapsed
     admission.sweep()
-    assert not admission._places
+    assert not admission._queues
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.long)])

@@ -267,14 +267,14 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request. A permit lets one chunk of the request into the queue. `place`: queue of the request's
+    """Permits of one request. A permit lets one chunk of the request into `queue`, which is the queue of the request's
     model. `is_cold`: true if no worker had the model loaded when the request arrived.
     """
 
     def __init__(
         self,
         admission: Admission,
-        place: ModelQueue,
+        queue: ModelQueue,
         entered: Entered,
         estimates: Sequence[int],
         size_bytes: int,
@@ -283,14 +283,14 @@ class Permits:
         self._estimates = estimates
         self._clock = clock
         self._admission = admission
-        self.place = place
+        self.queue = queue
         self._ticket = entered.ticket
         # called if the gateway refuses this request after its admission, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
         self.size_bytes = size_bytes  # bytes of the inputs; part of `Admission._waiting` while chunks wait
-        self.is_cold = not place.hosts
+        self.is_cold = not queue.hosts
 
     @property
     def complete(self) -> bool:
@@ -316,10 +316,10 @@ class Permits:
 
     def result_arrived(self, result: WorkResult) -> None:
         """Release the permit of a chunk whose result has arrived: the chunk has left the queue."""
-        self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
-        if self.place.window.give_back(self._ticket, result.chunk):
-            self._admission.freed(self.place, is_result=True)
-        self._admission.refuse_late(self.place)
+        self.queue.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
+        if self.queue.window.give_back(self._ticket, result.chunk):
+            self._admission.freed(self.queue, is_result=True)
+        self._admission.refuse_late(self.queue)
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
@@ -332,8 +332,8 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. In its methods, `place` is a queue (`ModelQueue`), and `residency` is the name of the
-    model, or the name of the profile if the profile has weights of its own.
+    `run` returns without waiting. In its methods, `residency` is the name of the model, or the name of the profile if
+    the profile has weights of its own.
     """
 
     def __init__(
@@ -358,14 +358,14 @@ class Admission:
         # by lane and priority, the tokens in the queue of each key; no request can name a new lane or priority, so the
         # dict cannot grow without limit
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
-        self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}  # queues by lane, priority and residency
+        self._queues: dict[tuple[Lane, Priority, str], ModelQueue] = {}  # queues by lane, priority and residency
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
         # requests that ended before all their results arrived, by id: their late results are used to measure the
         # queue's speed
         self._gone: dict[str, tuple[ModelQueue, Entered]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
-        self._crowded: dict[ModelQueue, None] = {}
+        self._pending_queues: dict[ModelQueue, None] = {}
         self._waiting = SharedLimit(MAX_WAITING_BYTES)  # bytes of inputs whose chunks wait for a permit
         fleet.listeners.append(self.pump)
 
@@ -378,14 +378,14 @@ class Admission:
         late.
         """
         now_s = self._clock()
-        self._places = {
-            name: place
-            for name, place in self._places.items()
-            if not place.window.idle or now_s - place.used_s < UNUSED_S or place.turns.promised(now_s)
+        self._queues = {
+            name: queue
+            for name, queue in self._queues.items()
+            if not queue.window.idle or now_s - queue.used_s < UNUSED_S or queue.turns.promised(now_s)
         }
         self.pump()
-        for place in [place for place in self._places.values() if place.entered]:
-            self.refuse_late(place)
+        for queue in [queue for queue in self._queues.values() if queue.entered]:
+            self.refuse_late(queue)
 
     # ---- refusal
 
@@ -407,31 +407,31 @@ class Admission:
         next attempt; the digest is empty if the client is unknown.
         """
         now_s = self._clock()
-        place = self._place(lane, priority, residency)
-        if not place.window.items and not place.window.is_waiting:
+        queue = self._queue(lane, priority, residency)
+        if not queue.window.items and not queue.window.is_waiting:
             return
-        self._refresh(place, now_s)
-        self.refuse_late(place)
-        time_cost = place.costs([cost], [squares])[0]
-        refusal = place.judge(now_s, key, time_cost, budget_s, client)
+        self._refresh(queue, now_s)
+        self.refuse_late(queue)
+        time_cost = queue.costs([cost], [squares])[0]
+        refusal = queue.judge(now_s, key, time_cost, budget_s, client)
         if refusal is not None:
-            self._count_refusal(place, "stalled" if refusal.is_stalled else "wait")
-            raise self._late(place, refusal, time_cost, budget_s, client)
+            self._count_refusal(queue, "stalled" if refusal.is_stalled else "wait")
+            raise self._late(queue, refusal, time_cost, budget_s, client)
 
     def _late(
-        self, place: ModelQueue, refusal: WaitRefusal, tokens: float, budget_s: float, client: Callable[[], bytes]
+        self, queue: ModelQueue, refusal: WaitRefusal, tokens: float, budget_s: float, client: Callable[[], bytes]
     ) -> QueueFull:
-        retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
+        retry_s = queue.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
             f"the wait may take {refusal.wait_s:.1f} s, as work is queued or reserved for clients that were refused "
             f"earlier; the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
             message = f"the queue stands still: the wait may take {refusal.wait_s:.1f} s, {budget_s:.1f} s are left"
-        return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})
+        return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(queue.lane)})
 
-    def _count_refusal(self, place: ModelQueue, reason: str) -> None:
-        self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
+    def _count_refusal(self, queue: ModelQueue, reason: str) -> None:
+        self._metrics.rejected.labels(queue.lane.machine_profile, queue.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
         """Return the longest expected wait, in seconds, of this gateway's queues in the lane (pool, machine profile and
@@ -441,46 +441,46 @@ class Admission:
         if not self._fleet.of_lane(lane):
             return None
         longest_s, now_s = 0.0, self._clock()
-        for place in self._places.values():
-            if place.lane == lane and place.priority == priority and (ahead := place.window.ahead("", 0.0)):
-                wait = place.wait(now_s, ahead, 0.0)
+        for queue in self._queues.values():
+            if queue.lane == lane and queue.priority == priority and (ahead := queue.window.ahead("", 0.0)):
+                wait = queue.wait(now_s, ahead, 0.0)
                 if not wait.evidence:
                     return None
                 longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
         return longest_s
 
-    def refuse_late(self, place: ModelQueue) -> None:
+    def refuse_late(self, queue: ModelQueue) -> None:
         """Refuse admitted requests whose responses would miss their deadlines, so that the work of these requests
         leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while some results of
         a long batch have not arrived, because this method would count their chunks as work that has not run.
         """
         now_s = self._clock()
-        if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
+        if now_s - queue.shed_s <= LOOK_S or not queue.throughput.is_settled(now_s, LOOK_S):
             return
-        place.shed_s = now_s
-        for entered, refusal, cost in place.shed(now_s):
+        queue.shed_s = now_s
+        for entered, refusal, cost in queue.shed(now_s):
             permits = self._open.get(entered.ticket)
             if permits is not None and permits.on_refused is not None:
-                self._count_refusal(place, "late")
-                permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
+                self._count_refusal(queue, "late")
+                permits.on_refused(self._late(queue, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Return the number of queued messages of a lane (pool, machine profile and bundle). For each priority, count
         the messages in the broker's last report, or the messages of this gateway if they are more.
         """
         own = dict.fromkeys(PRIORITIES, 0)
-        for place in self._places.values():
-            if place.lane == lane:
-                own[place.priority] += place.window.items
+        for queue in self._queues.values():
+            if queue.lane == lane:
+                own[queue.priority] += queue.window.items
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
         """Return the tokens of chunks that wait in this gateway for a permit, by lane and priority."""
         tokens: dict[tuple[Lane, Priority], int] = {}
-        for place in self._places.values():
-            if place.window.is_waiting:
-                name = place.lane, place.priority
-                tokens[name] = tokens.get(name, 0) + sum(place.window.waiting_tokens().values())
+        for queue in self._queues.values():
+            if queue.window.is_waiting:
+                name = queue.lane, queue.priority
+                tokens[name] = tokens.get(name, 0) + sum(queue.window.waiting_tokens().values())
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
@@ -489,8 +489,8 @@ class Admission:
         """
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
-        for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
-            news = place.news(now_s, left)
+        for queue in heapq.nlargest(MAX_TOLD, self._queues.values(), key=lambda queue: queue.window.cost):
+            news = queue.news(now_s, left)
             if news is not None:
                 announced.append(news)
                 left -= len(news.turns) + len(news.claimed)
@@ -501,17 +501,17 @@ class Admission:
         now_s = self._clock()
         for queued in beat.queued:
             lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
-            if queued.turns or (lane, queued.priority, queued.residency) in self._places:
-                place = self._place(lane, queued.priority, queued.residency)
-                place.used_s = now_s
-                place.peer_announced(beat.gateway, queued, now_s)
+            if queued.turns or (lane, queued.priority, queued.residency) in self._queues:
+                queue = self._queue(lane, queued.priority, queued.residency)
+                queue.used_s = now_s
+                queue.peer_announced(beat.gateway, queued, now_s)
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
         """Return the limit of a chunk's estimated tokens. The limit is SIE_CHUNK_COST, or less if the results of this
         model had more tokens than estimated.
         """
-        place = self._places.get((lane, priority, residency))
-        return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
+        queue = self._queues.get((lane, priority, residency))
+        return max(1, int(self._settings.chunk_cost / max(1.0, queue.scale if queue is not None else 1.0)))
 
     def image_cost(self, residency: str) -> ImageCost:
         return self._fleet.image_cost(residency)
@@ -541,136 +541,136 @@ class Admission:
         permit at once.
         """
         now_s = self._clock()
-        place = self._place(lane, priority, residency)
-        place.used_s = now_s
-        window = place.window
+        queue = self._queue(lane, priority, residency)
+        queue.used_s = now_s
+        window = queue.window
         window.shares.saw(key, now_s)
-        self._refresh(place, now_s)
-        ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
-        entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
-        permits = Permits(self, place, entered, costs, size_bytes, self._clock)
-        is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit(place))
+        self._refresh(queue, now_s)
+        ticket = Ticket(key, queue.costs(costs, squares or [0] * len(costs)), queue.tokens(costs))
+        entered = Entered(ticket, now_s, budget_s, client, request, queue.scale)
+        permits = Permits(self, queue, entered, costs, size_bytes, self._clock)
+        is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, self._key_limit(queue))
         waiting = self._waiting
         if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
             message = f"the inputs that wait in this gateway have {waiting.usage(key)}"
-            wait = place.wait(now_s, window.ahead(key, 0.0), 0.0)
-            retry_s = place.turns.book(now_s, client(), entered.cost, wait.likely_s)
-            self._count_refusal(place, "gateway_full")
+            wait = queue.wait(now_s, window.ahead(key, 0.0), 0.0)
+            retry_s = queue.turns.book(now_s, client(), entered.cost, wait.likely_s)
+            self._count_refusal(queue, "gateway_full")
             raise QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)})
-        place.entered[ticket] = entered
+        queue.entered[ticket] = entered
         self._open[ticket] = permits
         if is_small:
             window.admit(ticket)
-            place.queued(ticket, 0, now_s)
+            queue.queued(ticket, 0, now_s)
             permits.grant(0)
             return permits
         window.join(ticket)
         self._queueing[ticket] = permits
-        self._crowded[place] = None
+        self._pending_queues[queue] = None
         waiting.use(key, size_bytes)
-        self._pump(place)
+        self._pump(queue)
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
         """Measure the speed of the queue by a result that arrived after its request had ended (`_gone`)."""
         entry = self._gone.get(result.request)
         if entry is not None:
-            place, entered = entry
-            place.left(entered, result, self._clock())
-            place.freed(self._clock(), is_result=True)
+            queue, entered = entry
+            queue.left(entered, result, self._clock())
+            queue.freed(self._clock(), is_result=True)
 
-    def _place(self, lane: Lane, priority: Priority, residency: str) -> ModelQueue:
-        place = self._places.get((lane, priority, residency))
-        if place is None:
+    def _queue(self, lane: Lane, priority: Priority, residency: str) -> ModelQueue:
+        queue = self._queues.get((lane, priority, residency))
+        if queue is None:
             shares = self._shares.setdefault((lane, priority), Shares())
-            place = ModelQueue(lane, priority, residency, KeyWindow(shares, self._settings.chunk_cost))
-            self._places[lane, priority, residency] = place
-        return place
+            queue = ModelQueue(lane, priority, residency, KeyWindow(shares, self._settings.chunk_cost))
+            self._queues[lane, priority, residency] = queue
+        return queue
 
-    def _key_limit(self, place: ModelQueue) -> float:
-        return self._settings.key_window_tokens / place.gateways
+    def _key_limit(self, queue: ModelQueue) -> float:
+        return self._settings.key_window_tokens / queue.gateways
 
-    def _refresh(self, place: ModelQueue, now_s: float) -> None:
+    def _refresh(self, queue: ModelQueue, now_s: float) -> None:
         """Update the hosts of a queue (workers that have the model loaded) and its bound (`QueueBound`, the largest
         amount of work in the queue), if a heartbeat has arrived or SWEEP_S seconds have passed since the last update.
         """
-        if place.version == self._fleet.version and now_s < place.until_s:
+        if queue.version == self._fleet.version and now_s < queue.until_s:
             return
-        place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
-        place.hosted_by(self._fleet.hosts(place.lane, place.residency))
-        place.gateways = self.peers.count()
-        place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
-        place.bound = bound(
-            place.hosts,
+        queue.version, queue.until_s = self._fleet.version, now_s + SWEEP_S
+        queue.hosted_by(self._fleet.hosts(queue.lane, queue.residency))
+        queue.gateways = self.peers.count()
+        queue.crossover_tokens = self._fleet.crossover_tokens(queue.residency)
+        queue.bound = bound(
+            queue.hosts,
             cold_tokens=COLD_CHUNKS * self._settings.chunk_cost,
-            contested=place.window.shares.contested(now_s),
-            mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)),
-            fixed_tokens=place.batches.fixed_tokens() / place.window.stretch(),
-            replicas=place.gateways,
+            contested=queue.window.shares.contested(now_s),
+            mean_cost=mean_cost(self.peers.traffic(queue.lane, queue.priority)),
+            fixed_tokens=queue.batches.fixed_tokens() / queue.window.stretch(),
+            replicas=queue.gateways,
         )
 
     def pump(self) -> None:
         """Grant the permits that are possible now, for every model."""
-        self._pump_all(list(self._crowded))
+        self._pump_all(list(self._pending_queues))
 
-    def _pump_all(self, places: Sequence[ModelQueue]) -> None:
+    def _pump_all(self, queues: Sequence[ModelQueue]) -> None:
         """Grant permits until none is possible. A permit in one queue may make a permit in another queue possible."""
         has_granted = True
         while has_granted:
-            granted = [self._pump(place) for place in places]
-            has_granted = len(places) > 1 and any(granted)
+            granted = [self._pump(queue) for queue in queues]
+            has_granted = len(queues) > 1 and any(granted)
 
-    def _pump(self, place: ModelQueue) -> bool:
+    def _pump(self, queue: ModelQueue) -> bool:
         """Grant the permits of this queue that are possible now. Return True if a permit was granted."""
         now_s = self._clock()
-        self._refresh(place, now_s)
-        granted = place.window.grant(place.bound, self._key_limit(place))
+        self._refresh(queue, now_s)
+        granted = queue.window.grant(queue.bound, self._key_limit(queue))
         for ticket, chunk in granted:
-            place.queued(ticket, chunk, now_s)
+            queue.queued(ticket, chunk, now_s)
             self._queueing[ticket].grant(chunk)
         for ticket in {ticket for ticket, _ in granted if not ticket.waiting}:
             self._waiting.use(ticket.key, -self._queueing.pop(ticket).size_bytes)
-        if not place.window.is_waiting:
-            self._crowded.pop(place, None)
+        if not queue.window.is_waiting:
+            self._pending_queues.pop(queue, None)
         return bool(granted)
 
-    def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue `place`. A key has one window (limit of tokens) for all queues of a
-        lane and priority. So requests in the other queues of the lane and priority may get permits as well.
+    def freed(self, queue: ModelQueue, *, is_result: bool) -> None:
+        """Grant permits after work left `queue`. A key has one window (limit of tokens) for all queues of a lane and
+        priority. So requests in the other queues of the lane and priority may get permits as well.
         """
-        place.freed(self._clock(), is_result=is_result)
-        if self._crowded:
-            self._pump_all([queue for queue in self._crowded if queue.window.shares is place.window.shares])
+        queue.freed(self._clock(), is_result=is_result)
+        if self._pending_queues:
+            self._pump_all([other for other in self._pending_queues if other.window.shares is queue.window.shares])
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         self._open.pop(ticket, None)
-        entered = permits.place.ended(ticket)
+        entered = permits.queue.ended(ticket)
         if entered is not None and entered.queued_s:
             # `client` refers to the request's body, and this class does not call it after the end. `bytes` replaces it,
             # so that Python can free the body
             entered.client = bytes
-            self._gone[entered.request] = permits.place, entered
+            self._gone[entered.request] = permits.queue, entered
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
         if self._queueing.pop(ticket, None) is not None:
             self._waiting.use(ticket.key, -permits.size_bytes)
         if ticket.held or ticket.waiting:
-            permits.place.window.leave(ticket)
-            self.freed(permits.place, is_result=False)
-        if not permits.place.window.is_waiting:
-            self._crowded.pop(permits.place, None)
+            permits.queue.window.leave(ticket)
+            self.freed(permits.queue, is_result=False)
+        if not permits.queue.window.is_waiting:
+            self._pending_queues.pop(permits.queue, None)
 
     def drop_pool(self, pool: str) -> None:
         """Drop the idle queues of a deleted pool, and the pool's `Shares` that no remaining queue uses."""
-        self._places = {
-            name: place for name, place in self._places.items() if name[0].pool != pool or not place.window.idle
+        self._queues = {
+            name: queue for name, queue in self._queues.items() if name[0].pool != pool or not queue.window.idle
         }
-        used = {place.window.shares for place in self._places.values()}
+        used = {queue.window.shares for queue in self._queues.values()}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
         """Return (tokens with a permit for the queue, messages with a permit, bytes of inputs that wait in this gateway
         for a permit). All three numbers are zero if no request is open.
         """
-        windows = [place.window for place in self._places.values()]
+        windows = [queue.window for queue in self._queues.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting.used

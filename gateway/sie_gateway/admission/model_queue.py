@@ -469,7 +469,7 @@ class ModelQueue:
         self.residency = residency
         self.window = window
         self.batches = BatchTimes()
-        self.drain = Throughput()
+        self.throughput = Throughput()
         self.turns = RetrySlots()
         self.entered: dict[Ticket, Entered] = {}  # in order of admission
         self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
@@ -552,7 +552,7 @@ class ModelQueue:
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
         if not result.batch.id:  # without a batch (a failure, tokenize), no speed can be measured
             return
-        self.drain.left(
+        self.throughput.left(
             now_s,
             f"{result.worker} {result.batch.id}",
             entered.ticket.costs[result.chunk],
@@ -599,7 +599,7 @@ class ModelQueue:
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
             for chunk, (queued_s, _) in entered.queued_s.items():
-                if left <= 0 or queued_s > self.drain.last_s:
+                if left <= 0 or queued_s > self.throughput.last_s:
                     return last_s
                 left -= entered.ticket.costs[chunk]
                 last_s = queued_s
@@ -616,7 +616,7 @@ class ModelQueue:
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
-        lane, rate = self.lane, round(self.drain.rate(now_s), 3)
+        lane, rate = self.lane, round(self.throughput.rate(now_s), 3)
         return QueuedWork(
             lane.pool,
             lane.machine_profile,
@@ -641,10 +641,10 @@ class ModelQueue:
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
         everything, share = self.everywhere(now_s, ahead)
         withdrawn = 0.0
-        if self._gone and (batch := self.drain.batch(now_s)) is not None:
+        if self._gone and (batch := self.throughput.batch(now_s)) is not None:
             withdrawn = min(self._gone, self._at_workers(batch, share))
             everything += withdrawn / share
-        return self.drain.wait(
+        return self.throughput.wait(
             now_s,
             everything + promised,
             cost,
@@ -666,7 +666,7 @@ class ModelQueue:
         by as much as the work of this gateway, times the ratio of the two rates (at most 1). So a burst of work that
         arrives at all gateways counts before the next announcement.
         """
-        rate = self.drain.rate(now_s) if self._others else 0.0
+        rate = self.throughput.rate(now_s) if self._others else 0.0
         if not rate:
             return ahead, 1.0
         own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
@@ -749,7 +749,7 @@ class ModelQueue:
         """Return the requests without a result that will miss their deadlines, with their expected waits."""
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
-        batch = self.drain.batch(now_s)
+        batch = self.throughput.batch(now_s)
         evidence = self.wait(now_s, everything, 0.0).evidence
         if not self.entered or not self.hosts or not evidence or batch is None:
             return []
@@ -793,7 +793,7 @@ class ModelQueue:
         """
         if not self.batches.is_growth_known:
             return -math.inf
-        return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
+        return self.throughput.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
         """Yield each request that `late` returns, its refusal, and its cost at the present `scale`. The refused client

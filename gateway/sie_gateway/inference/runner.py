@@ -148,11 +148,11 @@ class Runner:
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         deadline_s = call.received_s + call.budget_s
         left_s = deadline_s - time.perf_counter()
-        place = call.key, lane, priority, resolved.residency
-        self._admission.check(*place, sum(costs), left_s, call.digest, sum(squares))
+        queue_key = call.key, lane, priority, resolved.residency
+        self._admission.check(*queue_key, sum(costs), left_s, call.digest, sum(squares))
         if call.charge is not None:
             call.charge.spend(sum(costs), request.inputs_field)
-        permits = self._admission.enter(*place, costs, size_bytes, left_s, call.digest, call.work_id, squares)
+        permits = self._admission.enter(*queue_key, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:
             if permits.is_cold:

@@ -382,7 +382,7 @@ class Waiting(Generic[T]):
     def seal(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Seal the next batch of `queue` and return it. If the device is busy and an urgent deadline forbids sealing the
+        """Seal and return the next batch of `queue`. If the device is busy and an urgent deadline forbids sealing the
         batch (`binds`), return WaitUntil instead, so that work items can join until the device is nearly free; None if
         no batch of the model was measured yet.
         """
