@@ -1,7 +1,7 @@
 """ASGI application of the gateway. `Edge` answers probes at once. For every other call, `Edge` checks the credential,
 refuses a POST while the gateway drains, dispatches the call by `routes.TABLE`, and writes errors and metrics. With
 SIE_CORS_ORIGINS, the CORS middleware in front of `Edge` answers preflight requests. FastAPI serves only the OpenAPI
-document and its page.
+document and its page. The headers of every reply come from `common_headers` in `sie_runtime/http/asgi.py`.
 """
 
 from __future__ import annotations

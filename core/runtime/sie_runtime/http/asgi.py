@@ -58,9 +58,10 @@ def uuid7() -> str:
 
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
-    """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
-    versions, and security headers for browsers. A header in `headers` replaces the common header of the same name. A
-    header name with characters other than a-z, 0-9 and - costs time: uvicorn then sends the reply in two writes.
+    """Return `headers` in their order, then the headers of every reply, including probes, preflights and refusals: ids,
+    trace, versions, and security headers for browsers. A header in `headers` replaces the common header of the same
+    name. A name must have only a-z, 0-9 and -: for other names, such as upper case, uvicorn sends a reply in two
+    writes, which takes longer.
 
     `x-request-id` is the client's id if this id has at most MAX_ID_CHARS characters of printable ASCII; otherwise the
     server's id.
@@ -175,7 +176,9 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. An iterable `body` yields its next piece only when the connection accepts more bytes."""
+    """Send one response, to which the server protocol adds the common headers (`common_headers`). An iterable `body`
+    yields its next piece only when the connection accepts more bytes.
+    """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
         headers.append((b"content-length", b"%d" % len(body)))
