@@ -346,7 +346,7 @@ class Queue(Connection, Protocol):
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         """Call `handler(name, exists)` when a consumer of the stream is created or deleted. The handler may miss a
-        change, because the broker does not store its notices.
+        change, because the broker does not store its notices of changes.
         """
 
 
@@ -375,7 +375,7 @@ class Administration(Queue, Protocol):
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        """Return the states of all durable consumers of a stream, read one after the other."""
+        """Return the states of all durable consumers of a stream. The states may be from different moments."""
 
 
 class Store(Connection, Protocol):
@@ -393,7 +393,7 @@ class Store(Connection, Protocol):
         `storage`, `replicas` and `max_age_s` apply only to a new bucket. If an existing bucket was created without
         `removed_age_s`, this argument has no effect. A key expires `max_age_s` seconds after its last write (0: never).
         The broker stores a marker for each removed key. The marker expires after `removed_age_s` seconds (0: after
-        `max_age_s`). Watches report no expiry.
+        `max_age_s`). A watch does not report that a key expires.
         """
 
 

@@ -127,7 +127,7 @@ class Consumer:
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> time at which the lease ends, earliest first
         self.again: dict[int, float] = {}  # sequence -> earliest time of the next delivery
-        self.again_order: list[tuple[float, int]] = []  # heap of (time, sequence); outdated pairs are skipped
+        self.again_order: list[tuple[float, int]] = []  # heap of (time, sequence); a pair that `again` lacks is skipped
         self.delivered: dict[int, int] = {}  # sequence -> number of deliveries so far
         self.credits: deque[DeliveryCredit] = deque()
         self._deliveries = 0
@@ -389,7 +389,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer. Pulls may request deliveries before their consumer exists."""
+        """Give a new consumer the credit of the pulls that requested its deliveries before it existed."""
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 

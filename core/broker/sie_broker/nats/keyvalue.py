@@ -322,7 +322,7 @@ class _KeyValueWatch:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
             if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
-                # no reader delivers these entries, because they have expired or were lost with a damaged file
+                # these entries never arrive, because they have expired or were lost with a damaged file
                 log.info("stream %s: the entries after revision %d do not exist any more", self._stream, self._last)
                 self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
@@ -337,7 +337,7 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # entries may still arrive: the watch has missed them only if the next check finds the same revisions
+        # these entries may still arrive: they count as missed only if the next check finds both revisions unchanged
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

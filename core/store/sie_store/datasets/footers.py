@@ -117,7 +117,7 @@ def malformed(source: str) -> InvalidInput:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Convert exceptions of pyarrow into InvalidInput. UnicodeDecodeError is for a column name that is not UTF-8."""
+    """Convert exceptions of pyarrow into InvalidInput. pyarrow raises UnicodeDecodeError for a column name not in UTF-8."""
     import pyarrow as pa
 
     try:

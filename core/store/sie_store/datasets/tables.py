@@ -68,8 +68,8 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return the columns id, tokens and error of each line of a part (output file), by name. If the part has chunks,
-    return chunk and row_tokens too. Raises ValueError, OSError.
+    """Return a dict for each line of a part (output file), with the columns id, tokens and error. If the part has
+    chunks, the dict also has the columns chunk and row_tokens. Raises ValueError, OSError.
     """
     import pyarrow as pa
     from pyarrow import parquet
