@@ -233,8 +233,8 @@ class KeyValue(Protocol):
 
     async def write(self, writes: list[Write]) -> int:
         """Write all keys in one atomic batch. Return the revision of the last write. Raises WrongRevision if a key has
-        another revision than expected; the broker then stores no write. Raises ValueError for an empty list or for a
-        key that appears twice, PayloadTooBig, BrokerUnavailable.
+        another revision than expected; the broker then stores no write. Raises PayloadTooBig, BrokerUnavailable, and
+        ValueError for an empty list or a key that appears twice.
         """
 
     async def purge(self, within: str) -> None:
@@ -301,8 +301,8 @@ class Bus(Connection, Protocol):
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the first reply. Raises NoResponder at once if the subject has no subscriber,
-        PayloadTooBig, and BrokerUnavailable after `timeout_s` or when the connection is lost.
+        """Send a request and return the first reply. Raises NoResponder at once if the subject has no subscriber.
+        Raises PayloadTooBig, and BrokerUnavailable after `timeout_s` or when the connection is lost.
         """
 
 

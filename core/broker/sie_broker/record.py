@@ -160,9 +160,10 @@ class Record(Generic[T]):
         the owner must ignore a revision below the last revision of the key. `on_lost` is called before the first value
         of a new bucket or a new watch. All earlier values and revisions are then invalid.
 
-        `read` returns (entries, revision). The entries are passed to the owner before the watch starts, and the watch
-        starts after this revision or earlier. By default, `read` returns all entries. With `drops_unreadable`, an entry
-        that cannot be decoded counts as removed. Otherwise the key keeps its previous value.
+        `read` returns (entries, revision). The entries are passed to the owner before the watch starts. The watch
+        delivers all entries after this revision, and perhaps earlier entries. By default, `read` returns all entries.
+        With `drops_unreadable`, an entry that cannot be decoded counts as removed. Otherwise the key keeps its previous
+        value.
         """
         self.bucket = bucket
         self.is_stale = True

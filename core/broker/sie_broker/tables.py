@@ -132,7 +132,7 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the last known revision of the lane's key, also of a removed key; 0 if no revision is known."""
+        """Return the last revision of the lane's key, or of its removal, that was read or written; 0 if none was."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:

@@ -91,7 +91,7 @@ class Puller(Protocol):
     """Pulls of one connection from one stream: the methods that the server calls."""
 
     def attach(self, name: str) -> None:
-        """If these pulls have credit left for the consumer `name`, add it to the consumer's queue of credits."""
+        """Add the credit that these pulls have for the consumer `name`, if any, to the consumer's queue of credits."""
 
     def attach_all(self) -> None: ...
 
@@ -205,7 +205,7 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
-        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
+        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, end of the window)
         self._age_due_s = math.inf  # time at which the timer calls `_age`; infinite without a timer
 
     def state(self) -> StreamState:

@@ -51,9 +51,9 @@ WORK_EXPIRES_S = 1.0
 # consumers. Pulls that last less than 2 s expire at multiples of half their duration. 200 pulls that expire one by one
 # cost 1.5 % of a core, pulls that expire together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# Byte limit of a pull for several messages: a server closes a connection with 64 MiB of unsent data (`max_pending`).
-# `_issue` raises the limit if a single message may be larger. It adds _SUBJECT_BYTES, because the server also counts
-# the subjects of a message.
+# Byte limit of a pull for several messages, because a server closes a connection with 64 MiB of unsent data
+# (`max_pending`). `_issue` raises the limit if a single message may be larger, and adds _SUBJECT_BYTES, because the
+# server also counts the subjects of a message.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds
@@ -156,8 +156,8 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """Open pull requests that one connection has sent to the consumers of a stream. One task sends pull requests. One timer finds
-    lost pulls: pulls whose end the broker did not report.
+    """Open pull requests that one connection has sent to the consumers of a stream. One task sends pull requests. One
+    timer finds lost pulls: pulls whose end the broker did not report.
 
     `on_break` is called when deliveries may be lost, or when a consumer no longer exists. Only a watch needs this call:
     a queue delivers lost messages again after the ack wait.
@@ -508,8 +508,8 @@ class JetStream(NatsBus):
 
     async def ask_owner(self, request: StreamRequest) -> bool:
         """Ask the owner of streams to create or update a stream. Return False if this process must do this itself. The
-        reasons are: it is the owner, no owner is connected (as on a broker without users), or its broker user may not
-        send such requests (a user of an older version). Raises BrokerError.
+        reasons are: this process is the owner, no owner is connected (as on a broker without users), or the broker user
+        of this process may not send such requests (a user of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False

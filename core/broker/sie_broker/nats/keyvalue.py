@@ -37,7 +37,7 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key is a marker. A
-    marker expires after `removed_age_s` seconds. With 0, it expires like any other message of the bucket.
+    marker expires after `removed_age_s` seconds. With 0, a marker expires like any other message of the bucket.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -188,7 +188,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a reader: a consumer that begins at revision `first`. Return (name, number of entries)."""
+        """Create a reader: a consumer that begins at revision `first`. Return (name, number of entries to deliver)."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
@@ -317,7 +317,7 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries. After a crash of the broker, the pulls of a reader may stay without deliveries."""
+        """Check for missed entries. After a crash of the broker, the pulls of the watch may stay without deliveries."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
