@@ -42,7 +42,7 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pull requests: the methods that their connection calls. The inbox (reply subject) of the pull requests is
+    """Pull requests that are open: the methods that their connection calls. The inbox (reply subject) of the pull requests is
     lost with the connection.
     """
 

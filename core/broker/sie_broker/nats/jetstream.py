@@ -156,8 +156,8 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """Open pull requests that one connection has sent to the consumers of a stream. One task sends pull requests. One
-    timer finds lost pulls: pulls whose end the broker did not report.
+    """Pull requests from one connection to the consumers of a stream. One task sends the requests. One timer finds lost
+    pulls: pulls whose end the broker did not report.
 
     `on_break` is called when deliveries may be lost, or when a consumer no longer exists. Only a watch needs this call:
     a queue delivers lost messages again after the ack wait.

@@ -13,7 +13,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 
-# largest number of values in one row, in the columns that a job reads; a list or map and each value inside count as one
+# largest number of values in one row, in the columns that a job reads; lists and maps count as values too
 MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
