@@ -233,8 +233,8 @@ class KeyValue(Protocol):
 
     async def write(self, writes: list[Write]) -> int:
         """Write all keys in one atomic batch. Return the revision of the last write. Raises WrongRevision if a key has
-        another revision than expected; the broker then stores no write. Raises ValueError for an empty list or for a
-        key that appears twice, PayloadTooBig, BrokerUnavailable.
+        another revision than expected; the broker then stores no write. Raises PayloadTooBig, BrokerUnavailable, and
+        ValueError for an empty list or a key that appears twice.
         """
 
     async def purge(self, within: str) -> None:
@@ -301,8 +301,8 @@ class Bus(Connection, Protocol):
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the first reply. Raises NoResponder at once if the subject has no subscriber,
-        PayloadTooBig, and BrokerUnavailable after `timeout_s` or when the connection is lost.
+        """Send a request and return the first reply. Raises NoResponder at once if the subject has no subscriber.
+        Raises PayloadTooBig, and BrokerUnavailable after `timeout_s` or when the connection is lost.
         """
 
 
@@ -346,7 +346,7 @@ class Queue(Connection, Protocol):
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         """Call `handler(name, exists)` when a consumer of the stream is created or deleted. The handler may miss a
-        change, because the broker does not store its notices.
+        change, because the broker does not store its notices of changes.
         """
 
 
@@ -375,7 +375,7 @@ class Administration(Queue, Protocol):
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        """Return the states of all durable consumers of a stream, read one after the other."""
+        """Return the states of all durable consumers of a stream. The states may be from different moments."""
 
 
 class Store(Connection, Protocol):
@@ -393,7 +393,7 @@ class Store(Connection, Protocol):
         `storage`, `replicas` and `max_age_s` apply only to a new bucket. If an existing bucket was created without
         `removed_age_s`, this argument has no effect. A key expires `max_age_s` seconds after its last write (0: never).
         The broker stores a marker for each removed key. The marker expires after `removed_age_s` seconds (0: after
-        `max_age_s`). Watches report no expiry.
+        `max_age_s`). A watch does not report that a key expires.
         """
 
 

@@ -8,7 +8,7 @@ from sie_broker import UnsafeUpdate
 from sie_contracts.wire.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0  # seconds within which the broker must reply to an operation without a time-out of its own
-STOP_TIMEOUT_S = 5.0  # seconds for which `stop` of a subscription waits for its handler
+STOP_TIMEOUT_S = 5.0  # seconds that `stop` of a subscription waits for a running handler; then it returns
 # Default limits of a subscription: number of messages that wait for its handler, and sum of their bytes. Inboxes for
 # replies have no limit, because each request gets only one reply.
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20

@@ -45,7 +45,7 @@ def spec_of(request: StreamRequest) -> StreamSpec:
 
 
 async def make(broker: Broker, request: StreamRequest) -> None:
-    """Create or update the requested stream or bucket. Raises ValueError for an invalid request, BrokerError."""
+    """Create or update the requested stream or bucket. Raises BrokerError, and ValueError for an invalid request."""
     if request.storage not in ("file", "memory"):
         raise ValueError(f"storage {request.storage[:70]!r}: expected file or memory")
     if request.version > topology.TOPOLOGY_VERSION:

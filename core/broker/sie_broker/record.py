@@ -40,7 +40,7 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
 MAX_ATTEMPTS = 16  # largest number of attempts at one change; an attempt fails if another writer changes the key
-# A random pause follows each failed attempt. Its upper limit in seconds is first FIRST_PAUSE_S, at last MAX_PAUSE_S.
+# A random pause follows each failed attempt. Its upper limit grows from FIRST_PAUSE_S to MAX_PAUSE_S seconds.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
 LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader must renew its lease more often
 RELEASED_AGE_S = 60.0
@@ -160,9 +160,10 @@ class Record(Generic[T]):
         the owner must ignore a revision below the last revision of the key. `on_lost` is called before the first value
         of a new bucket or a new watch. All earlier values and revisions are then invalid.
 
-        `read` returns (entries, revision). The entries are passed to the owner before the watch starts, and the watch
-        starts after this revision or earlier. By default, `read` returns all entries. With `drops_unreadable`, an entry
-        that cannot be decoded counts as removed. Otherwise the key keeps its previous value.
+        `read` returns (entries, revision). The entries are passed to the owner before the watch starts. The watch
+        delivers all entries after this revision, and perhaps earlier entries. By default, `read` returns all entries.
+        With `drops_unreadable`, an entry that cannot be decoded counts as removed. Otherwise the key keeps its previous
+        value.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -295,7 +296,8 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
     """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all gateways.
-    The marker of a released lease expires early, after RELEASED_AGE_S, because no process watches this bucket.
+    A released lease is a removed key. Its marker expires early, after RELEASED_AGE_S: only watches need markers, and no
+    process watches this bucket.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 

@@ -21,8 +21,8 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Largest number of bytes of a table that is stored as one message, and intended largest number of bytes of a part.
-# Under load, a table changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the
+# A table of at most WHOLE_BYTES is stored as one message. A larger table is split into parts of about PART_BYTES. Under
+# load, a table changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the
 # changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
@@ -120,7 +120,7 @@ class StoredTable:
             if (part := self._parts.get(number)) is not None and part.stamp == stamp
         ]
         if len(parts) < len(head.parts):
-            # a part has not arrived yet, or a newer part has arrived before the lane's key with its stamp
+            # a part has not arrived yet, or a part is newer than the lane's key that arrived last
             return False
         hosts: dict[str, tuple[str, ...]] = {}
         raised_s: dict[str, float] = {}
@@ -132,7 +132,7 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the last known revision of the lane's key, also of a removed key; 0 if no revision is known."""
+        """Return the last revision of the lane's key, or of its removal, that was read or written; 0 if none was."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
@@ -174,8 +174,8 @@ class StoredTable:
         """Set the table and the parts to those of `change`, which the broker has stored with `revision`."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
         self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
-        # A batch is atomic, so no other write has a revision between the writes of this batch. So the last revision of
-        # the batch can be recorded for each of its keys.
+        # `put` ignores these entries when the watch delivers them. All keys may have the last revision of the batch: a
+        # batch is atomic, so no other write has a revision between its writes.
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _size(self, part: PlacementPart) -> int:

@@ -20,7 +20,7 @@ class ConnectionState:
         self.troubles: dict[str, str] = {}
         self._live = False
         self._closed = False
-        self._up = asyncio.Event()  # set while the connection exists or is closed
+        self._up = asyncio.Event()  # set while `reach` need not wait: connected, or closed for ever
         self._crashed = False  # True if a task ended with an error
         self._tasks: set[asyncio.Task[None]] = set()
         self._reconnect_handlers: list[Callable[[], Awaitable[None]]] = []

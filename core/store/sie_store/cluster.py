@@ -1,7 +1,7 @@
 """Cluster cache: one bucket (SIE_CLUSTER_CACHE) from which all nodes fetch snapshots (the weights of a model at one
 commit). All methods block.
 
-    fetch: manifest ──► its files, in parts, by download.py ──► digests
+    fetch: manifest ──► its files, in parts, by download.py ──► comparison of their digests
     push:  files that the bucket lacks ──► manifest ──► list the files again, to check that none is missing
 
 Pushes need no lock: a store writes an object completely or not at all, and every push of a commit writes the same

@@ -73,9 +73,9 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, if any. If the files have a prompt for queries, for documents or by
-    default, the entry's prompt for the same purpose must have the same text, or contain {instruction}. The entry may
-    add prompts that the files lack.
+    """Return the fault of the entry's prompts, if any. The files may have a prompt for queries, a prompt for documents
+    and a default prompt. The entry's prompt for the same purpose must have the same text, or contain {instruction}. The
+    entry may add prompts that the files lack.
     """
     # Only families that compute vectors are checked: other families use a prompt only if a request names the prompt.
     is_encoder = families.row(entry.family).gives_vectors
@@ -112,8 +112,8 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens, with special tokens, that a transformer with this config.json can read; 0 if
-    the file does not say it.
+    """Return the largest number of tokens, special tokens included, that a transformer with this config.json can read;
+    0 if the file does not say it.
     """
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit < 1:  # XLNet has -1: no limit
@@ -131,7 +131,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling in a model's files, under its name in entries; empty if the model has no Pooling module."""
+    """Return the pooling in a model's files, by the name that entries use; empty if there is no Pooling module."""
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
             return pooling_name(read_json(folder / module["path"] / "config.json"))

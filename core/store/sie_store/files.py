@@ -40,8 +40,8 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # Bytes that this upload may claim from here on. In total, it claims only the bytes that it may have in
-            # memory, because the disk reports bytes as used once they are written.
+            # Number of bytes that this upload may still claim. The claims must cover the bytes that are in memory. Once
+            # bytes are written, the disk itself reports them as used. So later bytes need no further claim.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:

@@ -91,7 +91,7 @@ class Puller(Protocol):
     """Pulls of one connection from one stream: the methods that the server calls."""
 
     def attach(self, name: str) -> None:
-        """If these pulls have credit left for the consumer `name`, add it to the consumer's queue of credits."""
+        """Add the credit that these pulls have for the consumer `name`, if any, to the consumer's queue of credits."""
 
     def attach_all(self) -> None: ...
 
@@ -127,7 +127,7 @@ class Consumer:
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> time at which the lease ends, earliest first
         self.again: dict[int, float] = {}  # sequence -> earliest time of the next delivery
-        self.again_order: list[tuple[float, int]] = []  # heap of (time, sequence); outdated pairs are skipped
+        self.again_order: list[tuple[float, int]] = []  # heap of (time, sequence); a pair that `again` lacks is skipped
         self.delivered: dict[int, int] = {}  # sequence -> number of deliveries so far
         self.credits: deque[DeliveryCredit] = deque()
         self._deliveries = 0
@@ -205,7 +205,7 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
-        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
+        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, end of the window)
         self._age_due_s = math.inf  # time at which the timer calls `_age`; infinite without a timer
 
     def state(self) -> StreamState:
@@ -389,7 +389,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer. Pulls may request deliveries before their consumer exists."""
+        """Give a new consumer the credit of the pulls that requested its deliveries before it existed."""
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 

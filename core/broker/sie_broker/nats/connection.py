@@ -42,8 +42,8 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pull requests: the methods that their connection calls. The inbox (reply subject) of the pull requests is
-    lost with the connection.
+    """Pull requests that are open: the methods that their connection calls. The inbox (reply subject) of the
+    pull requests is lost with the connection.
     """
 
     def abandon(self) -> None:

@@ -43,17 +43,17 @@ log = logging.getLogger("sie.broker")
 PULL_EXPIRES_S = 5.0  # largest number of seconds until a pull request expires
 # Seconds until a pull for several messages of a work stream expires. If a process hangs, its connection stays open, and
 # the broker still sends messages for its open pulls. After the ack wait (at least 3 s), the broker delivers these
-# messages again. A pull that is still open then could get a message twice, so a pull expires before the ack wait ends.
-# A pull for one message ends with its delivery, so it may last PULL_EXPIRES_S. Each idle model has such a pull, which
-# costs less if it is renewed less often.
+# messages again. If a pull were open at that time, it could get a message that the process already has. So a pull
+# expires before the ack wait ends. A pull for a single message ends when this message is delivered, so it may last
+# PULL_EXPIRES_S. Each idle model has a pull for a single message. The longer it lasts, the less its renewal costs.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the event loop renews the pulls of many
 # consumers. Pulls that last less than 2 s expire at multiples of half their duration. 200 pulls that expire one by one
 # cost 1.5 % of a core, pulls that expire together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# Byte limit of a pull for several messages: a server closes a connection with 64 MiB of unsent data (`max_pending`).
-# `_issue` raises the limit if a single message may be larger. It adds _SUBJECT_BYTES, because the server also counts
-# the subjects of a message.
+# Byte limit of a pull for several messages, because a server closes a connection with 64 MiB of unsent data
+# (`max_pending`). `_issue` raises the limit if a single message may be larger, and adds _SUBJECT_BYTES, because the
+# server also counts the subjects of a message.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds
@@ -156,8 +156,8 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """Open pull requests of one connection to the consumers of a stream. One task sends pull requests. One timer finds
-    lost pulls: pulls whose end the broker did not report.
+    """Pull requests from one connection to the consumers of a stream. One task sends the requests. One timer finds lost
+    pulls: pulls whose end the broker did not report.
 
     `on_break` is called when deliveries may be lost, or when a consumer no longer exists. Only a watch needs this call:
     a queue delivers lost messages again after the ack wait.
@@ -443,7 +443,7 @@ def publish_ack(subject: str, answer: Any) -> Ack:
 
 
 class JetStream(NatsBus):
-    """Calls to JetStream that queue, administration and store share."""
+    """Calls to JetStream that NatsQueue, NatsAdministration and NatsStore share."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -508,8 +508,8 @@ class JetStream(NatsBus):
 
     async def ask_owner(self, request: StreamRequest) -> bool:
         """Ask the owner of streams to create or update a stream. Return False if this process must do this itself. The
-        reasons are: it is the owner, no owner is connected (as on a broker without users), or its broker user may not
-        send such requests (a user of an older version). Raises BrokerError.
+        reasons are: this process is the owner, no owner is connected (as on a broker without users), or the broker user
+        of this process may not send such requests (a user of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False

@@ -37,7 +37,7 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key is a marker. A
-    marker expires after `removed_age_s` seconds. With 0, it expires like any other message of the bucket.
+    marker expires after `removed_age_s` seconds. With 0, a marker expires like any other message of the bucket.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -188,7 +188,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a reader: a consumer that begins at revision `first`. Return (name, number of entries)."""
+        """Create a reader: a consumer that begins at revision `first`. Return (name, number of entries to deliver)."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
@@ -317,12 +317,12 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries. After a crash of the broker, the pulls of a reader may stay without deliveries."""
+        """Check for missed entries. After a crash of the broker, the pulls of the watch may stay without deliveries."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
             if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
-                # no reader delivers these entries, because they have expired or were lost with a damaged file
+                # these entries never arrive, because they have expired or were lost with a damaged file
                 log.info("stream %s: the entries after revision %d do not exist any more", self._stream, self._last)
                 self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
@@ -337,7 +337,7 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # entries may still arrive: the watch has missed them only if the next check finds the same revisions
+        # these entries may still arrive: they count as missed only if the next check finds both revisions unchanged
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

@@ -33,6 +33,7 @@ from sie_contracts.wire.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSp
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
+# settings that the broker cannot change in place -> their names in the reason of a refusal
 _FIXED = {
     "storage": "the storage of a stream",
     "retention": "the retention of a stream",

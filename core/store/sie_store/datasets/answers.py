@@ -34,7 +34,7 @@ OTHER = "OTHER"  # key for the sum of the counts of rare error codes
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
     """Description of a shard: the job, the number of the shard, the model, and counts of the shard's rows. `failed`:
-    rows with an error. `reused`: rows whose answer was copied from the cache or from an equal row. `tokens`: sum for
+    rows with an error. `reused`: rows whose answer was copied from the cache or from an equal row. `tokens`: tokens of
     all rows. `codes`: error code -> number of rows. `lines`: number of lines of the output if rows have chunks;
     otherwise 0, because each row has one line.
     """
@@ -120,8 +120,8 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
 @dataclass(frozen=True)
 class Shard:
     """Answers to the rows of a span (a range of rows), as lines of the output. `chunks`: chunk of each line; empty if
-    no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of any
-    length for each line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
+    no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: column -> for each line an
+    array of any length, or None. `numbers`: column -> float32 [lines], NaN for a line without a number.
     """
 
     about: About

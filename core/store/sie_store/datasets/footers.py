@@ -117,7 +117,7 @@ def malformed(source: str) -> InvalidInput:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Convert exceptions of pyarrow into InvalidInput. UnicodeDecodeError is for a column name that is not UTF-8."""
+    """Convert pyarrow's exceptions into InvalidInput. A column name that is not UTF-8 raises UnicodeDecodeError."""
     import pyarrow as pa
 
     try:
@@ -181,8 +181,8 @@ def _chunks(
 
 
 def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
-    """Return the leaf columns in which a file stores the columns `names`: name of the column by leaf index. The path of
-    a leaf column is the column's name, alone or followed by a dot and further names.
+    """Return the leaf columns in which a file stores the columns `names`: index of the leaf -> name of the column. The
+    path of a leaf column is the column's name, alone or followed by a dot and further names.
     """
     paths = [schema.column(at).path for at in range(len(schema))] if names else []
     below = {f"{name}.": name for name in names}
@@ -296,7 +296,7 @@ def _batches(
     dictionaries = {
         at: source.dictionary_bytes(column)
         for at, column in chunks.items()
-        # values of other types have only a few bytes, so copies of them need little memory
+        # the values of all other types have only a few bytes, so pyarrow may copy them for each row
         if schema.column(at).physical_type.endswith("BYTE_ARRAY")
     }
     is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())

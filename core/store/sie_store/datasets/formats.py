@@ -27,7 +27,7 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether jobs skip the object `name`: a manifest, or an object with a segment of its name that is empty or
+    """Return whether jobs skip the object `name`: a manifest, or an object whose name has a segment that is empty or
     begins with `.` or `_`, such as the marker file _SUCCESS of other programs.
     """
     segments = name.split("/")

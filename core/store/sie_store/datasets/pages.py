@@ -15,18 +15,18 @@ from typing import Any
 
 from sie_store.datasets.sizes import MAX_DECODED_BYTES
 
-RATIO = 8  # usual number of decoded bytes for each compressed byte; only decoded bytes above this ratio count
-# largest number of decoded bytes beyond RATIO in the pages from which pyarrow decodes one batch of rows
+RATIO = 8  # usual number of decoded bytes for each compressed byte; only decoded bytes above this ratio are limited
+# largest number of decoded bytes, above RATIO times the compressed bytes, in the pages of one batch of rows
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
-MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
+MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header; so large because of statistics
 MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group; more are a PageFault
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20 fields
-FIELDS_DEPTH = 2  # `_ThriftReader.struct` returns only fields of structs at a depth below this number
-# largest number of values in the lists of a footer; each row group, and each column of a row group, counts as LARGE
-# values because it takes more memory
+FIELDS_DEPTH = 2  # depth from which the fields of structs are skipped; a header and its structs have the depths 0 and 1
+# Largest number of values in a footer: the values in its lists, and LARGE values for each struct at a depth of at most
+# LARGE_DEPTH, such as a row group, because such a struct takes more memory.
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
-LARGE_DEPTH = 4  # a struct up to this depth counts as LARGE values; the columns of a row group are at this depth
+LARGE_DEPTH = 4  # depth of the columns of a row group
 _NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift: a 32-bit number, a struct
 # fields of a page header: (number of the field, kind of its value)
 _TYPE, _DECODED, _COMPRESSED, _VALUES = (1, _NUMBER), (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)

@@ -1,7 +1,7 @@
 """Encodes parts (output files of jobs), and reads their descriptions. A part stores a shard: the answers to a range of
 rows.
 
-parquet  one row for each line; outputs of a failed row are null. The file's metadata has `About`, as JSON, under `sie`.
+parquet  one row for each line; outputs of a failed row are null. The key `sie` of the metadata has `About` as JSON.
 jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [lines, width] with zeros where `failed` is true.
          A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all lines, and `NAME_rows`:
@@ -128,7 +128,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
-    """Return the result of each row of a part, in the order of the rows. Raises PartFault."""
+    """Return the Outcome of each row of a part (output file), in the order of the rows. Raises PartFault."""
     try:
         if format == "parquet":
             lines = [msgspec.convert({"fingerprint": "", **row}, _Line) for row in tables.outcomes(data)]

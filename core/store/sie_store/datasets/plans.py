@@ -38,10 +38,10 @@ MAX_OBJECTS = 1_000_000
 MAX_SPANS = 100_000  # largest number of spans (ranges of rows) of a job, because each has a record in memory
 TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV object
-SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
-MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the images in a span
+SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span of more than one row
+MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of one row, or of all images in one span
 MAX_COLUMNS_SHOWN = 50
-SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # largest sample of a JSON Lines object (`_JsonSample`)
+SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # rows and bytes of the largest `_JsonSample`
 LISTED_AT_ONCE = 1000
 
 

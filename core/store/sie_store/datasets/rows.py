@@ -36,9 +36,9 @@ _Columns = Mapping[str, Any] | ErrorInfo
 
 @dataclass(frozen=True)
 class InputRow:
-    """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: values of the columns for chunks
-    and documents, not checked yet. `page_starts`: (position of the first code point, number) of each page if the text
-    is the Markdown of a document; otherwise None.
+    """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: values of the columns that
+    `input.chunks` and `input.documents` name, not checked yet. `page_starts`: (position of the first code
+    point, number) of each page if the text is the Markdown of a document; otherwise None.
     """
 
     id: str
@@ -133,7 +133,7 @@ class _RowMaker:
         self._span, self._source = span, source
         self._templates = templates(source)
         columns = {"chunks": source.chunks, "documents": source.documents}
-        # parameter (chunks or documents) -> name of its column; this class does not check the values of the column
+        # parameter (chunks or documents) -> name of its column; only null is refused here, other values pass unchecked
         self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:

@@ -25,7 +25,7 @@ _BLANK[[9, 10, 13, 32]] = True
 
 
 class Scanner:
-    """Finder of the rows in a text that arrives in pieces. `at`: position in the object of the text's first byte."""
+    """Finder of the rows in a text that arrives in pieces. `at`: position of the text's first byte in its object."""
 
     def __init__(self, *, is_quoted: bool, at: int = 0) -> None:
         self._is_quoted = is_quoted

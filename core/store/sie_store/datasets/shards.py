@@ -60,7 +60,7 @@ async def claim(place: Place, owner: str) -> None:
             put = functools.partial(
                 obstore.put_async, place.store, key, owner.encode(), mode="create", use_multipart=False
             )
-            # another gateway that ran this job before, or another job, may write the object at the same time
+            # another job, or a gateway that has lost the lease of this job, may write the object at the same time
             with contextlib.suppress(WrittenMeanwhile):
                 await place.patience.repeated(lambda: within(PUT_S, put()))
             await claim(place, owner)

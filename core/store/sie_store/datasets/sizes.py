@@ -13,12 +13,12 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 
-# largest number of values in one row, in the columns that a job reads; a list or map and each value in it count
+# largest number of values in one row, in the columns that a job reads; lists and maps count as values too
 MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-# levels of nesting that a value of a row must leave free below the interpreter's limit of recursion, see `decoded`
+# `decoded` refuses a value if this many more levels of nesting would exceed the interpreter's limit of recursion
 SPARE_LEVELS = 200
 # The pattern also matches a string without an end. Otherwise the search would start again at each escaped quote in this
 # string, and take quadratic time.
@@ -27,7 +27,7 @@ _keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class TooManyValues(ValueError):
-    """Error for a row with too many keys."""
+    """Error for a row with more than MAX_KEYS keys."""
 
 
 class SpanSize:

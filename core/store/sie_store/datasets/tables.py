@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 KEY = b"sie"  # key of the shard's description (`About`) in the metadata of the file
 ROWS_OF_GROUP = 10_000
-MAX_NESTING = 30  # largest depth of nested lists; a list has two levels in Parquet, and readers allow 100 levels
+# largest depth of nested lists; deeper ones become JSON. A list has two levels in Parquet, and readers allow 100 levels
+MAX_NESTING = 30
 
 
 def encode(shard: Shard) -> bytes:
@@ -68,8 +69,8 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return the columns id, tokens and error of each line of a part (output file), by name. If the part has chunks,
-    return chunk and row_tokens too. Raises ValueError, OSError.
+    """Return a dict for each line of a part (output file), with the columns id, tokens and error. If the part has
+    chunks, the dict also has the columns chunk and row_tokens. Raises ValueError, OSError.
     """
     import pyarrow as pa
     from pyarrow import parquet
