@@ -281,8 +281,8 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload. Callers have
-        seen that both collections have this payload.
+        """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload, so that the point
+        counts as unchanged. The other collection has the same payload, or a newer payload.
         """
         operations = [
             {

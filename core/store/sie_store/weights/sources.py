@@ -157,7 +157,7 @@ class WeightSources:
                     return self._fetched(entry, lease), None
                 except FetchFailed as error:
                     _logger.warning(
-                        "the download of %s failed, so its files in the local cache are used, which seem complete: %s",
+                        "%s seems complete in the local cache and is used, although its download failed: %s",
                         label,
                         error.message,
                     )
