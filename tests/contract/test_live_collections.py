@@ -876,8 +876,8 @@ def lance(tmp_path: Path) -> Rows:
             ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times without nanoseconds")
             for type in ("timestamp[ns]", "time64[ns]", "duration[ns]")
         ),
-        ({"body": "string", "vector": 3}, {}, "no such column id. Name one with --id"),
-        ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "no such column number"),
+        ({"body": "string", "vector": 3}, {}, "id is no such column: name another column with --id"),
+        ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "number is no such column"),
         ({"id": "int64", "body": "string", "vector": 3, "vector_next": 3}, {}, "that no migration has created"),
     ],
 )

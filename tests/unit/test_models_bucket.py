@@ -151,7 +151,7 @@ def test_credentials_that_expired_end_the_start_with_what_to_do(
         (status, code) if request.path.endswith("a.yaml") == (where == "body") else None
     )
     with pytest.raises(
-        SettingError, match=rf"access is refused \(status {status[:3]} {code}\): give credentials that may list"
+        SettingError, match=rf"access is refused \(status {status[:3]} {code}\): set credentials by variables"
     ):
         own(overlay(faulty))
 

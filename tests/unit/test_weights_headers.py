@@ -35,8 +35,8 @@ NO_HEADER = "its header is not that of a safetensors file"
     [
         (b"", "it has 0 bytes, but its header alone needs 8"),
         (file_of({"a": TENSOR})[:20], "it has 20 bytes, but its header alone needs"),
-        (file_of({"a": TENSOR})[:-1], "it has 79 of 80 bytes"),
-        (file_of({"a": TENSOR}, bytes(9)), "it has 81 of 80 bytes"),
+        (file_of({"a": TENSOR})[:-1], "it has 79 bytes, but its header describes 80"),
+        (file_of({"a": TENSOR}, bytes(9)), "it has 81 bytes, but its header describes 80"),
         (b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
         (file_of(b'{"\xff": {}}'), NO_HEADER),
         (file_of(b'{"a": ' + b"[" * 100_000), NO_HEADER),

@@ -278,7 +278,7 @@ async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
-    """Return name, size, time and ETag of each object below a prefix."""
+    """Return name, size, time of the last change and ETag of each object below a prefix."""
     import obstore
 
     return [entry async for page in obstore.list(store, prefix=prefix) for entry in page]
@@ -316,8 +316,8 @@ class RetryPolicy:
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `at`: first byte of the next request, for
-        the log. Raises `error` if all attempts are used up, or if `error` is of a subclass of StoreError: then another
-        attempt cannot help.
+        the log. Raises `error` if all attempts are used up. Also raises an `error` of a subclass of StoreError, because
+        another attempt cannot help after such an error.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
@@ -371,8 +371,9 @@ def remedy(error: StoreError, url: str, setting: str) -> str:
         return f"there is no bucket {store_url(url).bucket}: create it, or name another bucket in {setting}"
     if isinstance(error, AccessRefused):
         return (
-            f"access is refused ({error}): give credentials that may list and read the bucket, and for a push write to "
-            "it, by variables such as AWS_ACCESS_KEY_ID and GOOGLE_SERVICE_ACCOUNT, or by the machine's role"
+            f"access is refused ({error}): set credentials by variables such as AWS_ACCESS_KEY_ID and "
+            "GOOGLE_SERVICE_ACCOUNT, or by the machine's role; they must allow listing and reading the bucket, and "
+            "writing to it for a push"
         )
     if isinstance(error, NameUnusable):
         return f"{error} in the bucket of {setting}"

@@ -103,7 +103,7 @@ class PayloadStore:
                     failpoint("payloads.before_removal")
                     try:
                         await obstore.delete_async(self._store, old)
-                    except FileNotFoundError:  # another gateway removes payloads too; the next sweep removes the others
+                    except FileNotFoundError:  # another gateway removed one of them; the next sweep removes the rest
                         continue
                 removed += len(old)
                 if removed >= MAX_REMOVALS:

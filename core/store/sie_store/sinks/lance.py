@@ -162,7 +162,7 @@ def _check(schema: Any, collection: str, dims: int) -> None:
         if actual is None or not actual.equals(field.type):
             shown = "no such column" if actual is None else actual
             raise CollectionMismatch(
-                f"the column {field.name} of the table {collection}: the table has {shown}, but {field.type} is written"
+                f"the column {field.name} of the table {collection}: the table has {shown}, but {field.type} is needed"
             )
     if (schema.field(ID).metadata or {}).items().isdisjoint(_PRIMARY_KEY.items()):
         raise CollectionMismatch(f"the column {ID} of the table {collection} is not its primary key")

@@ -45,8 +45,8 @@ NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 # An optimization puts written rows into the indexes of the table. It may write the whole table again, and earlier
 # versions stay on the disk. So a write optimizes only if at least OPTIMIZE_ROWS rows, and at least the share
-# OPTIMIZE_SHARE of all rows, were written since the last optimization. The end of a scan and `build_indexes` optimize
-# if any row was written.
+# OPTIMIZE_SHARE of all rows, were written since the last optimization. At the end of a scan and in `build_indexes`, one
+# written row is enough for an optimization.
 OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table: they belong to the application
@@ -122,11 +122,11 @@ class LanceLive:
         if not _is_vector(columns.get(vector)):
             vectors = [name for name, field in columns.items() if _is_vector(field)]
             raise CollectionMismatch(
-                f"the table {source.collection} has no column {vector} of vectors"
+                f"the table {source.collection} has no column {vector} with vectors"
                 + (
                     f". Name one with --vector: {', '.join(vectors)}"
                     if vectors
-                    else ", nor any other column of vectors"
+                    else ", nor any other column with vectors"
                 )
             )
         names = source.text.columns
@@ -142,8 +142,8 @@ class LanceLive:
         identity = columns.get(id_column)
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
             raise CollectionMismatch(
-                f"the table {source.collection} needs a column of integers or texts that names each row: it has no "
-                f"such column {id_column}. Name one with --id"
+                f"the table {source.collection} needs a column of integers or texts that identifies each row, and "
+                f"{id_column} is no such column: name another column with --id"
             )
         if await table.count_rows(f"{_quoted(id_column)} IS NULL"):
             raise CollectionMismatch(
@@ -184,7 +184,7 @@ class LanceLive:
         elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
                 f"the column {column} of {self._source.collection} has {shape.columns[column].type}, but {type} is "
-                "written. It belongs to another migration: remove it with --step clean-up, or drop it"
+                "written. The column belongs to another migration: remove it with --step clean-up, or drop it"
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
@@ -243,7 +243,7 @@ class LanceLive:
         return {**(payload if isinstance(payload, dict) else {}), **values}
 
     def _is_current(self, row: _LanceRow, side: Side) -> bool:
-        """Return whether a row has a vector of this side that was computed from its text."""
+        """Return whether a row has a vector of `side` (old or new model) that was computed from the row's text."""
         return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
 
     def _digest(self, row: _LanceRow, *sides: Side) -> bytes:

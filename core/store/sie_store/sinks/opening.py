@@ -46,8 +46,8 @@ def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
 
 
 def opened_live(url: str, setting: str, source: LiveSource, patience: RetryPolicy = PATIENCE) -> LiveCollection:
-    """Return the live collection of the database at `url`; no connection is made yet. Raises SettingError, which names
-    `setting`, and never `url`.
+    """Return the live collection of the database at `url`, not connected yet. Raises SettingError, which names
+    `setting` but not `url`, because the URL may contain a password.
     """
     scheme = _scheme(url, setting)
     if scheme == "postgresql":

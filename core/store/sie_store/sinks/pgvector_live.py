@@ -6,7 +6,7 @@
 
 A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
 the migration needs no clock, trigger or change log to notice the change of a row. A write locks a row, and then
-compares its text with the text that was read. A write of vectors skips rows that other transactions have locked.
+compares its text with the text that was read. If another transaction has locked the row, a write of a vector skips it.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class PgvectorLive:
         missing = [name for name in source.text.columns if name not in columns and not has_payload]
         if missing:
             raise CollectionMismatch(
-                f"the table {source.collection} has no column {missing[0]}, which --text names. It has "
+                f"the table {source.collection} has no column {missing[0]}, which --text names. It has the columns "
                 f"{', '.join(name for name in columns if name != vector)}"
             )
         unique = [row["name"] for row in rows if row["is_unique"] and row["not_null"]]
@@ -215,11 +215,11 @@ class PgvectorLive:
         if id_column not in unique:
             raise CollectionMismatch(
                 f"the table {source.collection} needs a column that alone is its primary key or unique, and "
-                f"{f'{id_column} is not' if id_column else 'has no such column'}. Name such a column with --id"
+                f"{f'{id_column} is not' if id_column else 'has no such column'}. Add one, or name one with --id"
             )
         if not table["is_owner"]:
             raise SinkUnsuitable(
-                f"the user of the URL does not own the table {source.collection}, and only an owner adds and renames "
+                f"the user of the URL does not own the table {source.collection}, and only an owner may add and rename "
                 "columns: use the URL of the owner, or GRANT the owner's role to the user"
             )
         comment = next((row["comment"] for row in rows if row["name"] == vector + MARKER), None)
@@ -277,7 +277,7 @@ class PgvectorLive:
         if actual != f"{shape.kind}({dims})" and not (shape.in_use == "new" and actual == shape.kind):
             raise CollectionMismatch(
                 f"the column {column} of {self._source.collection} has {actual}, but {shape.kind}({dims}) is "
-                "written. It belongs to another migration: remove it with --step clean-up, or drop it"
+                "written. The column belongs to another migration: remove it with --step clean-up, or drop it"
             )
         if self._record().new != fingerprint:
             raise CollectionMismatch(
@@ -520,9 +520,10 @@ class PgvectorLive:
     def _fresh_marker(self, side: Side, vector: str) -> str:
         """Return the SQL expression for the marker of a row to which `vector` of a side is written.
 
-        A scan for the new side takes the old side's marker as a proof that the row's new vector is current too. After
-        the switch, an old vector may be written to a row whose present marker does not prove this. Then the SHA-256 of
-        the old side's marker is written: a scan for the old side accepts it, a scan for the new side does not.
+        If a row has the marker of the old side, a scan for the new side takes the row's new vector as current. After
+        the switch, an old vector may be written to a row whose present marker does not prove that the new vector is
+        current. Then the SHA-256 of the old side's marker is written. A scan for the old side accepts this SHA-256, and
+        a scan for the new side does not.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":

@@ -231,7 +231,7 @@ class QdrantSink:
         }
 
     def _vector(self, rows: SinkRows, number: int) -> Any:
-        """Return the vectors of a row in Qdrant's JSON for a point."""
+        """Return the field `vector` of a Qdrant point: the dense vector of a row, or its vectors by name."""
         if set(self._widths) == {"dense"}:
             return json_vector(rows.vectors[number])
         outputs: dict[Output, Any] = {"dense": rows.vectors, "sparse": rows.sparse, "multivector": rows.multivectors}
@@ -354,7 +354,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
 def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str, Any]) -> None:
     """Raise CollectionMismatch if a vector of a collection does not have the parameters `expected`."""
     if actual is None:
-        raise CollectionMismatch(f"the collection {collection} has no dense vector with the name that jobs use")
+        raise CollectionMismatch(f"the collection {collection} has no vector named dense and no vector without a name")
     try:
         size, distance = actual["size"], actual.get("distance")
         comparator = (actual.get("multivector_config") or {}).get("comparator")
@@ -368,5 +368,5 @@ def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str
     if (size, distance) != (expected["size"], expected["distance"]):
         raise CollectionMismatch(
             f"{place} has {size} dimensions and the distance {distance}, "
-            f"but {expected['size']} dimensions and the distance {expected['distance']} are written"
+            f"but {expected['size']} dimensions and the distance {expected['distance']} are needed"
         )

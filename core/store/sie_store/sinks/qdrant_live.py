@@ -1,5 +1,5 @@
 """Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
-writers use the first collection. Searches and writers name it by an alias of Qdrant, here `docs`:
+writers use the first collection. Searches and writers name the collection in use by an alias, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
@@ -42,11 +42,12 @@ from sie_store.sinks.qdrant import (
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, check_dims, checked_name
 
 MARKER = "_sie"
-# TEXT (first part of a marker) of a copy without a vector; TEXT of a point while `_replace_vectors` changes it
+# values of TEXT (first part of a marker): NO_VECTOR for a copy without a vector, CLAIM for a point while
+# `_replace_vectors` changes it
 NO_VECTOR, CLAIM = "none", "claim"
 CONDITIONS_SINCE = (1, 16)  # older versions of Qdrant ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
-COPIED_POINTS = 64  # points whose copied vectors are read at a time; halved if the reply is too large
+COPIED_POINTS = 64  # points read at a time with vectors that are only copied; halved if the reply is too large
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a point alone has at most 32 MiB
 # settings that are copied to the new collection; _CONFIGS: name in a collection's description -> name in a request
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
@@ -134,7 +135,7 @@ class QdrantLive:
 
     async def open(self) -> LiveState:
         checked_name(self._alias)
-        await self._server.check_version(CONDITIONS_SINCE, "a migration (by conditional writes: update_filter)")
+        await self._server.check_version(CONDITIONS_SINCE, "a migration, which writes with update_filter,")
         aliases = await self._aliases()
         target = aliases.get(self._alias)
         if target is None:
@@ -157,7 +158,9 @@ class QdrantLive:
         info = await self._server.read("GET", _path(target), _CollectionInfo)
         vector, params, more_vectors = self._vectors(info)
         if info.config.params.get("sharding_method") == "custom":
-            raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
+            raise CollectionMismatch(
+                f"the collection {target} has custom sharding (shards by key), which a migration does not support"
+            )
         if in_use == "new":
             is_begun = bool(old)  # without an old collection, the migration is cleaned up already
         else:
@@ -247,8 +250,8 @@ class QdrantLive:
         if text == self._text_digest(side, point):
             return True
         # Without TEXT (first part of the marker), the vector comes from the application. It is a vector of the old
-        # model in two cases: the copy is unchanged since both collections had it, or the copy has no marker and the
-        # old collection is not in use.
+        # model in two cases: the copy's payload is unchanged since both collections had this payload, or the copy has
+        # no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
@@ -278,8 +281,8 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload. Both collections
-        have this payload at this time.
+        """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload, so that the point
+        counts as unchanged. The other collection has the same payload, or a newer payload.
         """
         operations = [
             {
@@ -313,7 +316,7 @@ class QdrantLive:
             return
         late = [(write, vector) for write, vector in pairs if isinstance(write, _LateWrite)]
         if late:
-            # the filter skips a copy that the application has changed meanwhile: such a copy has another marker
+            # the filter skips a copy whose marker differs, because the application has changed this copy since the scan
             unchanged = _with_marker(*(write.marker for write, _ in late))
             await self._put(side, [(write.point, vector) for write, vector in late], unchanged)
             await self._agree(layout.names[opposite(side)], [write.point for write, _ in late])
@@ -380,9 +383,9 @@ class QdrantLive:
         return {"id": point.id, "vector": content, "payload": payload}
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
-        """Write vectors and markers to the collection in use. The first write sets the markers to a random claim, and
-        each later write requires the claim. A writer that replaces a point meanwhile removes the claim with the old
-        payload, so the vector of the writer stays.
+        """Write vectors and markers to the collection in use. The first write sets the markers to a random text, the
+        claim. Each later write changes only points that have the claim. A writer that replaces a point meanwhile
+        removes the claim with the old payload, so the vector of the writer stays.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]
@@ -502,7 +505,7 @@ class QdrantLive:
     async def _points(
         self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
     ) -> dict[int | str, _Point]:
-        """Read points by id, in several requests if one reply would be too large. The result has no missing points."""
+        """Read points by id, in several requests if one reply would be too large. Missing points are left out."""
         points: dict[int | str, _Point] = {}
         first, limit = 0, len(ids)
         while first < len(ids):
@@ -525,7 +528,7 @@ class QdrantLive:
         with_payload: bool = True,
         with_vector: Sequence[str] = (),
     ) -> dict[int | str, _Point]:
-        """Read points by id in one request. The result has no missing points. Raises AnswerTooLarge."""
+        """Read points by id in one request. Missing points are left out. Raises AnswerTooLarge."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
         points = await self._server.read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}
@@ -557,7 +560,7 @@ def _payload_digest(point: _Point) -> str:
 
 
 def _is_agreed(point: _Point) -> bool:
-    """Return whether the payload of a point is the same as when both collections last had the same payload."""
+    """Return whether the payload of a point is unchanged since both collections last had equal payloads for it."""
     return _marker(point).partition(".")[2] == _payload_digest(point)
 
 

@@ -143,7 +143,7 @@ class Sink(Protocol):
         """Write rows so that they survive a restart of the database. A stored row with the same id is replaced."""
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return why the database can never store a row, by the number of the row. A job counts these rows as failed
+        """Return why the database can never store a row, by index of the row. A job counts these rows as failed
         and does not write them, because `upsert` would refuse all rows of the call. By default no row is refused,
         because only a multivector can make a row too large.
         """

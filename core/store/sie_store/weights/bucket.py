@@ -54,14 +54,14 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # These limits are short, because the load of a model tries its next source only after the manifest is read.
+        # These limits are short, because a load of a model waits for this read before it tries the next source.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
         """Return (manifest of a snapshot, or None if the bucket has none; obstore's mode for the next write of this
-        manifest). With this mode, the write fails if another writer changes the manifest after this call. Only with
-        the mode "overwrite", for a store without ETags, the write does not fail. Raises FetchFailed for a wrong
-        manifest.
+        manifest). With this mode, the write fails if another writer changes the manifest after this call. For a
+        store without ETags, the mode is "overwrite", which replaces the changed manifest. Raises FetchFailed for a
+        wrong manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -155,7 +155,7 @@ class WeightBucket:
 
 
 class BucketSource:
-    """Source (see `download`) that reads the files of a manifest from the bucket."""
+    """`download.Source` that reads the files of a manifest from the bucket."""
 
     def __init__(self, bucket: WeightBucket, manifest: Manifest, label: str) -> None:
         self._bucket, self._manifest, self.label = bucket, manifest, label

@@ -1,7 +1,7 @@
 """Local cache: snapshots (the weights of a model at one commit) on this node's disk. The folders are the same as in
 HF_HOME, so that other programs find the snapshots too.
 
-    hub/models--org--name/snapshots/COMMIT/     a snapshot, complete with a manifest, or written by the hub's own client
+    hub/models--org--name/snapshots/COMMIT/     a snapshot that has a manifest or that the hub's own client has written
     hub/models--org--name/partial/COMMIT/       files of an unfinished fetch; the next fetch resumes there
     hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
                                                 the file contains the progress
@@ -267,7 +267,7 @@ class LocalCache:
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
-                    # a file with a second hard link, for example in the snapshot, stays on the disk after the removal
+                    # files with a second hard link, for example in the snapshot, stay on the disk and are not counted
                     size = _bytes_in(path, linked=False)
                     going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=size))
         return sorted(going, key=lambda copy: (copy.used_s, not copy.is_partial, copy.repository, copy.revision))
@@ -327,7 +327,7 @@ class LocalCache:
                     return
                 with contextlib.suppress(FileNotFoundError):
                     (folder / "partial" / revision).rmdir()
-                # no process has the lock of the fetch, because every fetch also has a lease, which `lock` excludes
+                # no process holds the fetch lock: a fetch also holds a lease, and no lease exists beside `lock`
                 self._lock_file(repository, revision, "fetch").unlink(missing_ok=True)
                 use.unlink()
             use.parent.rmdir()
@@ -353,7 +353,7 @@ class LocalCache:
         return self.hub / f"models--{repository.replace('/', '--')}"
 
     def _blobs(self, repository: str, folder: Path) -> set[Path]:
-        """Return the files in `blobs` of the hub's own client to which links below `folder` point."""
+        """Return the targets of links below `folder` that lie in the folder `blobs` of the hub's own client."""
         blobs = (self._folder_of(repository) / "blobs").resolve()
         targets = (path.resolve() for path in folder.rglob("*") if path.is_symlink())
         return {target for target in targets if target.parent == blobs}
@@ -423,7 +423,7 @@ def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
     """Return the error for a failed write. The class of the error allows a retry only if the disk was full."""
     if error.errno in FULL:
         return FetchFailed(
-            "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; free space on it"
+            "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; delete files there"
         )
     fix = "set SIE_LOCAL_CACHE to a folder that this user may write to"
     return FetchFailed(

@@ -172,8 +172,8 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the error for a fetch for which the disk has no space. Its class is NETWORK, so that the load is tried
-    again, because space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. Its class is NETWORK: the load is tried again, as
+    space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -181,7 +181,7 @@ def _no_room(
         " are free"
     )
     if threshold_percent is None:
-        return FetchFailed("NETWORK", f"{needs}; free space on it, or set SIE_DISK_CACHE_ENABLED=true")
+        return FetchFailed("NETWORK", f"{needs}; delete files there, or set SIE_DISK_CACHE_ENABLED=true")
     return FetchFailed("NETWORK", f"{needs}, and SIE may not remove enough of its files; free space on the disk")
 
 

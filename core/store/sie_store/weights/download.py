@@ -47,8 +47,8 @@ ROUNDS = 2
 class DownloadLimits(RetryPolicy):
     """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES may arrive. `tries`: number of
     attempts in a row, each with fewer than MIN_BYTES, after which the download fails. `part_bytes`: bytes of one
-    request; with 0, one request reads all missing bytes of a file. `parts_at_once`: number of parts, of all files, that
-    are requested ahead and kept in memory.
+    request; with 0, one request reads all missing bytes of a file. `parts_at_once`: largest number of parts, counted
+    over all files, that are requested ahead and kept in memory.
     """
 
     part_bytes: int = 8 << 20
@@ -161,7 +161,7 @@ async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGe
 
 
 class Digests:
-    """Digests of a file, computed from the bytes that `add` and `add_file` have added."""
+    """SHA-256 and git blob digest of a file, computed from the bytes that `add` and `add_file` have added."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._bytes = file, 0

@@ -55,5 +55,5 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         raise DamagedFile(f"its header is not that of a safetensors file ({type(error).__name__})") from error
     whole = start + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if size != whole:
-        raise DamagedFile(f"it has {size} of {whole} bytes")
+        raise DamagedFile(f"it has {size} bytes, but its header describes {whole}")
     return tensors

@@ -113,8 +113,8 @@ async def _fetched(repository: str, revision: str, select: Wanted, folder: Path,
 
 
 async def _listing(session: Any, repository: str, revision: str | None) -> _Listing:
-    """Read the listing of a revision: its commit and its files. Raises StoreError, also for a response that is not a
-    listing, such as a page of a proxy, or an endless response.
+    """Read the listing of a revision: its commit and its files. Raises StoreError, also if the response is endless or
+    is not a listing (such as a page of a proxy).
     """
     from huggingface_hub import constants
 
@@ -145,7 +145,8 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
     async def headers() -> tuple[str, str]:
         """Return (size, ETag), each "" if unknown. Any response of a chain of redirections may have the headers
-        X-Linked-*. The usual headers are read only from the last response: in others they describe a redirection.
+        X-Linked-*. Content-Length and ETag are read only from the last response: in an earlier response, they
+        describe the redirection.
         """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
 
@@ -214,7 +215,7 @@ class _Hub:
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
         return FetchFailed(
-            "NETWORK", f"{self.label}: {file.path} was received twice with another digest than the hub names"
+            "NETWORK", f"{self.label}: {file.path} was received twice with a digest that differs from the hub's"
         )
 
 

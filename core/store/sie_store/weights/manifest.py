@@ -59,8 +59,8 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Files of a snapshot, by path below its folder, with `/` as separator. `revision`: commit. `left_out`: files of
     the repository that were not selected for this snapshot; for a model that needs such a file, the snapshot is not
-    complete. `origin`: source of the snapshot. Another program has written a snapshot with the origin `found`; SIE
-    never removes it to free space.
+    complete. `origin`: source of the snapshot. A snapshot with the origin `found` was written by another program, and
+    SIE never removes it to free space.
     """
 
     repository: str
@@ -126,7 +126,7 @@ def check_paths(names: Collection[str]) -> None:
     files = frozenset(names)
     for name in names:
         if not is_safe(name):
-            raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path below its folder, with /")
+            raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path in the snapshot, with /")
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
                 raise ManifestError(f"the snapshot has {str(folder)[:200]!r} as a file and as a folder")

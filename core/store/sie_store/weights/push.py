@@ -122,7 +122,8 @@ class Push:
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
         """Return the names of the files to write. A file is written if the bucket lacks it or has it with another size.
-        It is also written if neither the bucket's manifest nor an attribute of the object has its digest.
+        A file with the right size is written if the bucket's manifest does not name it, and no attribute of the object
+        has the file's digest.
         """
         if everything:
             return list(self._manifest.files)

@@ -115,7 +115,7 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """Return (snapshot in the local cache, None). Fetch it from the cluster cache if necessary. If no cache has
+        """Return (snapshot in the local cache, None), fetched from the cluster cache if necessary. If no cache has
         the snapshot, add the reasons to `looked`, and return (None, error of the cluster cache or None).
         """
         weights = entry.weights
@@ -157,7 +157,7 @@ class WeightSources:
                     return self._fetched(entry, lease), None
                 except FetchFailed as error:
                     _logger.warning(
-                        "%s is used from the local cache, in which it seems complete, because its download failed: %s",
+                        "%s seems complete in the local cache and is used, although its download failed: %s",
                         label,
                         error.message,
                     )
