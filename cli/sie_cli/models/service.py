@@ -200,7 +200,7 @@ _NEXT = {
         "for it"
     ),
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
-    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a new key",
+    "IDEMPOTENCY_MISMATCH": "run the command again: each run sends a new idempotency key",
 }
 
 

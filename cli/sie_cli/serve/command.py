@@ -123,7 +123,7 @@ def serve(
         for listener in needs.listeners:
             if listener.port + listener.count - 1 > 65535:
                 kind = "workers" if listener.flag == "--worker-metrics-port" else "gateways"
-                message = f"{listener.count} {kind} from {listener.port} on need ports above the last one, 65535"
+                message = f"{listener.count} {kind} with ports from {listener.port} need ports above 65535"
                 raise SettingError(listener.flag, message)
         with locked_data_dir(plan.data_dir):
             if lacking := faults(needs):
