@@ -33,7 +33,7 @@ SPAN_ROWS = 500  # largest number of rows of a span
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `rows`: number of rows read. `faults`: number of rows without a text, by the reason."""
+    """Sample of a corpus. `rows`: number of rows read. `faults`: reason -> number of rows without a text."""
 
     texts: list[str]
     rows: int

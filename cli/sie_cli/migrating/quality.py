@@ -67,7 +67,7 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries to compare the models with. `judged`: the queries as a task with human judgements; None without them."""
+    """Queries to compare the models with. `judged`: these queries with human judgements; None without judgements."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None

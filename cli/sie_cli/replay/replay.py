@@ -101,7 +101,8 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of squared lengths.
+    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of the squared
+    lengths of its inputs, in tokens.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. A worker takes
     `delivery_s` to receive a message.
@@ -273,7 +274,9 @@ class _ReplayWorker:
         self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
-        """Set how many messages the worker requests from each active consumer, like sie_sidecar.intake.pull."""
+        """Set the number of messages that the worker requests from each active consumer, by the rules of the module
+        sie_sidecar.intake.pull.
+        """
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)

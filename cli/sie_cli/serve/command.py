@@ -163,7 +163,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return the resources that this run needs. Ports for metrics that the operator did not set are left out."""
+    """Return the resources that this run needs. Metrics ports are left out if the operator did not set them."""
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

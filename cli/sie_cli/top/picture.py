@@ -80,7 +80,7 @@ class LaneRow:
 @dataclass
 class View:
     """State of the display. `came_s`: time when `frame` arrived (monotonic clock). `is_broken`: the connection broke
-    after that time. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
+    after `came_s`. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
     url: str
@@ -351,7 +351,9 @@ _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class TrendStep(msgspec.Struct, frozen=True):
-    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency by stage."""
+    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency of each
+    stage, in the order of `HistoryTrend.stages`.
+    """
 
     at: int
     requests: int
