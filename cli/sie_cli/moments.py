@@ -64,8 +64,8 @@ def local(at_s: float, now_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a duration in the largest of the units days, h and min of which the duration has at least two. Durations
-    below two minutes are in seconds.
+    """Format a duration in days if it has at least two days, else in h if it has at least two hours, else in min if it
+    has at least two minutes, else in seconds.
     """
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:

@@ -69,8 +69,8 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 
 
 def url_option(name: str, subject: str) -> Callable[[F], F]:
-    """Return a decorator that adds --url, the address of the server that a command calls. The option of the address's
-    setting, for example --gateway-url, means the same.
+    """Return a decorator that adds --url, the address of the server that a command calls. `name`: the setting for this
+    address; its own option, for example --gateway-url, means the same as --url.
     """
     row = BY_NAME[name]
     return click.option(
@@ -96,10 +96,11 @@ def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -
 
 
 class ManyOptions(click.Command):
-    """Command with options for many settings. --help shows them in groups, each in alphabetical order.
+    """Command with options for many settings. --help shows the options in `first` under the heading FIRST, and then the
+    command's own options.
 
-    The options in `first` come first, under the heading FIRST. The command's own options follow, and then the groups.
-    If `first` is not empty, --help shows no groups, and --help-all shows them.
+    The options for the settings follow in groups, each in alphabetical order. If `first` is not empty, only --help-all
+    shows these groups.
     """
 
     FIRST, OWN, ALL = "Most used options", "Options", "--help-all"
@@ -204,7 +205,7 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
     """Return all settings. An invalid setting ends the process with status 2. Warnings go to standard error, in JSON if
-    SIE_LOG_JSON is set. Also arms the fail points in `values`.
+    SIE_LOG_JSON is set. Also arms the failpoints (faults for tests) in `values`.
     """
     try:
         loaded_settings = load(flags=flags_of(values), mode=mode)

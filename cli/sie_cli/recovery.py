@@ -42,8 +42,8 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# Buckets whose entries `sie repair` writes back; `sie restore` writes those that a backup has. The shards (parts) of
-# jobs come before the jobs, because the leader of a job reads its shards as soon as the job exists.
+# Buckets whose readable entries `sie repair` writes back; `sie restore` also writes entries of these buckets. Shards
+# (parts of jobs) come before the jobs, because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams, and for salvaged entries
@@ -191,7 +191,7 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
-    """Write the entries whose keys a bucket lacks. Return their number."""
+    """Write the entries whose keys a bucket lacks. Return the number of written entries."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []

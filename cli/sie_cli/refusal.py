@@ -16,7 +16,7 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended (128 + SIGINT)
 
 class CommandRefused(click.ClickException):
     def format_message(self) -> str:
-        """Format the message. Each line is made printable, because parts of it come from servers and files."""
+        """Format the message. Each line is made printable, because it may have text from servers and files."""
         return "\n".join(map(printable, self.message[:MAX_CHARS].split("\n")))
 
 

@@ -88,7 +88,7 @@ def check(cluster: Cluster, as_json: bool) -> None:
     steps = cluster.at_broker("sie-topology", lambda broker: steps_at(broker, cluster.settings))
     _print(steps, as_json)
     if not steps and not as_json:
-        click.echo(f"all is as topology {names.TOPOLOGY_VERSION} and these settings want it")
+        click.echo(f"the broker has topology {names.TOPOLOGY_VERSION} with these settings: nothing differs")
     sys.exit(1 if steps else 0)
 
 
@@ -121,8 +121,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Return the steps to this version's topology. They cover the streams of work and dead letters of the default pool,
-    SIE_POOL, and all pools that have a stream of work at the broker. Raises BrokerError.
+    """Return the steps to this version's topology. They cover the streams of work and dead letters of these pools: the
+    default pool, the pool in SIE_POOL, and all pools that have a stream of work at the broker. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec

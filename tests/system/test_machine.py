@@ -121,7 +121,7 @@ def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(sma
             True,
         )
         assert time.monotonic() - started_s < 3 + 1
-        until(lambda: cluster.said("free space on the disk"), 10, "the log's advice")
+        until(lambda: cluster.said("free some space on the disk"), 10, "the log's advice")
         report = Examined(small_disk, {"SIE_QUEUE_MAX_BYTES": str(8 << 20), "SIE_LOCAL_CACHE": str(tmp_path)})
         report.named("disk", f"the file system {small_disk} of 24.0 MiB has", "free space there")
         report.named("disk", f"the data directory {cluster.data_dir} uses", "a --data-dir on a larger disk")

@@ -94,7 +94,7 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
     checked = sie(server, "check")
     assert (checked.exit_code, checked.stdout.strip()) == (
         0,
-        f"all is as topology {topology.TOPOLOGY_VERSION} and these settings want it",
+        f"the broker has topology {topology.TOPOLOGY_VERSION} with these settings: nothing differs",
     )
     assert sie(server, "migrate", "--yes").stdout.strip() == "nothing to do"
 

@@ -363,7 +363,7 @@ def test_figures_of_gateways_are_added() -> None:
         (["search", "m", "--sink", "x", "--collection", "c"], "NEW_MODEL and --text are needed"),
         (["search", "--sink", "x", "--collection", "c", "--step", "back"], "NEW_MODEL and --text are needed"),
         (["search", "m", "--sink", "x", "--collection", "c", "--text", "{a}"], "SIE_JOBS_SINKS has no database"),
-        (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--vector", "v"], "--vector: a job writes"),
+        (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--vector", "v"], "--vector: with --corpus, a job"),
         (
             ["search", "m", "--sink", "x", "--collection", "c", "--text", "{a}", "--shadow-s", "3"],
             "--shadow-s: only a migration with --corpus",

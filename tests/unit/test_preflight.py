@@ -48,4 +48,4 @@ def test_ports_that_count_up_beyond_the_last_one_are_refused_before_anything_sta
     with mock.patch.object(processes.LocalCluster, "run", mock.AsyncMock(return_value=0)):
         done = CliRunner().invoke(main, ["serve", "--data-dir", str(tmp_path / "data"), flag, "65535", more])
     assert done.exit_code == 2
-    assert f"{flag}: 2 {more[2:-2]} from 65535 on need ports above the last one, 65535" in done.stderr
+    assert f"{flag}: 2 {more[2:-2]} with ports from 65535 need ports above 65535" in done.stderr

@@ -426,7 +426,7 @@ class AgentTools:
         )
 
     def _fitting(self, caller: AgentCaller, answers: list[S]) -> tuple[list[S], schemas.ResultReference | None]:
-        """Return the first answers that fit into ANSWER_CHARS, and a reference to all answers, or None if all fit."""
+        """Return the first answers that fit into ANSWER_CHARS, and a reference to all answers (None if all fit)."""
         lines = [msgspec.json.encode(answer).decode() for answer in answers]
         count = size = 0
         while count < len(lines) and size + len(lines[count]) <= ANSWER_CHARS:

@@ -27,13 +27,13 @@ from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 from sie_store.weights.manifest import digest as digest_of_file
 
-OBJECTS, SPANS = 8, 20  # a sample reads at most 8 objects, and of these at most 20 spans (ranges of rows)
-SPAN_ROWS = 500
+OBJECTS, SPANS = 8, 20  # a sample reads rows of at most 8 objects, from at most 20 spans in all
+SPAN_ROWS = 500  # largest number of rows of a span
 
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `rows`: number of rows read. `faults`: number of rows without a text, by the reason."""
+    """Sample of a corpus. `rows`: number of rows read. `faults`: reason -> number of rows without a text."""
 
     texts: list[str]
     rows: int

@@ -43,7 +43,7 @@ from sie_store.sinks.sink import PATIENCE, Output, SparseRow
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
-IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # the first connection fails early, because the URL may be wrong
+IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # for the first connection: few attempts, because the URL may be wrong
 # Number of rows per encode request and per write to the database. If a user restarts a killed command, the command
 # encodes at most this number of rows again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
@@ -52,7 +52,7 @@ SEARCHES = 8  # largest number of concurrent searches in the database
 # scans end when one scan embeds at most 100 rows or at most 0.1 % of all rows, whichever number is larger
 FEW_ROWS, FEW_SHARE = 100, 0.001
 MAX_SCANS = 20
-GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids, each cut to 100 characters
+GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of rows without a vector, each cut to 100 characters
 PROGRESS_S = 10.0
 # seconds that `settle` waits after the switch, because clients may still write vectors that they computed before it
 DRAIN_S = 5.0
@@ -295,8 +295,8 @@ class LiveMigration:
         plan, report = self._plan, self._report
         report.begin("flip")
         is_back = state.in_use == "old" and alias.target != plan.model
-        # If the last change of the alias replaced the new model, an earlier --step back may have been killed before its
-        # last scans. In this case the command repeats these scans.
+        # If the last change of the alias replaced the new model by the old one, an earlier `--step back` may have been
+        # killed before its last scans. In this case this command repeats the scans.
         if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} uses the vectors of that model: there is "
@@ -338,7 +338,7 @@ class _LiveSteps:
         self._report.begin("embed")
         await self._live.begin(self._models["new"].dims(self._state.output))
         await self.catch_up("new")
-        self._echo("  indexes of the new vectors are built, if the old ones have any")
+        self._echo("  the database builds the indexes of the new vectors, if the old vectors have indexes")
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:

@@ -177,7 +177,7 @@ class Migration:
             self._quality(checked)
         elif job is not None:
             report.begin("quality")
-            report.report_step(f"was accepted when {job.id} was submitted", job=job.id)
+            report.report_step(f"the quality was accepted when {job.id} was submitted", job=job.id)
         if "embed" in left:
             job = self._embed(checked)
         elif job is not None:
@@ -296,7 +296,7 @@ class Migration:
 
     def _unanswered(self, job: Job) -> None:
         info = job.info
-        errors = errors_text(info) or "parts that could not be read"
+        errors = errors_text(info) or "the job could not read parts of the corpus"
         self._report.report_step(
             f"rows without a vector: {errors}", failed=info.counts.failed, broken=list(info.broken)
         )
@@ -498,7 +498,7 @@ class Earlier:
 
     @classmethod
     def load(cls, client: SIEClient, key: str) -> Earlier:
-        """Read the jobs. `key`: id of the migration. Raises SIEError."""
+        """Read all jobs, and separate those of this migration. `key`: id of the migration. Raises SIEError."""
         jobs = list(client.jobs.list())
         own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
@@ -506,7 +506,7 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """Return this migration's newest job that was not lost (failed, expired or cancelled), or None."""
+        """Return this migration's newest job that did not fail, did not expire and was not cancelled, or None."""
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
@@ -554,8 +554,8 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
             where = output["url"]
         if where:
             raise CommandRefused(
-                f"{where} has vectors of {printable(info.model)}, written by {info.id}: name a new destination, and "
-                "let searches use it after the flip"
+                f"{where} has vectors of {printable(info.model)}, written by {info.id}: choose a new destination "
+                "for the new vectors, and let searches use it after the flip"
             )
 
 

@@ -37,7 +37,7 @@ class QualityMeasurement:
 
     @property
     def overlap(self) -> float:
-        """Return the mean share of the nearest neighbours of a query or text that both models find."""
+        """Return the share of nearest neighbours that both models find, as a mean over the queries or texts."""
         return float(self.agreement.recall[self.neighbours - 1])
 
     @property
@@ -67,7 +67,7 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries to compare the models with. `judged`: the queries as a task with human judgements; None without them."""
+    """Queries to compare the models with. `judged`: these queries with human judgements; None without judgements."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None

@@ -93,14 +93,16 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
     if own and not is_bucket(own) and Path(own).resolve() == folder.resolve():
         return "the running `sie serve` reads this folder: it serves the model within seconds"
     return (
-        f"only a file was written: the running `sie serve` does not read this folder, it reads {own or 'no folder'}; "
-        f"set --models-dir to a local folder that it reads, add the model to its catalogue with --data-dir "
-        f"{shlex.quote(str(cluster.data_dir))}, or start it with {setting}"
+        f"only a file was written: the running `sie serve` does not read this folder, it reads {own or 'no folder'}. "
+        f"Either repeat this command with --models-dir and a local folder that it reads, or with --data-dir "
+        f"{shlex.quote(str(cluster.data_dir))} to add the model to its catalogue; or restart `sie serve` with {setting}"
     )
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry as text and parsed. Read it from `source` if that is a file or `-`; else make it for a model."""
+    """Return an entry as text and in parsed form. If `source` is a file or `-`, read the entry from it. Otherwise make
+    an entry for the model that `source` names.
+    """
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:

@@ -141,8 +141,8 @@ def compare(
     except SIEConnectionError as error:
         raise CommandRefused(cluster.without_gateway(url, error)) from error
     except SIEError as error:
-        where = f"answered by the gateway at {public_url(url)}: `sie models list` shows its models, --url names another"
-        raise CommandRefused(f"{error}\n{where}") from error
+        where = f"answered by the gateway at {public_url(url)}: `sie models list` shows its models"
+        raise CommandRefused(f"{error}\n{where}, --url names another gateway") from error
     if plot is not None:
         try:
             plot.write_text(svg(agreement), "utf-8")
@@ -285,7 +285,7 @@ def _without_own(similar: Matrix) -> Matrix:
 
 
 def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
-    """Return the indices of the `most` rows most similar to each query, best first: [queries, most]."""
+    """Return for each query the indices of the rows with the largest similarities, best first: [queries, most]."""
     return np.argsort(-similar, axis=1, kind="stable")[:, :most]
 
 

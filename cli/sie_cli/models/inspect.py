@@ -182,7 +182,9 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
 
 
 def stub(hub: str, commit: str, family: str = "text-encoder") -> ModelEntry:
-    """Return an entry to fetch a hub repository that the catalogue lacks. `family` decides which files are fetched."""
+    """Return an entry with which a hub repository can be fetched although the catalogue has no entry for it. `family`
+    decides which files are fetched.
+    """
     weights = {"hub": hub, "revision": commit}
     return parse_entry({"id": hub, "weights": weights, "family": family, "outputs": {}, "max_tokens": 1})
 

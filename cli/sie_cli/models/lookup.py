@@ -1,9 +1,9 @@
 """Lookup of the models that `sie serve MODEL`, `sie pull MODEL` and `sie run MODEL` name.
 
 hub id, folder or catalogue name, with or without :profile
-    ├ an alias ──► its model with the largest weight, looked up in the same way
-    ├ the catalogue has it, with pinned weights ──► its entry
-    └ else ──► inspected as in `sie models add` ──► ID.yaml in the models folder; the command prints its path
+    ├ an alias ──► the target with the largest `weight`, which is looked up in the same way
+    ├ a model of the catalogue with pinned weights ──► its entry
+    └ any other model ──► inspected as in `sie models add` ──► ID.yaml in the models folder; the command prints the path
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NamedModel:
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
     """Find a model by the name that the user typed. If the catalogue lacks the model, or its weights are unpinned,
-    write an entry to the models folder. An alias leads to its model with the largest weight. Raises CommandRefused.
+    write an entry to the models folder. For an alias, find its target with the largest `weight`. Raises CommandRefused.
     """
     models = settings.models_dir or USUAL
     if not is_bucket(models) and settings.models_dir:

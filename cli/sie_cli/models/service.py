@@ -37,7 +37,7 @@ JSON, YAML = "application/json", "application/x-yaml"
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
-# reasons of refusals for security, such as remote code; the service's messages already name a remedy
+# reasons of refusals for security, such as remote code; messages of the service name a remedy, so _NEXT adds none
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
 _ENVELOPE = "not in the form of a config service"
 
@@ -200,7 +200,7 @@ _NEXT = {
         "for it"
     ),
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
-    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a new key",
+    "IDEMPOTENCY_MISMATCH": "run the command again: each run sends a new idempotency key",
 }
 
 

@@ -279,7 +279,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, return a `stub`."""
+    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, `stub` makes it."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
@@ -329,7 +329,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 def _stored_here(settings: Settings) -> list[CommitState]:
     """Return the snapshots in the local cache, each with the differences in names and sizes between its files and its
-    manifest. Snapshots of other programs have no manifest; they are omitted if they lack files that workers need.
+    manifest. Snapshots that other programs wrote have no manifest. They are omitted if they lack files that workers
+    need.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):

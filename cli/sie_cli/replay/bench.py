@@ -119,7 +119,7 @@ def replay_command(
         raise CommandRefused(f"a number is too large for a replay ({error})") from error
     click.echo(
         f"{len(trace.requests)} requests in {trace.requests[-1].at:.1f} s; a batch takes {machine.base_s * 1e3:.3g} ms "
-        f"+ {machine.token_s * 1e6:.3g} us a token + {machine.square_s * 1e9:.3g} ns a squared token"
+        f"+ {machine.token_s * 1e6:.3g} us a token + {machine.square_s * 1e9:.3g} ns per squared length"
     )
     click.echo(table(reports, plans))
 

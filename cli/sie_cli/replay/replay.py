@@ -34,7 +34,7 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # seconds after its last delivery for which a consumer gets a share of the worker's credit
+ACTIVE_S = 1.0  # for this number of seconds after its last delivery, a consumer gets a share of the worker's credit
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
@@ -101,7 +101,8 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of squared lengths.
+    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of the squared
+    lengths of its inputs, in tokens.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. A worker takes
     `delivery_s` to receive a message.
@@ -162,7 +163,7 @@ class _Feed:
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0  # number of messages that the broker has sent and the worker has not received
     mean_cost: float = 0.0
-    pending: int = 0  # messages that still waited at the broker when the broker sent the message that arrived last
+    pending: int = 0  # number of messages left at the broker when it sent the message that arrived here last
     delivered_s: float = -1e9
 
     @property
@@ -219,7 +220,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send waiting messages to the workers that have credit, in turn."""
+        """Send the waiting messages: each to the worker whose turn is next among those with credit."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
@@ -260,7 +261,8 @@ class _ReplayWorker:
         self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time at which its batch ends
         # arrival times of the first and the last message since the last tokenising
         self._began_s = self._last_s = 0.0
-        # arrival time of the newest message that was sent; the worker receives messages one after the other
+        # time at which the newest message arrives; the next message arrives later, because the worker receives one
+        # message after the other
         self._wire_s = 0.0
         self._tokenising = False
         self._held = ([0, 0], [0, 0])  # [tokens, chunks] at this worker: of priority interactive, then of bulk
@@ -272,7 +274,9 @@ class _ReplayWorker:
         self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
-        """Set how many messages the worker requests from each active consumer, like sie_sidecar.intake.pull."""
+        """Set the number of messages that the worker requests from each active consumer, by the rules of the module
+        sie_sidecar.intake.pull.
+        """
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)

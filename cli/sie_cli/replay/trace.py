@@ -9,7 +9,8 @@ A trace is JSON lines, in any order:
     {"settings": {"max_wait_ms": 5, "workers": 2}}
         the settings of the cluster
 
-`at`: seconds from any origin. `tokens`: one number for each input. `attention`: sum of squared lengths of the batch.
+`at`: seconds from any origin. `tokens`: one number for each input. `attention`: sum of the squared lengths of the
+batch's inputs.
 """
 
 from __future__ import annotations

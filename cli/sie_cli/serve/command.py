@@ -123,7 +123,7 @@ def serve(
         for listener in needs.listeners:
             if listener.port + listener.count - 1 > 65535:
                 kind = "workers" if listener.flag == "--worker-metrics-port" else "gateways"
-                message = f"{listener.count} {kind} from {listener.port} on need ports above the last one, 65535"
+                message = f"{listener.count} {kind} with ports from {listener.port} need ports above 65535"
                 raise SettingError(listener.flag, message)
         with locked_data_dir(plan.data_dir):
             if lacking := faults(needs):
@@ -163,7 +163,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return the resources that this run needs. Ports for metrics that the operator did not set are left out."""
+    """Return the resources that this run needs. Metrics ports are left out if the operator did not set them."""
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

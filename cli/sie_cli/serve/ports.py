@@ -15,9 +15,9 @@ _descriptors: dict[int, int] = {}  # port -> descriptor of the socket that reser
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` consecutive free loopback ports, and reserve all of them. No other call in this
-    process returns a reserved port, and on Linux no call in another running process. A server that starts later can
-    listen on it.
+    """Return the first of `count` consecutive free loopback ports, and reserve all of them. No later call in this
+    process returns a reserved port; on Linux, no call in another process does while this process runs. A server that
+    starts later can listen on a reserved port.
 
     The ports are below the kernel's range for outgoing connections. Otherwise a client that retries while its server is
     down could get the server's port as its source port. The client would connect to itself, and block the server.
@@ -36,8 +36,9 @@ def free_port(count: int = 1) -> int:
 def _bind(bound: socket.socket, port: int) -> None:
     """Reserve a port. Raises OSError if it is in use, or if this process has reserved it already.
 
-    On Linux, a bound socket that does not listen blocks every other socket, except a socket with SO_REUSEADDR. Servers
-    set this option. On other systems such a socket would also block servers, so the port is only tested.
+    On Linux, a bound socket that does not listen keeps other sockets from binding to its port, except sockets with the
+    option SO_REUSEADDR, which servers set. On other systems such a socket would also block servers, so the port is only
+    tested.
     """
     if port in _descriptors:
         raise OSError(f"port {port} is already reserved by this process")

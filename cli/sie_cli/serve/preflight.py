@@ -128,7 +128,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
         if room < RESERVE_BYTES:
             yield (
                 f"--data-dir: the disk of {needs.data_dir} has {size(room)} ({room} bytes) free, {size(RESERVE_BYTES)} "
-                "are needed: free space there, or name a folder on another disk with --data-dir"
+                "are needed: free some space there, or name a folder on another disk with --data-dir"
             )
         return
     needed = queue + topology.dead_letter_stream("_default", replicas=1, queue_bytes=queue).max_bytes
@@ -140,8 +140,8 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
     smaller = f", or limit the queue: --queue-max-bytes {fitting}" if fitting >= least else ""
     yield (
         f"--data-dir: the streams of the queue need {size(needed)} ({needed} bytes) in {needs.data_dir / 'nats'}, and "
-        f"that disk has room for {size(room)} ({room} bytes): free space there, name a folder on another disk with "
-        f"--data-dir{smaller}"
+        f"that disk has room for {size(room)} ({room} bytes): free some space there, name a folder on another disk "
+        f"with --data-dir{smaller}"
     )
 
 

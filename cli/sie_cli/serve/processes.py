@@ -50,8 +50,8 @@ REPEAT = 3  # during the start, an unchanged status line is printed only every t
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20  # if a disk that was full has more free bytes than this, `sie serve` restarts the broker
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# Seconds: the drain of a gateway (part of its grace period), and the grace periods of a gateway, of a sidecar or
-# adapter, and of the config service or broker. These five groups of processes are stopped one after the other.
+# Seconds that a gateway drains (part of its grace period), and grace periods in seconds: of a gateway; of a sidecar and
+# of an adapter; of the config service and of the broker. These five kinds of processes are stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # Seconds for which a sidecar drains. A short time is enough: the gateways have ended, so only jobs still have work, and
 # jobs continue after the next start.
@@ -173,7 +173,7 @@ class LocalCluster:
                 self._flags.setdefault(name, value)
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            # a standalone process has references to payloads only in its memory, so remove those of an earlier process
+            # only the memory of a standalone process has references to payloads: remove payloads of earlier processes
             if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)
@@ -251,7 +251,7 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see the workers of this start
+            # the gateway reads only the workers in SIE_GATEWAY_WORKERS: it may never see those that this command starts
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers, url=f"{self._url(port)}/health", token=self._admin_token, count=self._plan.workers
@@ -364,7 +364,7 @@ class LocalCluster:
                     self._say("serve", "the disk of the queue has space again, the broker is restarted")
                     supervisor.restart(broker)
                 elif not is_reported:
-                    reason = f"the queue cannot be written: free space on the disk of {self._plan.data_dir}"
+                    reason = f"the queue cannot be written: free some space on the disk of {self._plan.data_dir}"
                     self._say("serve", reason, "ERROR")
                     is_reported = True
 
@@ -408,7 +408,7 @@ class LocalCluster:
             f"data    {plan.data_dir}",
         ]
         if models := in_use(Allowed(models_dir=plan.settings.models_dir)):
-            lines.append(f"folder  {models}  (models of yours)")
+            lines.append(f"folder  {models}  (your own models)")
         metrics = (f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls.items())
         lines.append(f"metrics {'; '.join(metrics)}")
         if self._access().config_url or plan.standalone:

@@ -22,10 +22,11 @@ from sie_cli.refusal import CommandRefused
 from sie_runtime.process import EXIT_BAD_SETTING, Tasks
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# number of failures in a row of one child after which the supervisor gives up, while not all processes are ready
+# the supervisor gives up if one child fails this number of times in a row before all processes are ready
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
-MAX_LINE_BYTES = 1 << 20  # largest size of a line of a child's output in bytes; `_relay` skips a part of a longer line
+# largest size of a line of a child's output, in bytes; of a longer line, the start or all is lost
+MAX_LINE_BYTES = 1 << 20
 # seconds; a child that ran for longer is restarted after FIRST_PAUSE_S, and its earlier failures do not count
 STEADY_S = 30.0
 _PR_SET_PDEATHSIG = 1

@@ -48,7 +48,7 @@ def top(cluster: Cluster, once: bool) -> None:
     except CommandRefused as error:
         refuse(error)
     except msgspec.ValidationError as error:
-        refuse(f"this version cannot read the frames of {public_url(url)} ({error}): use the `sie` of its version")
+        refuse(f"this `sie` cannot read frames of {public_url(url)} ({error}): use the `sie` of the gateway's version")
     except BrokenPipeError:
         # the reader has closed the pipe: write to /dev/null from now on, so that the flush at the exit does not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

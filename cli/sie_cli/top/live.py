@@ -163,7 +163,7 @@ def takes_keys() -> bool:
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # it is not this process's controlling terminal, so the kernel does not stop a process that reads
+    except OSError:  # not the controlling terminal of this process, so the kernel does not stop processes that read it
         return True
 
 

@@ -80,7 +80,7 @@ class LaneRow:
 @dataclass
 class View:
     """State of the display. `came_s`: time when `frame` arrived (monotonic clock). `is_broken`: the connection broke
-    after that time. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
+    after `came_s`. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
     url: str
@@ -171,8 +171,8 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return how many of `count` rows to show in `room` lines. If one row would be hidden, show it too, because the
-    line that counts hidden rows needs the same space.
+    """Return how many of `count` rows to show in `room` lines. If only one row would be hidden, show it, because
+    the line with the number of hidden rows needs the same space.
     """
     return count if count <= room + 1 else room
 
@@ -285,7 +285,9 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerInfo], most: int, room: int, width: int, first: int) -> Table:
-    """Return the table of workers: unhealthy ones first, then by queue. Devices have rows if `room` (lines) allows."""
+    """Return the table of at most `most` workers: unhealthy ones first, then those with the longest queue. The devices
+    of a worker have their own rows if `room` (a number of lines) suffices.
+    """
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
@@ -349,7 +351,9 @@ _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class TrendStep(msgspec.Struct, frozen=True):
-    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency by stage."""
+    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency of each
+    stage, in the order of `HistoryTrend.stages`.
+    """
 
     at: int
     requests: int

@@ -25,7 +25,7 @@ STDIN, FILE = "-", "@"
 
 @dataclass(frozen=True)
 class QuestionInput:
-    """Input of a question to a model. `text`: empty for a file. `file`: its path; empty for a text."""
+    """Input of a question to a model: a text or a file. `text`: empty for a file. `file`: path; empty for a text."""
 
     item: Item
     text: str = ""

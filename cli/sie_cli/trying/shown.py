@@ -286,7 +286,7 @@ _COLD, _WARM = (24, 44, 92), (250, 204, 92)  # RGB of the lowest and the highest
 
 
 def bar(share: float, colour: str = "cyan") -> Text:
-    """Return a bar that fills this share of its cells. A value above 0 is always visible."""
+    """Return a bar that fills `share` (0 to 1) of BAR cells. Any share above 0 is visible."""
     eighths = max(0, min(BAR * 8, round(share * BAR * 8)))
     if share > 0:
         eighths = max(1, eighths)
