@@ -60,7 +60,9 @@ class _Program(AnyPosition):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C, also during its import, ends the process with the status that shells use."""
+        """Run the command. Ctrl-C ends the process with the status that shells use, also while the command's modules
+        are imported.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -127,8 +127,8 @@ async def remotes(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List the requests that gateways refused in the last minutes because of overload, limits of keys, or a fault of
-    the cluster.
+    """List the error codes for overload, limits of keys, or a fault of the cluster, with which a gateway answered more
+    than 1 % of the requests of the last 5 minutes.
     """
     views = await probe.views()
     findings = [
@@ -169,7 +169,7 @@ async def broker(probe: ClusterProbe) -> CheckResult:
                 "for the broker of `sie serve` give --data-dir, else name the user in SIE_NATS_URL "
                 "(nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
             )
-            fix = f"{where}, which the chart stores in its secret as nats-operator"
+            fix = f"{where}; the chart stores this password in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
         local = probe.cluster.local()
         if local is not None and local.unread_stream and probe.cluster.sources.get(BROKER_URL) == SOURCE:
@@ -178,7 +178,7 @@ async def broker(probe: ClusterProbe) -> CheckResult:
             wrong = f"the broker at {url} does not answer: it is still reading the files of its stream {stream}"
             return "", [Finding(wrong, fix)]
         fix = (
-            f"start it (`{probe.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set "
+            f"start it (`{probe.serve}` starts a broker; in Kubernetes, the StatefulSet of NATS runs it), or set "
             "SIE_NATS_URL to its address"
         )
         return "", [Finding(f"no broker answers at {url}", fix)]
@@ -421,7 +421,9 @@ def drift(
 
 
 def _order_of_epoch(epoch: str) -> tuple[str, int]:
-    """Return a key that sorts epochs by age. A new bucket restarts the numbers, so the creation time comes first."""
+    """Return a key that sorts epochs by age. An epoch has the time when the catalogue's bucket was created, and the
+    number of the last write. The time comes first, because the numbers begin again in a new bucket.
+    """
     created, _, last = epoch.rpartition(":")
     return created, int(last) if last.isdigit() else -1
 

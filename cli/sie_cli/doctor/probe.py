@@ -99,7 +99,7 @@ class GatewayHealth(msgspec.Struct, frozen=True):
 
 @dataclass
 class Heartbeats:
-    """Workers and gateways by name, from the heartbeats received so far. The subscription stays open."""
+    """Workers and gateways by name, from the heartbeats received so far. The subscription stays open and adds more."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
@@ -298,8 +298,8 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for GATEWAYS_S. Then wait for heartbeats of a gateway and of all workers in `/health`, at
-        most one heartbeat interval plus BEAT_MARGIN_S from the start. Raises NotApplicable, CheckSkipped.
+        """Collect heartbeats for GATEWAYS_S. Then wait until a gateway and all workers in `/health` have sent one. The
+        wait ends at most one heartbeat interval plus BEAT_MARGIN_S after the start. Raises NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
         beats = Heartbeats()

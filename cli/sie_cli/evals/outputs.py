@@ -17,7 +17,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# number of documents per query that `binary+rescore` ranks again, nearest by Hamming distance: four times quality.DEPTH
+# number of documents per query, the nearest by Hamming distance, that `binary+rescore` sorts again: 4 x quality.DEPTH
 RESCORED = 400
 
 

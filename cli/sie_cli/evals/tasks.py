@@ -74,7 +74,7 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts without relevance judgements, which measure speed and not quality."""
+    """Texts without relevance judgements. They can measure the speed of a model, but not its quality."""
 
     name: str
     texts: Sequence[str]
@@ -218,8 +218,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # A source may send the image to a server. The author of a task could otherwise name private files of the
-            # user who runs it.
+            # A source may send the image to a server. Without this check, the author of a task could name private files
+            # of the user who runs the task.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():
