@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _end_on_signals() -> Any:
-    """End the process at once on Ctrl-C, without the traceback of an import. End process 1, for which the kernel ignores
+    """End the process at once on Ctrl-C, without the traceback of an import. End process 1, for which the kernel drops
     signals without a handler, also on SIGTERM and SIGHUP, until the command sets its own handlers. Return the SIGINT
     handler for the command; None if SIGINT is ignored.
     """

@@ -326,7 +326,8 @@ def _stated_licence(folder: Path) -> str:
 
     try:
         card = metadata_load(folder / "README.md") or {}
-    # PyYAML does not convert the errors of Python's constructors, such as KeyError for a value with the tag !!bool
+    # catch the errors of Python's constructors, such as KeyError for a value with the tag !!bool: PyYAML raises them as
+    # they are, not as YAMLError
     except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         return ""
     return str(card.get("license_name") or card.get("license") or "")

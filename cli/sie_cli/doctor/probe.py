@@ -55,8 +55,9 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: the server's time minus this
-    machine's time, or None if the request id has no time. `margin_s`: largest error of `ahead_s`, in seconds.
+    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: the server's time, from the request
+    id in the reply, minus this machine's time; None if the id has no time. `margin_s`: largest error of `ahead_s`. Both
+    are in seconds.
     """
 
     url: str

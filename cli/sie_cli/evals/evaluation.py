@@ -223,8 +223,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
     """Return targets, and a note about their origin: the file that the user named, the catalogue's file, or the last
     stored result. `name`: name of the task in a file of targets. `level`: level of load in a stored result, empty for
-    quality. Targets and note are empty if the sources lack `targets`. Raises CommandRefused if neither a file nor a
-    stored result has targets.
+    quality. Targets and note are empty if the user did not name the source `targets`. Raises CommandRefused if neither
+    a file nor a stored result has targets.
     """
     spec = context.spec
     if "targets" not in spec.sources:

@@ -1,6 +1,7 @@
 """Kinds of vectors: how `sie eval` requests and compares them, and how many bytes an index needs for one vector.
 
-dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
+names: dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N
+       sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
 """
 
 from __future__ import annotations

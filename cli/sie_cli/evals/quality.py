@@ -60,8 +60,8 @@ class Measurement:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries, pairs or texts at the positions `chosen`; NaN if all these pairs have the
-        same value, or if the sum of the weights is zero.
+        """Return a metric over the queries, pairs or texts at the positions `chosen`. A rank correlation is NaN if all
+        these pairs have the same value. A quotient is NaN if the sum of the weights is zero.
         """
         own = np.asarray(self.values[metric])[chosen]
         if self.weights:

@@ -161,8 +161,7 @@ def _row_compared(
     *,
     is_same: bool,
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the lines of the table for one source, and notes. `is_same`: both results measured the same `queries`.
-    """
+    """Return the lines of the table for one source, and notes. `is_same`: both results measured the same `queries`."""
     lines, notes = [], []
     for metric in [name for name in old["scores"] if name in new["scores"]]:
         before, after = old["scores"][metric], new["scores"][metric]

@@ -50,8 +50,8 @@ class _DatasetLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Similarity:
-    """Pairs of texts: `left` and `right` have the same order. `gold`: similarity of each pair as people judge it, on
-    any scale; a higher number means more similar.
+    """Pairs of texts: the first text of each pair is in `left`, the second at the same position in `right`. `gold`:
+    similarity of each pair as people judge it, on any scale; a higher number means more similar.
     """
 
     name: str
@@ -111,7 +111,7 @@ def _of_mteb(name: str) -> Task:
         places = [Path("mteb", name), Path(name)]
         folder = next((place for place in places if place.is_dir()), None)
         if folder is None:
-            expected = " and ".join(f"{place}/" for place in places)
+            expected = " or ".join(f"{place}/" for place in places)
             raise CommandRefused(f"-t mteb/{name}: {error}, and there is no folder {expected}, with {FILES}") from error
         click.echo(f"mteb/{name}: {error}: the folder {folder}/ is used", err=True)
         return of_folder(folder)
