@@ -33,7 +33,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     broker_monitor_url: str = ""  # URL with a secret path, because the monitor of the broker has no passwords
     operator_password: str = ""
     admin_token: str = ""
-    metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
+    metrics_urls: tuple[str, ...] = ()  # base URLs of the metrics and probes of each gateway, then of each worker
     models_dir: str = ""  # folder or bucket of the served models
     # name of the stream whose files the broker is still reading, if its start takes long; empty for a ready broker
     unread_stream: str = ""

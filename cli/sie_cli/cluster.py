@@ -44,8 +44,8 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Process of a cluster. `field`: name of the field of `Settings` that has the process's address. `local`: name of
-    the field of `Access` that has it.
+    """Process of a cluster. `field` and `local`: names of the fields with the process's address, in `Settings` and in
+    `Access`.
     """
 
     name: str

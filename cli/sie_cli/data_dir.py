@@ -88,8 +88,8 @@ def locked_data_dir(path: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise InUse(path) from error
-            # remove the file of a killed `sie serve`: commands would send credentials to the addresses in it, which
-            # other programs may use by now
+            # Remove the file of a killed `sie serve`. Other programs may use the addresses in the file by now, and
+            # commands would send credentials to them.
             (path / FILE).unlink(missing_ok=True)
             sockets = sockets_folder(path)
             try:
@@ -97,7 +97,7 @@ def locked_data_dir(path: Path) -> Iterator[None]:
             except SettingError:
                 # the folder is in the directory for temporary files, where another user may have created it first
                 raise SettingError(
-                    "--data-dir", f"{sockets} (for sockets) is another user's; name a directory with a shorter path"
+                    "--data-dir", f"{sockets}, for sockets, is another user's; name a folder with a shorter path"
                 ) from None
         except OSError as error:
             raise SettingError("--data-dir", f"{path}: {error.strerror}") from error

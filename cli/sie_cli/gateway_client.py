@@ -28,7 +28,7 @@ T = TypeVar("T")
 TIMEOUT_S = 15.0  # seconds to wait for an answer; longer than the 10 s after which a config service ends a write
 _OTHER_FORM = "not in the form of a gateway: name the address of a gateway with --url"
 _NEXT = {
-    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
+    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's value, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
 }
 
@@ -56,7 +56,9 @@ def checked_url(url: str) -> str:
 
 
 def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers if a client can send them. Raises CommandRefused, without the value, which may be a token."""
+    """Return the headers if a client can send them. Raises CommandRefused. Its message does not have the header's
+    value, which may be a token.
+    """
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
             raise CommandRefused(f"header {name}: expected printable ASCII in one line")

@@ -40,7 +40,7 @@ def settle(environ: MutableMapping[str, str]) -> None:
     except SettingError:
         why = f"{named or 'unset'}, and {folder} belongs to another user: name a folder where this user may write"
         raise SettingError("HOME", why) from None
-    except OSError:  # no folder is writable; a command that needs a folder reports the setting to change
+    except OSError:  # no folder is writable; each command that needs a folder reports which setting to change
         return
     state = "is unset" if not named else f"is {named}, where this user may not write"
     sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until this folder is cleared\n")

@@ -227,7 +227,7 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
             raise CommandRefused(
                 "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
             )
-        if len(matches) > 1:  # `sie restore`, or two commands at the same moment, can give a name to several keys
+        if len(matches) > 1:  # `sie restore`, or two commands at the same moment, can give one name to several keys
             ids = ", ".join(key.id for key, _ in matches)
             raise CommandRefused(f"several keys are named {identifier}: revoke each by its id, {ids}")
         key, revision = matches[0]

@@ -60,7 +60,9 @@ class _Program(AnyPosition):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C, also during its import, ends the process with the status that shells use."""
+        """Run the command. Ctrl-C ends the process with the status that shells use, also while the command's modules
+        are imported.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -71,8 +73,8 @@ class _Program(AnyPosition):
         try:
             self._call(*args, **options)
         except SystemExit as ended:
-            # os._exit, because the normal exit takes a second if torch is imported, and may abort the process: threads
-            # of the object store's library continue after the interpreter has ended, and call into it
+            # End with os._exit: the normal exit takes a second if torch is imported. It may also abort the process,
+            # because threads of the object store's library continue after the interpreter has ended, and call into it.
             if not isinstance(ended.code, int | None):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]

@@ -166,7 +166,7 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
         f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's",
         "for a pod: its node) with `timedatectl set-ntp true`",
     )
-    report.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
+    report.named("versions", "sidecar w0: version 0.0.9, the newest is 0.1.0", "pip install 'sie-cluster==0.1.0'")
     report.named("config", "worker w0 uses an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
     assert [len(report.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], report.output
 

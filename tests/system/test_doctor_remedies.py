@@ -51,7 +51,7 @@ KEY, STREAMS, SETTINGS = (
 AGAIN, OTHER_PORTS, BROKER = (
     "again: it takes the place of one that was killed",
     "again: it takes other ports",
-    "brings one along",
+    "starts a broker",
 )
 SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
 REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # tests/system/test_damage.py runs them

@@ -204,7 +204,7 @@ def test_results_are_stored_and_what_changed_is_explained(open_cluster: Cluster,
     assert "no earlier result is stored" in evaluated("test/dense", *where, "-s", "sie,targets", status=1).stderr
     evaluated("test/dense", *where)
     again = evaluated("test/dense", *where, "-s", "sie,targets")
-    assert "targets are what was measured at" in again.stdout
+    assert "targets are the values measured at" in again.stdout
     listed = sie("eval", "list", "--results", str(tmp_path)).output
     files = [line.split()[-1] for line in listed.splitlines()[1:]]
     assert len(files) == 2

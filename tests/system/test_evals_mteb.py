@@ -170,7 +170,7 @@ def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_
     second = CliRunner().invoke(main, ["eval", *arguments, "-s", "sie,targets", *where, *results])
     assert second.exit_code in (0, 1), second.output
     assert second.exit_code == ("target missed" in second.stdout)
-    assert "targets are what was measured at" in second.stdout
-    for name, message in (("SciFact", "there is no folder mteb/SciFact/ and SciFact/"), ("NoSuchTask", "NoSuchTask")):
+    assert "targets are the values measured at" in second.stdout
+    for name, message in (("SciFact", "there is no folder mteb/SciFact/ or SciFact/"), ("NoSuchTask", "NoSuchTask")):
         refused = CliRunner().invoke(main, ["eval", MODEL, "-t", f"mteb/{name}", *where[:2], *results])
         assert (refused.exit_code, message in refused.stderr) == (1, True), refused.output

@@ -70,11 +70,11 @@ def test_without_the_config_services_word_gateways_are_compared_with_each_other(
 
 def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_numbers() -> None:
     (finding,) = skew({"0.9.0": ["gateway a", "sidecar b"], "0.10.0": ["this `sie`"]})
-    assert finding.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
+    assert finding.wrong == "gateway a, sidecar b: version 0.9.0, the newest is 0.10.0"
     assert "sie-cluster==0.10.0" in finding.fix
     assert skew({"0.1.0": ["a", "b"]}) == []
     (finding,) = skew({"0.2.0rc1": ["gateway a"], "0.2.0": ["this `sie`"]})
-    assert finding.wrong == "gateway a: version 0.2.0rc1, others 0.2.0"
+    assert finding.wrong == "gateway a: version 0.2.0rc1, the newest is 0.2.0"
     assert {old.wrong.partition(":")[0] for old in skew({"0.2.0rc10": ["c"], "0.2.0b2": ["b"], "0.2.0rc9": ["a"]})} == {
         "a",
         "b",

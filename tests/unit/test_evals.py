@@ -286,7 +286,7 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
         "target missed: sie, map: 0.394 is worse than 0.4, with a tolerance of 0.005"
     ]
     assert targets.missed({"map": ScoreTarget(0.1)}, {"spearman": 0.0}, "sie") == [
-        "target missed: sie, map: only spearman was measured"
+        "target missed: sie, map: not measured; the metrics are spearman"
     ]
     assert targets.missed({"spearman": ScoreTarget(0.1)}, {"spearman": math.nan}, "sie")
     assert targets.load(file, "a/c", "mine") == targets.load(file, "a/b", "nothing") == {}

@@ -280,7 +280,7 @@ def test_a_forecast_is_told_with_its_spread_and_the_deadline(monkeypatch: pytest
         assert progress_lines(job_info, now_s)[1] == "1,234 rows/s by 2 workers, done at 18:13 ± 20 min"
         assert "done at 2026-09-21 18:13 ± 20 min" in progress_lines(job_info, now_s - 86400)[1]
         late = info(**RUNNING, request={"deadline": FORECAST["done_at"] + 60})
-        assert progress_lines(late, now_s)[1].endswith("perhaps after its deadline 18:14: 4 workers would keep it")
+        assert progress_lines(late, now_s)[1].endswith("perhaps after its deadline 18:14: 4 workers would meet it")
         early = info(**RUNNING, request={"deadline": FORECAST["done_at"] + 1201})
         assert progress_lines(early, now_s)[1].endswith("before its deadline 18:33")
     finally:

@@ -97,7 +97,9 @@ class FileGathering:
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all files that a load of `entry` reads. Return a copy of the entry with the paths in the archive."""
+        """Add all files that a load of `entry` reads to `files`. Return a copy of the entry with their paths in the
+        archive.
+        """
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -174,9 +176,9 @@ class FileGathering:
         )
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused for a LoRA with a local path
-        or in the models folder: the site without a network lacks this path, and a new path would change the model's
-        fingerprint.
+        """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused if `name` is a path of this
+        machine or of the models folder: the site without a network lacks this path, and a new path would change the
+        model's fingerprint.
         """
         is_path = Path(name).is_absolute() or name.startswith((".", "~"))
         located = None if is_path else self._sources.locate_lora(name, entry, self._models_dir)
@@ -324,7 +326,8 @@ def _stated_licence(folder: Path) -> str:
 
     try:
         card = metadata_load(folder / "README.md") or {}
-    # PyYAML does not convert the errors of Python's constructors, such as KeyError for a value with the tag !!bool
+    # catch the errors of Python's constructors, such as KeyError for a value with the tag !!bool: PyYAML raises them as
+    # they are, not as YAMLError
     except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         return ""
     return str(card.get("license_name") or card.get("license") or "")

@@ -1,10 +1,9 @@
 """Unpacking of an archive to a folder for `sie airgap serve`. A failed load creates no folder.
 
-    archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
-    FOLDER
+    archive ─► .NAME.loading: files of the archive, compared with the index and synced; models/; serve.env ─► FOLDER
 
-The archive is unpacked in a hidden folder next to FOLDER, which is renamed to FOLDER last. The next load removes the
-files of an interrupted load and begins again.
+The archive is unpacked in .NAME.loading, a hidden folder next to FOLDER. Its last step renames the hidden folder to
+FOLDER. The next load removes the files of an interrupted load and begins again.
 """
 
 from __future__ import annotations

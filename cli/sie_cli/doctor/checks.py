@@ -61,7 +61,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
             fix = f"start it (`sie gateway`, `{probe.serve}`), or give its address: --url, not {reply.url}"
             findings.append(Finding(f"no gateway answers at {reply.url}: {reply.trouble}", fix))
         elif not reply.is_sie:
-            fix = "end that program or start the gateway with another --port; --url says where to look"
+            fix = "end that program, or start the gateway with another --port and name its address with --url"
             findings.append(Finding(f"the server at {reply.url} is no gateway of SIE", fix))
         elif reply.status in FORBIDDEN:
             findings.append(_refused(reply, await broker_options(probe)))
@@ -127,8 +127,8 @@ async def remotes(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List the requests that gateways refused in the last minutes because of overload, limits of keys, or a fault of
-    the cluster.
+    """List the error codes for overload, limits of keys, or a fault of the cluster, with which a gateway answered more
+    than 1 % of the requests of the last 5 minutes.
     """
     views = await probe.views()
     findings = [
@@ -140,7 +140,7 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
     return "at most 1 % of the requests of the last 5 minutes", findings
 
 
-LAG_S = 7.0  # seconds that the check `queue` waits for a new gateway, which does not know the length of the queue yet
+LAG_S = 7.0  # limit in seconds: the check `queue` waits until a gateway that has just started has read the queue length
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:
@@ -169,7 +169,7 @@ async def broker(probe: ClusterProbe) -> CheckResult:
                 "for the broker of `sie serve` give --data-dir, else name the user in SIE_NATS_URL "
                 "(nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
             )
-            fix = f"{where}, which the chart stores in its secret as nats-operator"
+            fix = f"{where}; the chart stores this password in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
         local = probe.cluster.local()
         if local is not None and local.unread_stream and probe.cluster.sources.get(BROKER_URL) == SOURCE:
@@ -178,7 +178,7 @@ async def broker(probe: ClusterProbe) -> CheckResult:
             wrong = f"the broker at {url} does not answer: it is still reading the files of its stream {stream}"
             return "", [Finding(wrong, fix)]
         fix = (
-            f"start it (`{probe.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set "
+            f"start it (`{probe.serve}` starts a broker; in Kubernetes, the StatefulSet of NATS runs it), or set "
             "SIE_NATS_URL to its address"
         )
         return "", [Finding(f"no broker answers at {url}", fix)]
@@ -319,7 +319,7 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
         if stored.source == "api" and (key not in copies or copies[key].revision < stored.revision)
     ]
     return {
-        stream: f"it lacks {counted(len(models), 'change')} over the API ({_named(change.model for change in models)})"
+        stream: f"it lacks {counted(len(models), 'change')} by the API ({_named(change.model for change in models)})"
         for stream, models in ((CATALOGUE, lost), (CATALOGUE_COPY, lacking))
         if models
     }
@@ -335,7 +335,7 @@ async def _jobs(broker: NatsBroker) -> dict[str, str]:
     return {JOBS: f"it lacks {counted(len(lost), 'job')} whose shards are still there ({_named(lost)})"} if lost else {}
 
 
-# seconds that the check `config` waits until a new write of the catalogue has reached all processes of a busy machine
+# limit in seconds: the check `config` waits for a new write of the catalogue to reach all processes of a busy machine
 DRIFT_S = 5.0
 
 
@@ -421,7 +421,9 @@ def drift(
 
 
 def _order_of_epoch(epoch: str) -> tuple[str, int]:
-    """Return a key that sorts epochs by age. A new bucket restarts the numbers, so the creation time comes first."""
+    """Return a key that sorts epochs by age. An epoch has the time when the catalogue's bucket was created, and the
+    number of the last write. The time comes first, because the numbers begin again in a new bucket.
+    """
     created, _, last = epoch.rpartition(":")
     return created, int(last) if last.isdigit() else -1
 
@@ -553,8 +555,8 @@ def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
     newest = max(by_version, key=_version_order)
     return [
         Finding(
-            f"{', '.join(whose)}: version {version}, others {newest}",
-            f"finish the upgrade: pip install 'sie-cluster=={newest}' there, or its image with that tag, and restart",
+            f"{', '.join(whose)}: version {version}, the newest is {newest}",
+            f"finish the upgrade: pip install 'sie-cluster=={newest}' there, or take the image of this tag; restart",
         )
         for version, whose in sorted(by_version.items())
         if version != newest

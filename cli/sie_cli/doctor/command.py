@@ -183,7 +183,7 @@ async def _report(name: str, check: Check, probe: ClusterProbe) -> DoctorCheck:
     except TimeoutError:
         return DoctorCheck(name, "blind", f"the check did not end within {limit_s:g} s", [])
     except BrokerError as error:
-        return DoctorCheck(name, "blind", f"the broker failed meanwhile: {error}", [])
+        return DoctorCheck(name, "blind", f"the broker failed during the check: {error}", [])
     except OSError as error:  # for example PermissionError, for a folder of another user
         return DoctorCheck(name, "blind", f"{error.filename or name}: {error.strerror or error}", [])
     option = probe.cluster.data_dir_option if SOURCE in probe.cluster.sources.values() else ""

@@ -169,7 +169,7 @@ async def _is_open(port: int) -> bool:
 PROBE_S = 60.0  # limit in seconds for `import torch`, which is slow if the kernel has not cached torch's files
 _CONTROL = Path("/dev/nvidiactl")  # this device file exists once the NVIDIA driver has been loaded
 _PCI = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: vendor NVIDIA, and the class of display controllers
 _TORCH = (
     "import json,torch;print(json.dumps({'version':torch.__version__,'cuda':torch.version.cuda or '',"
     "'usable':torch.cuda.is_available(),'count':torch.cuda.device_count()}))"
@@ -187,7 +187,7 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     if not is_requested and not has_device:
         if not has_torch or not await asyncio.to_thread(has_nvidia_card, _PCI):
             return f"this machine has no GPU, and SIE_DEVICE={device} needs none", []
-        fix = "install the driver of NVIDIA (`nvidia-smi` has to work), or set SIE_DEVICE=cpu if the CPU is meant"
+        fix = "install the driver of NVIDIA (`nvidia-smi` has to work), or set SIE_DEVICE=cpu to use the CPU"
         return "", [Finding(f"this machine has an NVIDIA GPU, but no driver answers: {trouble}", fix)]
     if not is_requested and not has_torch:
         raise NotApplicable("this machine has a GPU, but torch is not installed, so no adapter runs here")
@@ -230,7 +230,7 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
     """Return a list with the first fault of torch and the driver for this SIE_DEVICE; empty if there is no fault.
     `trouble`: why no driver was found.
     """
-    instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
+    instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu to use the CPU"
     if not torch.cuda:
         number = torch.version.partition("+")[0]
         return [

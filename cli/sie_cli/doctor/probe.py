@@ -55,8 +55,9 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: the server's time minus this
-    machine's time, or None if the request id has no time. `margin_s`: largest error of `ahead_s`, in seconds.
+    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: the server's time, from the request
+    id in the reply, minus this machine's time; None if the id has no time. `margin_s`: largest error of `ahead_s`. Both
+    are in seconds.
     """
 
     url: str
@@ -99,7 +100,7 @@ class GatewayHealth(msgspec.Struct, frozen=True):
 
 @dataclass
 class Heartbeats:
-    """Workers and gateways by name, from the heartbeats received so far. The subscription stays open."""
+    """Workers and gateways by name, from the heartbeats received so far. The subscription stays open and adds more."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
@@ -298,8 +299,8 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for GATEWAYS_S. Then wait for heartbeats of a gateway and of all workers in `/health`, at
-        most one heartbeat interval plus BEAT_MARGIN_S from the start. Raises NotApplicable, CheckSkipped.
+        """Collect heartbeats for GATEWAYS_S. Then wait until a gateway and all workers in `/health` have sent one. The
+        wait ends at most one heartbeat interval plus BEAT_MARGIN_S after the start. Raises NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
         beats = Heartbeats()

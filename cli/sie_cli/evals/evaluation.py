@@ -32,7 +32,7 @@ HERE = "local"  # machine name in results if no cluster is measured, or the clus
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the file of the catalogue.
+    """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the catalogue's targets.
     `rerankers`: models of the cluster that sort the nearest documents of each query by their own scores.
     """
 
@@ -160,7 +160,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
     compared = [outputs.find(name) for name in context.spec.outputs if name != main.name]
     if (compared or rerankers) and isinstance(context.task, Mteb | FactTask):
         raise CommandRefused(
-            "--outputs and --rerank need the vectors of single queries: use stsb-retrieval, scipy-docs or a folder"
+            "--outputs and --rerank need the vectors of single queries: use -t stsb-retrieval, scipy-docs or FOLDER"
         )
     if (compared or rerankers) and context.cluster is None:
         raise CommandRefused("--outputs and --rerank need a cluster as a source: add sie to -s")
@@ -223,8 +223,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
     """Return targets, and a note about their origin: the file that the user named, the catalogue's file, or the last
     stored result. `name`: name of the task in a file of targets. `level`: level of load in a stored result, empty for
-    quality. Targets and note are empty if the sources lack `targets`. Raises CommandRefused if neither a file nor a
-    stored result has targets.
+    quality. Targets and note are empty if the user did not name the source `targets`. Raises CommandRefused if neither
+    a file nor a stored result has targets.
     """
     spec = context.spec
     if "targets" not in spec.sources:
@@ -249,7 +249,7 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
             values = targets.of_speed(scores, first) if is_speed else scores[first]
             measured = {row.name for row in context.sources}
             values = {k: v for k, v in values.items() if "/" not in k or k.partition("/")[2] in measured}
-            return targets.expected(values, is_speed=is_speed), f"; targets are what was measured at {stored.time}"
+            return targets.expected(values, is_speed=is_speed), f"; targets are the values measured at {stored.time}"
     raise CommandRefused(
         f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run this command once"
         " without `targets` in --sources, or write the measured values with --save-targets FILE"

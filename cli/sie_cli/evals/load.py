@@ -49,7 +49,9 @@ class LoadReply:
 
 
 class LoadFailure(Exception):
-    """Raised for a failed request. `code`: the server's code, an HTTP status, NOBODY or NOT_UNDERSTOOD."""
+    """Raised for a failed request. `code`: the server's code, an HTTP status, NOBODY if the connection failed, or
+    NOT_UNDERSTOOD if the body of the response is invalid.
+    """
 
     def __init__(self, code: str, message: str = "") -> None:
         super().__init__(message or code)

@@ -1,6 +1,7 @@
 """Kinds of vectors: how `sie eval` requests and compares them, and how many bytes an index needs for one vector.
 
-dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
+names: dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N
+       sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# number of documents per query that `binary+rescore` ranks again, nearest by Hamming distance: four times quality.DEPTH
+# number of documents per query, the nearest by Hamming distance, that `binary+rescore` sorts again: 4 x quality.DEPTH
 RESCORED = 400
 
 

@@ -23,7 +23,7 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-# CPU use of this process, in cores; with a higher use, this process and not the source may limit the throughput
+# CPU use of this process, in cores; above it, the throughput may be limited by this process instead of by the source
 CLIENT_LIMIT = 0.8
 
 
@@ -109,7 +109,7 @@ def measure(
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
     """Yield, for each level, a list with one point per source. `watches`: source name -> watch of the source's devices.
-    `advance`: called after each point. If a source cannot connect to its server, the measurement ends after the level.
+    `advance`: called after each point. If a source cannot connect to its server, the measurement ends after this level.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -142,7 +142,7 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # raise one error: a source that refuses requests raises it in each client's task
+    except ExceptionGroup as group:  # if the source refuses requests, each client's task raises the same error
         raise group.exceptions[0] from group
     client_cores = await used
     # The throughput counts answers that arrive between `start_s` and `end_s`. Latencies and errors count requests that

@@ -1,6 +1,7 @@
 """Quality of vectors, scores and facts, measured against judgements: metrics of each query, pair or text, and of all.
 
-task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with interval
+task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement
+two Measurements ──► difference of a metric, with its confidence interval
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 @dataclass(frozen=True)
 class Measurement:
     """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
-    mean of the values; with `gold` (human scores of pairs), the values' rank correlation with `gold`; with `weights`,
-    the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for
-    scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result per kind of facts.
+    mean of its values. With `gold` (human scores of pairs), the score is the rank correlation of the values and `gold`.
+    With `weights`, it is the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a document
+    in an index; None for scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result
+    per kind of facts.
     """
 
     source: str
@@ -58,8 +60,8 @@ class Measurement:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries, pairs or texts at the positions `chosen`; NaN if all these pairs have the
-        same value, or if the sum of the weights is zero.
+        """Return a metric over the queries, pairs or texts at the positions `chosen`. A rank correlation is NaN if all
+        these pairs have the same value. A quotient is NaN if the sum of the weights is zero.
         """
         own = np.asarray(self.values[metric])[chosen]
         if self.weights:
@@ -150,7 +152,7 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
     asking = rows
-    # this output encodes queries and documents differently, so the left text of each pair is encoded as a query
+    # if the output encodes queries and documents differently, encode the left text of each pair as a query
     if step.output.queries != step.output.documents:
         form = replace(step.output, name=f"{step.output.name} of a query", documents=step.output.queries)
         asking = dict(zip(texts, work.vectors(replace(step, output=form), texts, is_query=False), strict=True))
@@ -201,7 +203,9 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort each ranking's first FIRST_STAGE documents by the source's scores. The other documents keep their order."""
+    """Sort each ranking's first FIRST_STAGE documents by the source's scores. The other documents follow, in the order
+    of `run`.
+    """
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

@@ -229,8 +229,8 @@ def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
         if point.is_limited_by_client:
             notes.append(
                 f"{point.source}, {point.level}: this client used {point.client_cores:.0%} of a core, above"
-                f" {CLIENT_LIMIT:.0%}: the client may be what is measured; ask from another machine, or with more texts"
-                " to a request"
+                f" {CLIENT_LIMIT:.0%}, so the client may be the bottleneck: run it on another machine, or with more"
+                " texts to a request"
             )
         if point.lost_its_server:
             notes.append(

@@ -113,7 +113,7 @@ def last(folder: Path, model: str, task: str, kind: str, machine: str, batch: in
     """
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     for _, stored in readable(files):
-        # names of several models or tasks may become the same folder name, because `_plain` replaces characters
+        # Compare the stored names. `_plain` replaces characters, so several models or tasks may have the same folder.
         subject = [stored.figures["model"], stored.figures["task"]]
         if subject == [model, task] and [stored.about.get("machine"), stored.about.get("batch", 1)] == [machine, batch]:
             return stored
@@ -161,7 +161,7 @@ def _row_compared(
     *,
     is_same: bool,
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the lines of the table for one source, and notes. `is_same`: both results measured these queries."""
+    """Return the lines of the table for one source, and notes. `is_same`: both results measured the same `queries`."""
     lines, notes = [], []
     for metric in [name for name in old["scores"] if name in new["scores"]]:
         before, after = old["scores"][metric], new["scores"][metric]

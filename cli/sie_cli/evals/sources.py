@@ -84,7 +84,7 @@ class EvalSource(Protocol):
 
 @runtime_checkable
 class FactSource(Protocol):
-    """A source that finds facts in texts. `name`, `is_here` and `identity` are those of an EvalSource."""
+    """A source that finds facts in texts. EvalSource describes `name`, `is_here` and `identity`."""
 
     name: str
     is_here: bool

@@ -56,7 +56,7 @@ class ResultCache:
         with contextlib.suppress(FileNotFoundError, *UNDECODABLE):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
-                if file not in self._files:  # a listed file was written or counted by a step of this evaluation
+                if file not in self._files:  # a step of this evaluation wrote or counted each file in the list
                     self.reused_texts += len(texts)
                     self._files.append(file)
                 return earlier
@@ -95,7 +95,8 @@ def _packed(answer: Any) -> Any:
     return answer
 
 
-PART = 1024  # largest number of texts per call of a source for vectors or facts; one cached file has one call's answers
+# largest number of texts in one call of a source for vectors or facts; the answers of a call are cached in one file
+PART = 1024
 
 
 @dataclass(frozen=True)

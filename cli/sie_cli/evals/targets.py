@@ -77,7 +77,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
     for metric, target in targets.items():
         value = scores.get(metric)
         if value is None:
-            lines.append(f"target missed: {subject}, {metric}: only {', '.join(scores)} was measured")
+            lines.append(f"target missed: {subject}, {metric}: not measured; the metrics are {', '.join(scores)}")
         elif target.is_missed(metric, value):
             lines.append(
                 f"target missed: {subject}, {metric}: {value:.4g} is worse than {target.value:.4g}, with a tolerance of"

@@ -50,8 +50,8 @@ class _DatasetLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Similarity:
-    """Pairs of texts: `left` and `right` have the same order. `gold`: similarity of each pair as people judge it, on
-    any scale; a higher number means more similar.
+    """Pairs of texts: the first text of each pair is in `left`, the second at the same position in `right`. `gold`:
+    similarity of each pair as people judge it, on any scale; a higher number means more similar.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts without relevance judgements, which measure speed and not quality."""
+    """Texts without relevance judgements. They can measure the speed of a model, but not its quality."""
 
     name: str
     texts: Sequence[str]
@@ -111,7 +111,7 @@ def _of_mteb(name: str) -> Task:
         places = [Path("mteb", name), Path(name)]
         folder = next((place for place in places if place.is_dir()), None)
         if folder is None:
-            expected = " and ".join(f"{place}/" for place in places)
+            expected = " or ".join(f"{place}/" for place in places)
             raise CommandRefused(f"-t mteb/{name}: {error}, and there is no folder {expected}, with {FILES}") from error
         click.echo(f"mteb/{name}: {error}: the folder {folder}/ is used", err=True)
         return of_folder(folder)
@@ -218,8 +218,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # A source may send the image to a server. The author of a task could otherwise name private files of the
-            # user who runs it.
+            # A source may send the image to a server. Without this check, the author of a task could name private files
+            # of the user who runs the task.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

@@ -68,7 +68,7 @@ def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
     if estimate.done_at + estimate.plus_minus_s <= deadline_s:
         return f"{text}, before its deadline {local(deadline_s, now_s)}"
     needed = estimate.workers_needed
-    wants = "" if needed is None else f": {counted(needed, 'worker')} would keep it"
+    wants = "" if needed is None else f": {counted(needed, 'worker')} would meet it"
     return f"{text}, perhaps after its deadline {local(deadline_s, now_s)}{wants}"
 
 
@@ -246,7 +246,9 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule such as `max_tokens=256,boundary=paragraph`. A text without `=` is a column. Raises BadParameter."""
+    """Parse a rule such as `max_tokens=256,boundary=paragraph`. Return a text without `=`, the name of a column,
+    unchanged. Raises BadParameter.
+    """
     return parse_params(text.split(","), "--chunks", "max_tokens=256") if "=" in text else text
 
 
@@ -299,7 +301,7 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
         check_file(path, source)
     except InvalidInput as error:
         raise CommandRefused(error.message) from error
-    except (ModuleNotFoundError, OSError):  # the upload reports a file that cannot be read
+    except (ModuleNotFoundError, OSError):  # the server checks the columns; the upload reports an unreadable file
         return
 
 

@@ -11,8 +11,8 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds after its last successful check for which a key is accepted without a new answer about it, for example because
-# the gateway is down
+# seconds in which a key stays accepted after its last successful check, if new checks fail without a refusal, for
+# example because the gateway is down
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0
@@ -43,8 +43,9 @@ class KeyNames:
         self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # key's digest -> name, time of check
 
     async def name_of(self, api_key: str) -> str:
-        """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. Raises another SIEError
-        if the check fails for another reason, and the gateway has not accepted the key in the last AWAY_S.
+        """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. If the check fails for a
+        different reason, a key that the gateway accepted in the last AWAY_S seconds stays valid. For all other keys,
+        raises SIEError.
         """
         digest = digest_of(api_key)
         name, checked_s = self._names.get(digest, ("", float("-inf")))

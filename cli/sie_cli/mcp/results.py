@@ -1,4 +1,6 @@
-"""Results that are too long for an answer. They stay in memory for TTL_S, and their owner reads them in pages."""
+"""Results that are too long for an answer. Their owner reads them in pages. They stay in memory until TTL_S seconds
+after their last use.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class ResultMissing(Exception):
 
 
 class ResultTooLarge(Exception):
-    """Raised for a result that alone exceeds OWNER_BYTES."""
+    """Raised for a single result that is larger than OWNER_BYTES, the limit for all results of one owner."""
 
 
 class PagedText:
@@ -90,8 +92,9 @@ class _StoredResult:
 
 
 class ResultStore:
-    """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, `add` drops the owner's least recently used
-    results; above TOTAL_BYTES, the least recently used of all owners. A result expires TTL_S after its last use.
+    """Results by owner and reference. If an owner would exceed MAX_RESULTS or OWNER_BYTES, `add` drops this owner's
+    least recently used results. If all owners together would exceed TOTAL_BYTES, `add` drops the least recently used
+    results of any owner. A result expires TTL_S seconds after its last use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -109,7 +112,7 @@ class ResultStore:
         while self.size_bytes + content.size_bytes > TOTAL_BYTES:
             self._drop_oldest()
         reference = secrets.token_urlsafe(REFERENCE_BYTES)
-        # `_drop_oldest` may have removed this owner's entry
+        # `_drop_oldest` may have removed this owner from `_owners`
         self._owners.setdefault(owner, results)[reference] = _StoredResult(session, content, self._clock() + TTL_S)
         return reference
 
