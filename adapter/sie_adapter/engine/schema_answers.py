@@ -55,7 +55,7 @@ class SchemaAnswer:
 
     def decide(self, decision: Decision, scores: Mapping[str, float], thresholds: Mapping[str, float]) -> None:
         """Add the answer to a decision. `scores`: the score of each label; empty if the text cannot be scored.
-        `thresholds`: the lowest score that the request accepts, by path.
+        `thresholds`: path of a decision, joined by dots -> lowest score that the request accepts.
         """
         *above, name = decision.path
         owner = self.data

@@ -52,10 +52,10 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
     """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes. The partitions
-    of a range in one repetition also need at most `budget` bytes. An item that needs more forms a range alone.
+    of a range in one repetition also need at most `budget` bytes. An item above one of these limits is a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    # the largest intermediate result has for each token either a row of floats, or one index per repetition
+    # an intermediate result has for each token a vector (float32), or an int64 index per repetition; the largest counts
     token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):

@@ -33,7 +33,7 @@ def window_relations(
     by_label: Iterable[tuple[str, Tensor | None]], at: TextWindow, least: float
 ) -> list[WordPair] | SIEError:
     """Return the relations of one window whose score is at least `least`. The logits of a label are None if the model
-    predicts no pair. A full stop may follow the words of the window.
+    predicts no pair. Spans with the full stop that the package may add after the window's words are ignored.
     """
     pairs: list[WordPair] = []
     for label, logits in by_label:

@@ -27,8 +27,8 @@ def entities(
     *,
     keeps_order: bool = False,
 ) -> ItemResults:
-    """Return the entities of each text whose score reaches the threshold, in text order, from float32 logits [tokens,
-    labels]. `places`: the indices of the texts in the batch.
+    """Return for each text the entities whose score reaches the threshold, in text order. `logits`: float32 [tokens,
+    labels] for each text. `places`: the indices of the texts in the batch.
 
     Neighbouring tokens with the same label form one entity if the tag of the second token begins no new entity. The
     score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"

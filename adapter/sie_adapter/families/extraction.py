@@ -151,7 +151,9 @@ class Preparation:
                 _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Remove and return the tokenised form of these texts. If `make` has not tokenised them, tokenise them now."""
+        """Remove and return the tokenised form of these texts. If `Preparation.make` has not tokenised the texts, call
+        the argument `make`.
+        """
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -265,7 +267,9 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text: the joined results of its runs (`by_part`), or the error of a failed run."""
+    """Return a result for each text: the joined results of the runs that `by_part` lists for the text, or the error of
+    the first failed run.
+    """
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 
