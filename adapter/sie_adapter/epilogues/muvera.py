@@ -122,9 +122,10 @@ def _aggregate(
     """Return one vector for each bag, [bags, columns of `vectors`]. An entry is one token in one repetition; entries
     are ordered by token, then by repetition. A bag has the entries of one item in one partition of one repetition. The
     vector of a bag is the sum of the vectors of its entries for a query, and their mean for a document. If
-    `fill_empty_partitions` is set, an empty bag of a document gets the vector of its item's nearest entry. `bag_of`
-    [entries]: the bag of each entry. The vector of entry e is row e // `repeats` of `vectors`: `repeats` is 1 if each
-    entry has a row, and the number of repetitions if all entries of a token share a row.
+    `fill_empty_partitions` is set, an empty bag of a document gets the vector of its item's nearest entry.
+
+    `bag_of` [entries]: the bag of each entry. `repeats`: 1 if `vectors` has a row for each entry; the number of
+    repetitions if it has a row for each token, which all entries of the token share.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))

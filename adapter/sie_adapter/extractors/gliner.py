@@ -126,7 +126,7 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer text is read in several windows.
     """
 
-    # tokens per pass on a CPU, and on other devices: for a model of width 512, the states of the spans need about 0.2 MB per word
+    # tokens per pass, on a CPU and elsewhere; at a width of 512, the states of the spans need about 0.2 MB per word
     pass_tokens = 512, 8192
 
     @staticmethod

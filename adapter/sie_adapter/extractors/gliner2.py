@@ -168,7 +168,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    # tokens per pass on a CPU, and on other devices: for a model of width 768, the states of the spans need about 0.1 MB per word
+    # tokens per pass, on a CPU and elsewhere; at a width of 768, the states of the spans need about 0.1 MB per word
     pass_tokens = 512, 16384
 
     @staticmethod

@@ -54,7 +54,9 @@ def window_relations(
 
 
 def relations_of_text(text: str, words: WordPlaces, pairs: Sequence[WordPair]) -> list[dict[str, Any]]:
-    """Return the relations of a text, best first, from the pairs of its windows. Equal pairs become one relation."""
+    """Return the relations of a text, best first, from the pairs of its windows. Pairs with the same head, tail and
+    label become one relation with the highest of their scores.
+    """
     best: dict[tuple[tuple[int, int], tuple[int, int], str], float] = {}
     for pair in pairs:
         key = (pair.head, pair.tail, pair.label)
