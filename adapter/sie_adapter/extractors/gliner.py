@@ -325,7 +325,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
-        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some."""
+        """Join the entities of a text's windows. If entities of two windows overlap, the package's decoder selects."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

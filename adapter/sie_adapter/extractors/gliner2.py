@@ -189,7 +189,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
         self._is_boundary = self._model.architecture == "boundary"
         if self._is_boundary and "relations" in entry.outputs:
-            raise incompatible(f"{entry.id}: its relations are of the boundary architecture, which is not supported")
+            raise incompatible(f"{entry.id}: relations are not supported for a model of the boundary architecture")
         settings = self._model.boundary_settings if self._is_boundary else None
         self._temperature: float = settings.classification_temperature if settings else 1.0
         self._shared_words = _SHARED_WORDS if settings else 2 * self._model.max_width

@@ -1,6 +1,6 @@
 """Relations of GLiNER2. In the package, each relation label is a task with the fields head and tail. The model
-predicts the number of pairs in a window, and scores all spans for each pair. `gliner_relations` uses the last step,
-`relations_of_text`.
+predicts the number of pairs in a window, and scores all spans for each pair. The module `gliner_relations` also uses
+the last step, `relations_of_text`.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """
