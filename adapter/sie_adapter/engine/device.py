@@ -268,8 +268,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """Return how busy the device is, in percent: on CUDA the value of NVML, on a CPU the mean of all cores since
-        the last call, or since this object was created. None if unknown.
+        """Return how busy the device is, in percent; None if unknown. On CUDA, this is the value of NVML. On a CPU, it
+        is the mean of all cores since the last call (for the first call, since this object was created).
         """
         if self._device.type == "cuda":
             return self._nvml_percent()

@@ -371,7 +371,7 @@ class BatchRun:
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
         `make_room`: frees memory after memory ran out, and returns how (a `Relief`), or None if nothing can be freed.
         `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
-        on disk of each running pass. If the pass kills this process, the next process reads the record.
+        on disk of each running pass. If a pass kills this process, the next process lowers the limit for the model.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -509,7 +509,7 @@ class BatchRun:
 
     def _recorded(self, chosen: Int64) -> None:
         """Run a pass. On a CPU, keep a record on disk while the pass runs: if the pass kills this process, the next
-        process reads the record.
+        process reads the record and lowers the limit for passes of the model.
         """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)

@@ -102,8 +102,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64 (float32 on MPS). The rounding of a float32 product depends on the shape of
-    the batch, so other items of the batch could move a token to another partition.
+    The partition follows from the signs of `tokens` @ `planes`, computed in float64 (float32 on MPS). The rounding of a
+    float32 product depends on the shape of the batch, so other items could move a token to another partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -143,7 +143,8 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     """Return for each bag (partition of an item in a repetition) the nearest entry (token) of the item, int64 [bags]:
     the first if several are nearest, -1 if the item has no entry. The distance is the Hamming distance between the bits
     of the bag's partition and of the entry's partition. For each bit, the loop compares the best entry of a partition
-    with that of the partition that differs in this bit, so it need not compare each token with each partition.
+    with the best entry of the partition that differs only in this bit. This needs fewer steps than a comparison of each
+    token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries

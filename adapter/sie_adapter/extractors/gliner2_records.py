@@ -1,7 +1,7 @@
 """Records of a schema, which GLiNER2 fills from a text. A record is an object with named properties. This module builds
 the words of a record's choices, which come before the text, and reads the candidates of each property from the logits.
 
-logits [objects, properties, words, widths] ──► choices: the score of their word
+logits [objects, properties, words, widths] ──► choices: for each choice, the score of its word before the text
                                             └─► spans of the text that reach the threshold, best first, without overlaps
 objects of all windows ──► an object that is in two windows is kept once
 """

@@ -2,7 +2,7 @@
 over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
-                                               └─ off the device thread, in a Preparation ─┘
+                                               └─ maybe off device threads: Preparation ───┘
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _logger = logging.getLogger("sie.adapter")
 
 Result = dict[str, Any] | SIEError
 
-_HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
+# a tensor whose name contains one of these may be missing in the weights, or additional in them
+_HARMLESS = ("pooler.", "position_ids")
 # at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; a request whose labels leave fewer is refused
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
