@@ -161,5 +161,5 @@ def test_a_schema_has_decisions_alone(tmp_path: Path) -> None:
 def test_an_entry_with_relations_is_refused(tmp_path: Path) -> None:
     folder = gliner2_boundary_folder(tmp_path / "model")
     entry = msgspec.structs.replace(entry_of(folder, "gliner2"), outputs={"entities": 0, "relations": 0})
-    with pytest.raises(ModelLoadFailed, match="relations are of the boundary architecture"):
+    with pytest.raises(ModelLoadFailed, match="relations are not supported"):
         Gliner2Model(folder, entry, entry.load, on_device())

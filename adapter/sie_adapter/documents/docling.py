@@ -38,8 +38,8 @@ class DoclingModel:
 
     A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`. If the parameter `tree`
     is false, a result has no `document`. The result is an InvalidInput if an input has no document or asks for `ocr`,
-    or if the document is refused (with the reason `invalid_media` and `document: ` before the cause). Texts are not
-    read.
+    or if the document is refused: the reason is then `invalid_media`, and the message is `document: ` and the cause.
+    The text of an input is ignored.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}

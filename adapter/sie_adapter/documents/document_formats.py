@@ -111,5 +111,5 @@ def _of_archive(data: bytes) -> str:
     except InvalidInput:
         raise
     except Exception as error:  # zipfile also raises the exceptions of each compression library
-        raise fault("undecodable", "the document is damaged: it begins like a zip archive but is none") from error
+        raise fault("undecodable", "the document is damaged: it begins like a zip archive but is not one") from error
     raise fault("undecodable", f"the archive has no supported format, supported: {_READ}")

@@ -268,8 +268,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """Return how busy the device is, in percent: on CUDA the value of NVML, on a CPU the mean of all cores since
-        the last call, or since this object was created. None if unknown.
+        """Return how busy the device is, in percent; None if unknown. On CUDA, this is the value of NVML. On a CPU, it
+        is the mean of all cores since the last call (for the first call, since this object was created).
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -416,8 +416,8 @@ def _count_apart(more: int) -> None:
 
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
-    """Block new model loads and the return of memory to CUDA's driver while this context is open. A load or a return of
-    memory synchronises the device, and the capture of a CUDA graph then fails. Yield True if no load is in progress.
+    """Block new model loads, and `give_memory_back` on a GPU, while this context is open. Both synchronise the device,
+    which makes the capture of a CUDA graph on another thread fail. Yield True if no load is in progress.
     """
     with _apart_lock:
         yield not _apart
@@ -437,7 +437,7 @@ def claim(nbytes: int) -> None:
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Return freed memory to the driver or the system, where other processes and measurements see it as free."""
+    """Return freed memory to the GPU driver or the operating system, so that others can use it and see it as free."""
     if device.type == "cuda":
         with without_loads():
             torch.cuda.empty_cache()

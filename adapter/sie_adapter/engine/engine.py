@@ -371,7 +371,7 @@ class BatchRun:
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
         `make_room`: frees memory after memory ran out, and returns how (a `Relief`), or None if nothing can be freed.
         `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
-        on disk of each running pass. If the pass kills this process, the next process reads the record.
+        on disk of each running pass. If a pass kills this process, the record lowers the limit for the next process.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -508,8 +508,8 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. On a CPU, keep a record on disk while the pass runs: if the pass kills this process, the next
-        process reads the record.
+        """Run a pass. On a CPU, keep a record on disk while the pass runs: if the pass kills this process, the record
+        lowers the model's limit before the next process starts (`CrashRecord.learn`).
         """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)

@@ -113,7 +113,7 @@ def _openvino(facts: EngineFacts) -> str:
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
     if facts.is_limited:
-        return "the memory of this process is limited, and OpenVINO's cache of shapes is not"
+        return "RLIMIT_DATA limits this process, and OpenVINO's cache of shapes has no limit in bytes"
     return ""
 
 
@@ -128,7 +128,7 @@ def _sglang(facts: EngineFacts) -> str:
         return more
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
-    return "the memory of this process is limited, and that of the SGLang process is not" if facts.is_limited else ""
+    return "RLIMIT_DATA limits this process, and does not count the SGLang process" if facts.is_limited else ""
 
 
 RULES: Mapping[Engine, Rule] = {

@@ -95,7 +95,7 @@ class Graph:
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. OpenVINO maps the
+            # OpenVINO copies the weights in the layout of its kernels, but also keeps the float32 weights. It maps the
             # float32 weights from a temporary file, so that the system can reclaim their pages if memory is short.
             with _scratch(compute.scratch) as folder:
                 path = folder / "graph.xml"

@@ -1,7 +1,7 @@
 """SGLang server of one model: a separate process on loopback, which ends when the model is unloaded or evicted.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
-                                         └──► the process ended or hangs ──► a new process, once for each batch
+                                         └──► the process ended or hangs ──► a new process, at most one per batch
 
 The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
 SGLang. `engine` already refuses one kind of these inputs, ids beyond the table of embeddings. Source: the server's HTTP

@@ -52,10 +52,10 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
     """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes. The partitions
-    of a range in one repetition also need at most `budget` bytes. An item that needs more forms a range alone.
+    of a range in one repetition also need at most `budget` bytes. An item above one of these limits is a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    # the largest intermediate result has for each token either a row of floats, or one index per repetition
+    # an intermediate result has for each token a vector (float32), or an int64 index per repetition; the largest counts
     token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):
@@ -102,8 +102,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64 (float32 on MPS). The rounding of a float32 product depends on the shape of
-    the batch, so other items of the batch could move a token to another partition.
+    The partition follows from the signs of `tokens` @ `planes`, computed in float64 (float32 on MPS). The rounding of a
+    float32 product depends on the shape of the batch, so other items could move a token to another partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -122,9 +122,10 @@ def _aggregate(
     """Return one vector for each bag, [bags, columns of `vectors`]. An entry is one token in one repetition; entries
     are ordered by token, then by repetition. A bag has the entries of one item in one partition of one repetition. The
     vector of a bag is the sum of the vectors of its entries for a query, and their mean for a document. If
-    `fill_empty_partitions` is set, an empty bag of a document gets the vector of its item's nearest entry. `bag_of`
-    [entries]: the bag of each entry. The vector of entry e is row e // `repeats` of `vectors`: `repeats` is 1 if each
-    entry has a row, and the number of repetitions if all entries of a token share a row.
+    `fill_empty_partitions` is set, an empty bag of a document gets the vector of its item's nearest entry.
+
+    `bag_of` [entries]: the bag of each entry. `repeats`: 1 if `vectors` has a row for each entry; the number of
+    repetitions if it has a row for each token, which all entries of the token share.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -142,7 +143,8 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     """Return for each bag (partition of an item in a repetition) the nearest entry (token) of the item, int64 [bags]:
     the first if several are nearest, -1 if the item has no entry. The distance is the Hamming distance between the bits
     of the bag's partition and of the entry's partition. For each bit, the loop compares the best entry of a partition
-    with that of the partition that differs in this bit, so it need not compare each token with each partition.
+    with the best entry of the partition that differs only in this bit. This needs fewer steps than a comparison of each
+    token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries

@@ -126,7 +126,7 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer text is read in several windows.
     """
 
-    # limits on a CPU and on other devices: for a model of width 512, the states of the spans need about 0.2 MB per word
+    # tokens per pass, on a CPU and elsewhere; at a width of 512, the states of the spans need about 0.2 MB per word
     pass_tokens = 512, 8192
 
     @staticmethod
@@ -143,7 +143,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self._processor = self._gliner.data_processor
         self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
-        # a token-level bi-encoder reads no labels here, but the package's processor needs the number of labels
+        # the package's processor for token-level bi-encoders counts the labels, so it needs prepare_entities
         counted = {"prepare_entities": True} if self._is_token_level else {}
         self._collate = self._gliner.data_collator_class(
             self._gliner.config,
@@ -325,7 +325,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
-        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some."""
+        """Join the entities of a text's windows. If entities of two windows overlap, the package's decoder selects."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

@@ -102,8 +102,8 @@ class _Gliner2Prompt:
     each relation. `kinds`: the package's name of each task. `words`: each task as words, for example ( [P] entities (
     [E] city [E] person ) ). `marks`: for each task the positions of the words [P] and [E], whose states represent the
     task and the labels. `owners`: for each token of the prompt, the indices of its word and its task. `before`: the
-    tokens of the words with choices, which precede the words of a text. `choices`: for each label the positions of its
-    choices among these words.
+    tokens of the words with choices (only for a record), which precede the words of a text. `choices`: for each
+    property of the record the positions of its choices among these words.
     """
 
     kinds: list[Kind]
@@ -168,7 +168,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    # limits on a CPU and on other devices: for a model of width 768, the states of the spans need about 0.1 MB per word
+    # tokens per pass, on a CPU and elsewhere; at a width of 768, the states of the spans need about 0.1 MB per word
     pass_tokens = 512, 16384
 
     @staticmethod
@@ -189,7 +189,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
         self._is_boundary = self._model.architecture == "boundary"
         if self._is_boundary and "relations" in entry.outputs:
-            raise incompatible(f"{entry.id}: its relations are of the boundary architecture, which is not supported")
+            raise incompatible(f"{entry.id}: relations are not supported for a model of the boundary architecture")
         settings = self._model.boundary_settings if self._is_boundary else None
         self._temperature: float = settings.classification_temperature if settings else 1.0
         self._shared_words = _SHARED_WORDS if settings else 2 * self._model.max_width
@@ -395,7 +395,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     def _check_task(
         self, kind: Kind, name: NDArray[np.int32], labels: Sequence[NDArray[np.int32]], descriptions: int
     ) -> None:
-        """Raise InvalidInput if the name of a task, or one of its labels, cannot be used."""
+        """Raise InvalidInput if the name of a task, or one of the task's labels, cannot be used."""
         if not all(map(len, labels)):
             raise labels_refused("one of them is empty after tokenisation")
         if any(np.isin(ids, self._reserved).any() for ids in labels):

@@ -73,7 +73,9 @@ def bounded_entities(
     labels: Sequence[str],
     policy: str,
 ) -> list[dict[str, Any]]:
-    """Return the entities of a text that the package's overlap policy keeps for each label, ordered by offsets."""
+    """Return the entities of a text, ordered by offsets. `policy`: the package's rule by which it selects among the
+    overlapping candidates of one label.
+    """
     order = sorted(by_window, key=lambda at: at.start)
     by_label: list[list[BoundedSpan]] = [[] for _ in labels]
     for at, (begin, end) in zip(order, own_ranges(order), strict=True):

@@ -1,7 +1,7 @@
 """Records of a schema, which GLiNER2 fills from a text. A record is an object with named properties. This module builds
 the words of a record's choices, which come before the text, and reads the candidates of each property from the logits.
 
-logits [objects, properties, words, widths] ──► choices: the score of their word
+logits [objects, properties, words, widths] ──► choices: for each choice, the score of its word before the text
                                             └─► spans of the text that reach the threshold, best first, without overlaps
 objects of all windows ──► an object that is in two windows is kept once
 """
@@ -65,7 +65,7 @@ def window_objects(
 ) -> list[FieldCandidates] | SIEError:
     """Return the candidates of each object in one window. `logits`: [objects, properties, words, widths], None if the
     model predicts no object. The first `before` words are the choices of the record. `choices`: for each property the
-    positions of its choices. A full stop may follow the words of the window.
+    positions of its choices. Spans with the full stop that the package may add after the window's words are ignored.
     """
     if logits is None:
         return []

@@ -1,6 +1,6 @@
 """Relations of GLiNER2. In the package, each relation label is a task with the fields head and tail. The model
-predicts the number of pairs in a window, and scores all spans for each pair. `gliner_relations` uses the last step,
-`relations_of_text`.
+predicts the number of pairs in a window, and scores all spans for each pair. The module `gliner_relations` also uses
+the last step, `relations_of_text`.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """
@@ -33,7 +33,7 @@ def window_relations(
     by_label: Iterable[tuple[str, Tensor | None]], at: TextWindow, least: float
 ) -> list[WordPair] | SIEError:
     """Return the relations of one window whose score is at least `least`. The logits of a label are None if the model
-    predicts no pair. A full stop may follow the words of the window.
+    predicts no pair. Spans with the full stop that the package may add after the window's words are ignored.
     """
     pairs: list[WordPair] = []
     for label, logits in by_label:
@@ -54,7 +54,9 @@ def window_relations(
 
 
 def relations_of_text(text: str, words: WordPlaces, pairs: Sequence[WordPair]) -> list[dict[str, Any]]:
-    """Return the relations of a text, best first, from the pairs of its windows. Equal pairs become one relation."""
+    """Return the relations of a text, best first, from the pairs of its windows. Pairs with the same head, tail and
+    label become one relation with the highest of their scores.
+    """
     best: dict[tuple[tuple[int, int], tuple[int, int], str], float] = {}
     for pair in pairs:
         key = (pair.head, pair.tail, pair.label)

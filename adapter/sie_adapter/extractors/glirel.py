@@ -182,7 +182,7 @@ def _entities(text: str, mentions: Sequence[Mention]) -> list[dict[str, Any]]:
 def _relations(
     scores: Tensor, labels: list[str], names: list[str], threshold: float, most: int
 ) -> list[dict[str, Any]]:
-    """Return the relations, best first; relations with equal scores are in the order of the pairs and of the labels."""
+    """Return the relations, best first; relations with equal scores are sorted by head, tail and label."""
     pairs = [(head, tail) for head in range(len(names)) for tail in range(len(names)) if head != tail]
     relations = []
     for (head, tail), row in zip(pairs, scores.tolist(), strict=True):

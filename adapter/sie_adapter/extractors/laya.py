@@ -208,8 +208,8 @@ class LayaModel(Extractor[LayaTexts]):
         return kind, [self._question_ids(words[:room], marked)]
 
     def _statement_ids(self, text: str, label: str) -> _QuestionIds:
-        """Return the ids of the question that asks if `label` applies. `text` precedes the label. Raises InvalidInput
-        if the question is too long, because the package would cut off the label.
+        """Return the ids of the question that asks if `label` applies. `text`: instruction and description before the
+        label. Raises InvalidInput if the question is too long, because the package would cut off the label.
         """
         words, marked, room = self._parts("noul", f"{text} {label}".strip(), _TRUTH)
         if len(words) > room:
@@ -217,7 +217,7 @@ class LayaModel(Extractor[LayaTexts]):
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
                 raise labels_refused(f"each may be a statement of at most {most} tokens")
-            message = f"with a property's description it may have at most {room - len(alone)} tokens before a statement"
+            message = f"at most {room - len(alone)} tokens of it and of a property's description fit before a statement"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 

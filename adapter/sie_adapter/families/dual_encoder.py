@@ -52,8 +52,8 @@ _ARGMAX_EOS = 2
 
 @dataclass
 class _DualPass(PackedBatch):
-    """Rows of one forward pass. `texts`: the rows with token ids, packed; these rows are first. `files`: the images or
-    sounds of each later row. Each row has one result.
+    """Rows of one forward pass: first the rows with token ids, packed in `texts`, then the rows with files. `files`:
+    for each row with files, its images or sounds. Each row has one result.
     """
 
     texts: PackedBatch | None = None
@@ -190,7 +190,7 @@ class TwoTowers(PackedModel, ABC):
         return expanded(batch, lengths, self._towers.filler, attended=True)
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen rows: first the texts, packed, then the rows of files."""
+        """Lay out the chosen rows: first the texts, packed, then the rows of images or sounds."""
         files = self._files(batch)
         has_file = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
         texts = self.backbone.pack(batch, chosen[~has_file]) if not has_file.all() else None

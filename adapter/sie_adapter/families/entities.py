@@ -27,8 +27,8 @@ def entities(
     *,
     keeps_order: bool = False,
 ) -> ItemResults:
-    """Return the entities of each text whose score reaches the threshold, in text order, from float32 logits [tokens,
-    labels]. `places`: the indices of the texts in the batch.
+    """Return for each text the entities whose score reaches the threshold, in text order. `logits`: float32 [tokens,
+    labels] for each text. `places`: the indices of the texts in the batch.
 
     Neighbouring tokens with the same label form one entity if the tag of the second token begins no new entity. The
     score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
@@ -62,7 +62,8 @@ def entities(
 def ordered_tags(scores: Tensor, names: Sequence[str]) -> Tensor:
     """Return the tags, as indices of `names`, with the largest sum of `scores` [tokens, tags] among all sequences that
     BIOES allows: B- and I- are followed by I- or E- of the same label; all other tags are followed by O, B- or S-; the
-    first tag is O, B- or S-, the last tag O, E- or S-. Source: model card of openai/privacy-filter, without its biases.
+    first tag is O, B- or S-, the last tag O, E- or S-. Source: model card of openai/privacy-filter. The biases of
+    the model card's decoder are left out.
     """
     if not len(scores):
         return torch.zeros(0, dtype=torch.long)

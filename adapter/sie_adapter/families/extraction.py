@@ -2,7 +2,7 @@
 over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
-                                               └─ off the device thread, in a Preparation ─┘
+                                               └─ maybe off device threads: Preparation ───┘
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _logger = logging.getLogger("sie.adapter")
 
 Result = dict[str, Any] | SIEError
 
-_HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
+# a tensor whose name contains one of these may be missing in the weights, or additional in them
+_HARMLESS = ("pooler.", "position_ids")
 # at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; a request whose labels leave fewer is refused
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
@@ -151,7 +152,9 @@ class Preparation:
                 _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Remove and return the tokenised form of these texts. If `make` has not tokenised them, tokenise them now."""
+        """Remove and return the tokenised form of these texts. If `Preparation.make` has not tokenised the texts, call
+        the argument `make`.
+        """
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -265,7 +268,9 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text: the joined results of its runs (`by_part`), or the error of a failed run."""
+    """Return a result for each text: the joined results of the runs that `by_part` lists for the text, or the error of
+    the first failed run.
+    """
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 

@@ -165,7 +165,7 @@ class Builder:
         pooling = self.entry.run.pooling or self.modules.pooling or "mean"
         if poolings(pooling) is None:
             raise incompatible(f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}")
-        # without a pooling layer, the dense layers of modules.json belong to late interaction
+        # if modules.json has no pooling layer, its dense layers compute the output multivector
         is_late = "multivector" in self.entry.outputs and "Pooling" not in self.modules.kinds
         layers = () if is_late else self.modules.layers
         width = pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size)
@@ -249,7 +249,9 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of a marker; -1 for an empty one. A PyLate marker ends with a space that its token may lack."""
+        """Return the id of a marker; -1 for an empty marker. A marker of PyLate ends with a space; the marker's token
+        may lack this space.
+        """
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)

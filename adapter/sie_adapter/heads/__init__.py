@@ -27,8 +27,8 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner` [sequences]: True for a segment of a
-    row (`late_chunks`) without the row's first token; None if all sequences are whole rows.
+    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner` [sequences]: True for a segment
+    (`late_chunks`) that does not contain the first token of its row; None if all sequences are whole rows.
     """
 
     hidden: Tensor

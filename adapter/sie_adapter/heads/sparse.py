@@ -27,8 +27,8 @@ BLOCK_BYTES = 30_000_000
 
 class MaskedLanguageHead:
     """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`, where v is an id of the vocabulary. The
-    activation never decreases, so it is applied only to the maximum. With `sums`: `w[v] = sum over tokens of
-    activation(logit[v])` (SPLADE v1).
+    activation is monotonic, so applying it to the maximum gives the maximum of the activations. With `sums`:
+    `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class TokenWeightHead:
 
 
 def _joined(rows: Sequence[Row], operation: Literal["amax", "sum"], max_entries: int = 0) -> Row:
-    """Return the largest weight or the sum of the weights of each id in several rows; with `max_entries`, only the
-    largest of these weights.
+    """Join several rows to one. The weight of an id is its largest weight in the rows ("amax"), or the sum of its
+    weights. If `max_entries` is not 0, only the `max_entries` ids with the largest weights are returned.
     """
     ids, weights = rows[0]
     if len(rows) > 1:

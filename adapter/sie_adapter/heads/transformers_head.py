@@ -51,7 +51,7 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        if not in_float32:  # if the last layer shares its weight with the backbone's embedding, the layer gets a copy
+        if not in_float32:  # copies a weight that the last layer shares with the backbone's embedding
             block_linears(self._model)
         # addresses of the backbone's tensors, because `memory_bytes` does not count tensors that the head shares with
         # the backbone, often the embedding

@@ -130,7 +130,7 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
         )
         raise _refuse(resolved.entry, cause)
     if declared is not None and measured != declared:
-        cause = f"load.causal is {str(declared).lower()}, but the model computes the opposite: its class ignores it"
+        cause = f"load.causal is {str(declared).lower()}, but the model computes the opposite: it ignores is_causal"
         raise _refuse(resolved.entry, cause)
 
 

@@ -2,7 +2,8 @@
 fits the weights.
 
     weight files ──► read once: complete, no NaN, quantised only as config.json says
-    class of the entry, on the device `meta` ──► names and shapes of tensors ──► table of embeddings ──► tokenizer
+    class of the entry, on the device `meta` ──► tensors: the same names and shapes as in the files
+                                             └─► table of embeddings: a row for each id of the tokenizer
 """
 
 from __future__ import annotations

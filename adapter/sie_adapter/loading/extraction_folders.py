@@ -9,7 +9,7 @@ from typing import Any
 from sie_adapter.loading.tokenizer import UNLIMITED, tokenizer_limit
 from sie_store.folder_files import read_json
 
-LAYA = "rl_agent_config.json"  # configuration of the family laya
+LAYA = "rl_agent_config.json"  # name of the configuration file of a model of the family laya
 _GLINER_WORDS = 384
 # A window of GLiNER (section of a text that runs as one sequence) has at most this number of tokens per word, or fewer
 # if the files have a lower limit. The package limits only words, and counts a whole Chinese clause as one word.
