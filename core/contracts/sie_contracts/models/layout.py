@@ -38,8 +38,8 @@ class _ModelHosts:
     before: tuple[str, ...] = ()  # hosts of the model in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """Return the hosts' names in the order of the stored table: first `leaving`, then the hosts that have loaded
-        the model, then the others.
+        """Return the hosts' names in the order of the stored table: first the host that is `leaving`, then the hosts
+        that have loaded the model, then the other hosts.
         """
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)

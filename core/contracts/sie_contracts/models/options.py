@@ -52,7 +52,7 @@ from sie_contracts.names import did_you_mean
 from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
-MAX_SIZE = 1 << 31  # largest width, length or number of pixels in an entry
+MAX_SIZE = 1 << 31  # largest width, length or number of pixels that an entry of the catalogue may state
 _PIXELS = ("min_pixels", "max_pixels")
 MAX_WARNINGS = 20
 # maximum number of characters of a prompt after its instruction is inserted; each input of the request gets the prompt
@@ -161,7 +161,8 @@ class _Parameters:
 
     def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield (path, suggestion) for each parameter that has no effect for this model on this route. `suggestion`:
-        end of the message, or empty. `lacking`: parameter without an effect -> the parameter that must be set with it.
+        end of the warning or error about the parameter, or empty. `lacking`: parameter without an effect -> the
+        parameter that must be set with it.
         """
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
@@ -275,7 +276,7 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with the changes. If a value differs, `variant` and the fingerprint of the results differ too."""
+    """Return `usual` with the changes. If a value differs, a new `variant` changes the results' fingerprint too."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -451,9 +452,9 @@ def _schema_parts(
 
 
 def parse_written(raw: object) -> ModelEntry | Alias:
-    """Check a document before it is written to the catalogue: its form, the inputs and bounds of a model, and its
-    default options by the rules for options of requests. Raises ValidationFailed; its `errors` have the path of the
-    first fault.
+    """Check a document before it is written to the catalogue. For each document, check the form. For a model, also
+    check the inputs, the bounds and the default options, by the rules for options of requests. Raises ValidationFailed;
+    its `errors` have the path of the first fault.
 
     For stored documents, `parse_document` checks only the form: one faulty value must not make the catalogue invalid.
     """
@@ -485,12 +486,12 @@ def _check_encodable(path: str, value: object) -> None:
     try:
         msgspec.msgpack.encode(msgspec.json.decode(msgspec.json.encode(value)))
     except (OverflowError, TypeError, ValueError) as error:
-        fault = "expected values of JSON, whose numbers fit in 64 bits, and texts as keys of maps"
+        fault = "expected JSON values: numbers must fit in 64 bits, and keys of maps must be texts"
         raise faulty(path, fault) from error
 
 
 def _check_bounds(entry: ModelEntry) -> None:
-    """Raise InvalidInput for an unknown kind of input, and for a width, length or number of pixels out of range."""
+    """Raise InvalidInput if the entry has an unknown kind of input, or a width, length or pixel count out of range."""
     for place, name in enumerate(entry.inputs or ("",)):
         if name not in INPUTS:
             raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")

@@ -19,7 +19,9 @@ from sie_contracts.models.option_values import any_value, bad, number
 from sie_contracts.wire.messages import RunOptions
 
 PARTS = "parts"  # key in `RunOptions.parameters` for the parts of a schema; requests and entries cannot set this key
-MAX_FIELDS = 64  # maximum number of properties of both levels of objects, not counting properties that are objects
+# maximum number of properties of a schema: of the whole object, and of the objects in it. A property that is an object
+# does not count, only the properties of this object.
+MAX_FIELDS = 64
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property's name, or of a choice
 MAX_DESCRIPTION = 1000
@@ -353,7 +355,7 @@ def _levels(node: _SchemaNode) -> range:
     least, most = node.schema.get("minimum"), node.schema.get("maximum")
     # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
-        raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
+        raise InvalidInput.at(node.path, "expected integers for minimum and maximum, and no other bounds")
     count = most - least + 1  # `len` of a range raises OverflowError above sys.maxsize
     if not 1 <= count <= MAX_LEVELS:
         raise InvalidInput.at(node.path, f"got {count} levels from minimum to maximum, expected 1 to {MAX_LEVELS}")

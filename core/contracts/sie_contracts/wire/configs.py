@@ -1,8 +1,8 @@
 """Messages and HTTP replies that carry the catalogue from the config service to its readers.
 
-    config service ──ConfigDelta, over NATS──────────────────► gateways, sidecars
-                   ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
-                   ──replies of /v1/configs, also by gateways──► clients
+    config service            ──ConfigDelta, over NATS───────────────► gateways, sidecars
+    config service            ──ConfigExport, ConfigEpoch, over HTTP─► gateways, sidecars
+    config service, gateways  ──replies of /v1/configs───────────────► clients
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
 number of the last write. The rules for changes to the structs are in `wire.messages`. The config service and the
@@ -130,7 +130,7 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         raise InvalidInput.at("bundle", f"expected a string or null, got {type(bundle).__name__}")
     named, separator, _ = model.partition(":/")
     if bundle and separator and named != bundle:
-        raise InvalidInput.at("bundle", "expected the bundle that model names, got another bundle")
+        raise InvalidInput.at("bundle", "expected the same bundle as in the field model, got another bundle")
     resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
     entry = resolved.entry
     return {
@@ -229,6 +229,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of an error reply. Older clients of `/v1/configs` read `detail.error`."""
+    """Return the HTTP status and the body of an error reply. `detail.error` is for older clients of `/v1/configs`."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

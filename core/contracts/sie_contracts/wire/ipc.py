@@ -34,7 +34,8 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30  # maximum size of a message in a frame, in bytes
 MAX_REQUEST_BYTES = 128 << 20  # maximum size of a message to an adapter, in bytes: enough for 32 million token ids
-# `read_frame`: seconds in which a frame must be complete after its first byte; `receive_frame`: seconds for each read
+# Time limit in seconds: `read_frame` applies it to the rest of a frame after the first byte, `receive_frame` to each
+# single read.
 FRAME_TIMEOUT_S = 30.0
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
@@ -252,9 +253,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits for the batch on this connection any more. The notice has no reply. If the notice
-    arrives before the batch has ended, the adapter interrupts the batch, and the reply to the batch is Refused. The
-    adapter interrupts only batches of models with `Rows.writes`.
+    """Message without a reply: no client waits for the batch on this connection any more. If the model has
+    `Rows.writes` and the batch has not ended, the adapter interrupts the batch, and the reply to the batch is Refused.
+    Batches of other models are not interrupted.
     """
 
 

@@ -54,7 +54,9 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
 
 
 class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
-    """Some models of a large placement table, with the fields of `Placement`. `stamp` is a digest of these fields."""
+    """Rows of some models of a large placement table. `hosts` and `raised_s` are as in `Placement`; `stamp` is their
+    digest, by which `Placement.parts` refers to this part.
+    """
 
     stamp: int
     hosts: dict[str, tuple[str, ...]] = {}
@@ -100,7 +102,7 @@ class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserva
 
 
 class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
-    """Assignment of workers to reservations: worker id -> pool."""
+    """Assignment of workers to reservations. `workers`: worker id -> pool of the reservation."""
 
     workers: dict[str, str] = {}
 
