@@ -18,7 +18,8 @@ ALL_COMPARED = 150
 # ends before the pieces that it has looked up occur more than this many times in the ids.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
-_LONG = 20  # from this number of letters on, only some pieces of a name are looked up
+# from this number of letters on, only some pieces of a name are looked up, because each look-up reads all ids
+_LONG = 20
 _LONGEST = 256  # number of letters that are compared; the rest of a longer name is ignored
 # lowest similarity of a suggestion of `did_you_mean` (1: equal); one or two letters may be wrong, missing or exchanged
 _LIKE = 0.7

@@ -47,8 +47,8 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode msgpack. Keys that are bytes become text, and numpy arrays become maps. Raises Malformed for bytes that are
-    not msgpack, invalid UTF-8, nesting deeper than MAX_NESTING, too many values, and values or keys of other types.
+    """Decode msgpack. Keys that are bytes become text, and numpy arrays become maps. Raises Malformed for bytes that
+    are not msgpack, invalid UTF-8, nesting deeper than MAX_NESTING, too many values, and values or keys of other types.
     """
     if not is_counted:
         count(data, msgpack=True)

@@ -330,7 +330,7 @@ class _Translator:
         model = self._model
         if kind.package:
             if model.hf_id:
-                self._ignored["hf_id"] = f"ignored, the package {kind.package} is the model"
+                self._ignored["hf_id"] = f"ignored, because the package {kind.package} contains the model"
             return {"package": kind.package}
         if not (model.hf_id or model.weights_path):
             raise faulty("$.hf_id", "expected the repository or the folder of the weights")

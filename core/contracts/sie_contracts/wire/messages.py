@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # only for type checkers: most processes that read messages d
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# the sidecar runs the operations "tokenize" and "decode" itself, with the model's tokenizer; the others need the adapter
+# the sidecar runs the operations "tokenize" and "decode" itself, with the model's tokenizer, without the adapter
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
