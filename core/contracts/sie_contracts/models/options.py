@@ -234,7 +234,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # a family that needs an instruction reads it as a query, which is an input and does not change the fingerprint
+    # for a family that needs an instruction, it is a query: a part of the input, which does not change the fingerprint
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -296,7 +296,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput if the model has no such output."""
+    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput if the model cannot output them."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def distrusted(folder: Path) -> str:
     """Return the reason why another user may have written to `folder`; empty if the folder belongs to this user or root
-    and not every user can write there. The folder's group may have write access. Raises OSError.
+    and not every user can write there. Write access of the folder's group is accepted. Raises OSError.
     """
     status = folder.stat()
     if is_open(folder):
