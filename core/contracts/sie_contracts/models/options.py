@@ -296,7 +296,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput if the model cannot output them."""
+    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput unless `dense` is an output."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")

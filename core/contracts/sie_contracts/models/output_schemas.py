@@ -292,7 +292,7 @@ class _SchemaReader:
         _, group, name = [*str(reference).split("/"), "", "", ""][:3]
         definitions = self._root.get(group) if group in _DEFINITIONS else None
         if reference != f"#/{group}/{name}" or not isinstance(definitions, dict) or name not in definitions:
-            raise InvalidInput.at(f"{path}.$ref", "expected #/$defs/NAME with a definition of this schema")
+            raise InvalidInput.at(f"{path}.$ref", "expected #/$defs/NAME, where NAME is a definition in this schema")
         return f"{self._path}.{group}.{_shown(name)}", definitions[name]
 
     def _spanless(self, node: _SchemaNode, subject: str = "") -> InvalidInput:

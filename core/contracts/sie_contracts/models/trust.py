@@ -87,7 +87,7 @@ class Allowed:
 
     @property
     def models(self) -> str:
-        """Return the models folder, or the URL of its bucket."""
+        """Return the path of the models folder, or the URL of a bucket that is used in place of a folder."""
         return self.models_dir or USUAL
 
     @property

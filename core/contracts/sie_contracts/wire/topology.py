@@ -12,8 +12,9 @@ further models share consumers: a hash of the model's name chooses one of the SL
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        filter of the slot's consumer
 
 No two filters match the same subject: different names have different tokens, no token begins with `_s`, and the two
-forms of subjects differ in their number of tokens. So messages of one model may use both forms at the same time. The subject alone
-determines the consumer (`consumer_of`). Processes read the id of a model from the message, not from the subject.
+forms of subjects differ in their number of tokens. So messages of one model may use both forms at the same time. The
+subject alone determines the consumer (`consumer_of`). Processes read the id of a model from the message, not from the
+subject.
 """
 
 from __future__ import annotations
