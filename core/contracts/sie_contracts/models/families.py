@@ -42,7 +42,7 @@ class Family:
     has_row_per_label: bool = False  # each label of an input is a separate sequence in the batch
     reads_questions: bool = False  # each question about an input (`questions_of`) is a separate sequence in the batch
     ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
-    # the tokenizer must put a special token, such as [CLS], before each text, because the model reads its state
+    # the tokenizer must put a special token, such as [CLS], before each text: the model reads the state of this token
     reads_first_token: bool = False
     separates_pairs: bool = False  # the tokenizer must put a special token, such as [SEP], between the texts of a pair
     # weights may be in pytorch_model.bin, which torch.load reads with weights_only=True

@@ -193,7 +193,7 @@ class _SchemaReader:
             if value.kind == "object":
                 place = f"{inner.path}.properties.{_shown(key)}"
                 raise InvalidInput.at(
-                    place, "too deep: one level of objects is allowed, with values and lists of values"
+                    place, "too deep: an object in the schema may have values and lists of values, but no objects"
                 )
             members.append((key, member, value))
         if not members:
@@ -324,7 +324,7 @@ def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
         if schema != {"type": "null"}
     ]
     if len(rest) != 1 or len(alternatives) != 2:
-        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}: a value has one type')
+        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}: a value has only one type besides null')
     [(index, schema)] = rest
     return f"{path}[{index}]", schema
 

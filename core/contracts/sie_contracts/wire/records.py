@@ -80,7 +80,7 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """A reservation and its lease. Times are by the broker's clock. `takes_last`: the reservation may take the last
-    worker of a bundle away from the default pool. `owner`: key of the credential that created it.
+    worker of a bundle away from the default pool. `owner`: `Grant.key` of the credential that created it.
     """
 
     spec: ReservationSpec
