@@ -57,8 +57,8 @@ class Layout:
     """Table of the hosts of all models of one lane, and the inputs from which it is computed. Not thread-safe.
 
     A step of `settle` does the following, in this order. A model keeps its live hosts. A model without a host gets
-    workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added,
-    in the order (free slot, planned use, model already loaded, number of models, hash). A model that is not loaded
+    workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added:
+    workers are compared by (free slot, planned use, model already loaded, number of models, hash). A model that is not loaded
     moves away from a worker that has more models than slots, if another worker has a free slot. At most one model moves
     away from a worker that is above HOT. A former host that has loaded the model stays in the table as the first host
     until all new hosts have loaded the model.

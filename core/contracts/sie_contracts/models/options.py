@@ -512,7 +512,7 @@ def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
     _outputs(entry, RunDefaults(), f"{path}.output_types", list(run.output_types or ()), muvera=is_muvera)
     one_of(f"{path}.output_dtype", run.output_dtype, choices=DTYPES, default="", reason="unsupported_dtype")
     for width in run.dimensions or ():
-        integer(f"{path}.dimensions", width, "whole numbers of at least 1", 1, 1 << 20)
+        integer(f"{path}.dimensions", width, "whole numbers from 1 to 1048576", 1, 1 << 20)
     parameters = any_value(f"{path}.parameters", run.parameters or {})
     names = CHECKS.keys() | families.row(entry.family).parameters
     own = {name: value for name, value in parameters.items() if name in names}

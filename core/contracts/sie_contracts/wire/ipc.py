@@ -209,8 +209,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     width); -1 for a row that has token ids. `given` and `vectors` are empty if no row has vectors.
 
     Images: `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
-    height and width of the submitted image after it is turned upright. `pixels`: RGB, uint8 [height, width, 3] of each image.
-    `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that the device
+    height and width of the submitted image after it is turned upright. `pixels`: RGB, uint8 [height, width, 3] of each
+    image. `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that the device
     computes their output once. The output of an image with a key of zeros is not reused; an empty `image_keys` means
     that all keys are zeros.
 
