@@ -58,10 +58,10 @@ class Layout:
 
     A step of `settle` does the following, in this order. A model keeps its live hosts. A model without a host gets
     workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added:
-    workers are compared by (free slot, planned use, model already loaded, number of models, hash). A model that is not loaded
-    moves away from a worker that has more models than slots, if another worker has a free slot. At most one model moves
-    away from a worker that is above HOT. A former host that has loaded the model stays in the table as the first host
-    until all new hosts have loaded the model.
+    workers are compared by (free slot, planned use, model already loaded, number of models, hash). A model that is not
+    loaded moves away from a worker that has more models than slots, if another worker has a free slot. At most one
+    model moves away from a worker that is above HOT. A former host that has loaded the model stays in the table as the
+    first host until all new hosts have loaded the model.
 
     So the loss of a worker moves only its models, except if other workers become too full or hot. If no worker is above
     HOT, a step with equal inputs moves no model. To reduce the number of hosts, the caller passes a shorter list to

@@ -97,7 +97,7 @@ def check_fraction(path: str, value: Any) -> None:
 def weights(path: str, value: Any) -> dict[str, float]:
     names = ("dense", "sparse", "colbert")
     if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
-        raise bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
+        raise bad(path, value, f"a map with weights for {', '.join(names)}, at least one above 0")
     weights = {name: number(f"{path}.{name}", weight) for name, weight in value.items()}
     for name, weight in weights.items():
         if weight < 0:

@@ -86,7 +86,7 @@ NEUTRAL: Mapping[str, str] = {
     "on_item_error": "changes the form of the reply",
     "timing": "changes the form of the reply",
     "output_types": "chooses outputs and changes none",
-    "is_query": "queries fit the index of the documents: the entry has both prompts, and the fingerprint covers them",
+    "is_query": "the fingerprint covers the prompts for queries and for documents, so it is the same for both",
     "input_type": "as is_query",
     "prompt_name": "as is_query",
     "labels": "are part of the input, like the text",

@@ -347,9 +347,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the adapter begins with the inputs of this batch: a device thread has taken the batch, an extraction
-    family tokenises its texts, or the model generates text. If the adapter dies after this notice, an input of the
-    batch may be the cause.
+    """Message before the reply: the adapter begins with the inputs of this batch. A device thread has taken the batch,
+    an extraction family tokenises its texts, or the model generates text. If the adapter dies after this message, an
+    input of the batch may be the cause.
     """
 
     batch: str
