@@ -66,7 +66,9 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_events(data: bytes | str) -> None:
-    """Raise NotYAML for too many levels or events, because PyYAML builds the tree by unlimited recursion in C."""
+    """Raise NotYAML for too many levels, because PyYAML builds the tree by unlimited recursion in C, and for too many
+    events, because the parser is slow.
+    """
     depth = 0
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None

@@ -93,7 +93,7 @@ NEUTRAL: Mapping[str, str] = {
     "output_schema": "as labels",
     "label_groups": "as labels",
     "relation_labels": "as labels",
-    "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
+    "precompute_labels": "labels give the same numbers if they are computed before the texts or together with them",
     "ocr": "has one value",
     "tree": "changes the form of the reply",
     "word_times": "adds words to the reply and changes nothing else in it",

@@ -145,7 +145,7 @@ def parts_of_schema(
 
 
 class _SchemaNode(msgspec.Struct):
-    """A part of a schema after references are resolved. `kind`: a key of _KEYWORDS."""
+    """The schema of an object, of a property or of a list's items, with references resolved. `kind`: key of _KEYWORDS."""
 
     path: str
     schema: dict[str, Any]
