@@ -145,7 +145,7 @@ def parts_of_schema(
 
 
 class _SchemaNode(msgspec.Struct):
-    """The schema of an object, of a property or of a list's items, with references resolved. `kind`: key of _KEYWORDS."""
+    """Schema of an object, of a property or of a list's items, with references resolved. `kind`: key of _KEYWORDS."""
 
     path: str
     schema: dict[str, Any]

@@ -305,7 +305,7 @@ class _Translator:
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
             if profile.extends:
-                raise faulty(f"$.profiles.{name}.extends", f"expected a profile of this file, got {profile.extends[:80]!r}")
+                raise faulty(f"$.profiles.{name}.extends", f"expected a profile name, got {profile.extends[:80]!r}")
             return profile
         options, inherited = profile.adapter_options, parent.adapter_options
         return _PublicProfile(
