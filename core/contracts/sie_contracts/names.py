@@ -14,8 +14,8 @@ from itertools import accumulate
 # MAX_COMPARED most promising ids, because one comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# The most promising ids share the most pieces of three letters with the name. The search looks up rare pieces first. The
-# looked-up pieces may occur at most _MAX_PLACES times in the ids, all pieces together; further pieces are not looked up.
+# The most promising ids share the most pieces of three letters with the name. The search looks up rare pieces first. It
+# ends before the occurrences of all looked-up pieces in the ids would be more than this number.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
 # from this number of letters on, only some pieces of a name are looked up, because each look-up reads all ids

@@ -132,9 +132,9 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 def parts_of_schema(
     path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
 ) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; if false, a property
-    with such a value raises InvalidInput. `model`: name of the model for error messages. `reads_scales`: the model can
-    choose among the integers between two bounds.
+    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; if false, a
+    property whose value must come from the text raises InvalidInput. `model`: name of the model for error messages.
+    `reads_scales`: the model can choose among the integers between two bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")

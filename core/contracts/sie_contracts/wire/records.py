@@ -66,7 +66,7 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Request for a reservation (a pool for its owner alone): number of GPUs by machine profile (`gpus`), and minimum
     number of workers in total (`minimum_worker_count`). If `bundle` is set, only workers of this bundle count. The
-    lease lasts `ttl_seconds`.
+    lease lasts `ttl_seconds`. `gpu_caps` is stored and shown, but has no effect.
     """
 
     name: str
