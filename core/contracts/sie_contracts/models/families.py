@@ -21,7 +21,7 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 class Family:
     """Row of the table of model families. `implementation`: `module:class` in the adapter, imported when a model of the
     family is first loaded. `parameters`: request options that this family reads and some other families do not.
-    `config_file`: a file in the folder of each model of the family. `transformers_class`: the class of transformers
+    `config_file`: name of the configuration file in a model's folder. `transformers_class`: the class of transformers
     that loads the folder.
     """
 

@@ -1,8 +1,9 @@
 """Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle). A
 `Layout` keeps the table of hosts between planning steps. A step places only the models whose inputs have changed.
 
-    workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
-    adopt workers that have loaded the model ─► fill up with free workers ─► relieve full and busy workers
+    workers, number of hosts per model, previous table ──► models whose inputs have changed
+    `settle`, for these models:  keep live hosts ─► adopt workers that have loaded the model ─► add free workers
+    `settle`, then:              move models away from workers that are too full or too busy
 
 With W workers and M models, a new table takes O((W + M) log W), and a step without a change takes O(W + M) array
 operations. The module uses no clock, no I/O and no randomness, so gateways with equal inputs compute equal tables.

@@ -29,11 +29,12 @@ from sie_contracts.wire.heartbeats import Heartbeat
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """A write to the catalogue that the config service has stored. `entry` is None if the write removed the model.
+    """A write to the catalogue that the config service has stored, as sent to the readers of one bundle that the write
+    changed. `entry` is None if the write removed the model.
 
-    A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. A reader of only one bundle may
-    also apply the delta at any epoch from `since` to `previous`. `since`: epoch of the previous write that changed this
-    bundle; empty means `previous`.
+    A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. `since`: epoch of the last earlier
+    write that changed the bundle; empty means `previous`. A reader of only this bundle may also apply the delta at any
+    epoch from `since` to `previous`, because no write between them changed the bundle.
     """
 
     producer: str
