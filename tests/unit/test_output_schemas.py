@@ -293,10 +293,10 @@ def test_an_integer_with_bounds_is_a_scale_where_the_family_reads_one() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "integer"}, "minimum and maximum, which are integers"),
-        ({"type": "integer", "minimum": 0.5, "maximum": 2}, "minimum and maximum, which are integers"),
-        ({"type": "integer", "minimum": True, "maximum": 2}, "minimum and maximum, which are integers"),
-        ({"type": "integer", "minimum": 0, "maximum": 2, "exclusiveMaximum": 2}, "minimum and maximum, which are"),
+        ({"type": "integer"}, "integers for minimum and maximum"),
+        ({"type": "integer", "minimum": 0.5, "maximum": 2}, "integers for minimum and maximum"),
+        ({"type": "integer", "minimum": True, "maximum": 2}, "integers for minimum and maximum"),
+        ({"type": "integer", "minimum": 0, "maximum": 2, "exclusiveMaximum": 2}, "integers for minimum and maximum"),
         ({"type": "integer", "minimum": 0, "maximum": 10}, "got 11 levels"),
         ({"type": "integer", "minimum": 0, "maximum": 1 << 63}, f"got {(1 << 63) + 1} levels"),
         ({"type": "integer", "minimum": 1, "maximum": 0}, "got 0 levels"),

@@ -15,10 +15,11 @@ from itertools import accumulate
 MAX_COMPARED = 20
 ALL_COMPARED = 150
 # The most promising ids share the most pieces of three letters with the name. The search looks up rare pieces first. It
-# ends before the pieces that it has looked up occur more than this many times in the ids.
+# ends before the occurrences of all looked-up pieces in the ids would be more than this number.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
-_LONG = 20  # from this number of letters on, only some pieces of a name are looked up
+# from this number of letters on, only some pieces of a name are looked up, because each look-up reads all ids
+_LONG = 20
 _LONGEST = 256  # number of letters that are compared; the rest of a longer name is ignored
 # lowest similarity of a suggestion of `did_you_mean` (1: equal); one or two letters may be wrong, missing or exchanged
 _LIKE = 0.7

@@ -1,10 +1,11 @@
 """Bodies of clients as plain values: maps with text keys, lists, text, numbers, booleans, null, and bytes in msgpack.
 
-    bytes ──count──► number of values ──from_json, from_msgpack──► plain value
+    bytes ──count──► upper bound of the number of values
+    bytes ──from_json, from_msgpack──► plain value
 
-Each step may raise Malformed. An array becomes a map (see `arrays`); the code that reads the field converts the map to
-an array. Timestamps and other msgpack extension types raise Malformed. So the readers of a body get only the types
-above, and can compare and encode every value.
+Each function may raise Malformed. A numpy array in a msgpack extension type becomes a map (see `arrays`); the code that
+reads the field converts the map to a numpy array. All other extension types, such as timestamps, raise Malformed. So
+the readers of a body get only the types above, and can compare and encode every value.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode msgpack. Keys that are bytes become text, and arrays become maps. Raises Malformed for bytes that are not
-    msgpack, invalid UTF-8, nesting deeper than MAX_NESTING, too many values, and values or keys of other types.
+    """Decode msgpack. Keys that are bytes become text, and numpy arrays become maps. Raises Malformed for bytes that
+    are not msgpack, invalid UTF-8, nesting deeper than MAX_NESTING, too many values, and values or keys of other types.
     """
     if not is_counted:
         count(data, msgpack=True)
@@ -75,8 +76,8 @@ def _clean(error: Exception) -> str:
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The test
-    is of the set of types in a list or map, because a test of each value would take five times as long.
+    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. It
+    tests the set of the types in a list or map, because a test of each single value would take five times as long.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

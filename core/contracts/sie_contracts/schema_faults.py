@@ -109,7 +109,7 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 def _node(node: Any, path: str) -> inspect.Type | None:
     """Return the type of the field at a path; None if there is no such field. A key of a map may contain dots and
-    brackets. So the search tries each dot or bracket after the beginning of a key as the end of the key.
+    brackets, so a dot or bracket is not always the end of the key. The search tries the end of the key at each of them.
     """
     if not path:
         current: inspect.Type | None = node

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
-# characters that no name in a path may have: a proxy may decode the escape of a percent sign twice, and may treat a
-# backslash as a slash
+# Characters that no name in a path may have, not even escaped, because a proxy may decode the escape: a decoded percent
+# sign may begin a further escape, and a backslash may be treated as a slash.
 _UNFIT = re.compile(r"[%\\?#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 

@@ -14,7 +14,7 @@ MAX_DIGITS = 100
 MAX_EVENTS = 50_000
 # largest length of a text whose events are not counted: its values cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096
-# the C loader, which is ten times as fast, if this build of PyYAML has it
+# the C loader, which is ten times as fast as the Python loader, if this build of PyYAML has it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INTEGER = "tag:yaml.org,2002:int"
 
@@ -66,7 +66,9 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_events(data: bytes | str) -> None:
-    """Raise NotYAML for too many levels or events, because PyYAML builds the tree by unlimited recursion in C."""
+    """Raise NotYAML for too many levels, because PyYAML builds the tree by unlimited recursion in C, and for too many
+    events, because the parser is slow.
+    """
     depth = 0
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None

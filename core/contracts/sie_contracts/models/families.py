@@ -21,7 +21,7 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 class Family:
     """Row of the table of model families. `implementation`: `module:class` in the adapter, imported when a model of the
     family is first loaded. `parameters`: request options that this family reads and some other families do not.
-    `config_file`: a file in the folder of each model of the family. `transformers_class`: the class of transformers
+    `config_file`: name of the configuration file in a model's folder. `transformers_class`: the class of transformers
     that loads the folder.
     """
 
@@ -42,7 +42,7 @@ class Family:
     has_row_per_label: bool = False  # each label of an input is a separate sequence in the batch
     reads_questions: bool = False  # each question about an input (`questions_of`) is a separate sequence in the batch
     ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
-    # the tokenizer must put a special token, such as [CLS], before each text, because the model reads its state
+    # the tokenizer must put a special token, such as [CLS], before each text: the model reads the state of this token
     reads_first_token: bool = False
     separates_pairs: bool = False  # the tokenizer must put a special token, such as [SEP], between the texts of a pair
     # weights may be in pytorch_model.bin, which torch.load reads with weights_only=True
@@ -50,7 +50,7 @@ class Family:
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
     files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the default patterns
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
-    # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
+    # pip extra of sie-cluster that the family needs; the value `built-in` in a bundle does not stand for such a family
     extra: str = ""
     is_package: bool = False  # a model of the family is the Python package that `weights.package` names
 

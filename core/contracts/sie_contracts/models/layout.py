@@ -1,8 +1,9 @@
 """Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle). A
 `Layout` keeps the table of hosts between planning steps. A step places only the models whose inputs have changed.
 
-    workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
-    adopt workers that have loaded the model ─► fill up with free workers ─► relieve full and busy workers
+    workers, number of hosts per model, previous table ──► models whose inputs have changed
+    `settle`, for these models:  keep live hosts ─► adopt workers that have loaded the model ─► add free workers
+    `settle`, then:              move models away from workers that are too full or too busy
 
 With W workers and M models, a new table takes O((W + M) log W), and a step without a change takes O(W + M) array
 operations. The module uses no clock, no I/O and no randomness, so gateways with equal inputs compute equal tables.
@@ -38,8 +39,8 @@ class _ModelHosts:
     before: tuple[str, ...] = ()  # hosts of the model in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """Return the hosts' names in the order of the stored table: first `leaving`, then the hosts that have loaded
-        the model, then the others.
+        """Return the hosts' names in the order of the stored table: first the host that is `leaving`, then the hosts
+        that have loaded the model, then the other hosts.
         """
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
@@ -57,11 +58,11 @@ class Layout:
     """Table of the hosts of all models of one lane, and the inputs from which it is computed. Not thread-safe.
 
     A step of `settle` does the following, in this order. A model keeps its live hosts. A model without a host gets
-    workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added,
-    in the order (free slot, planned use, model already loaded, number of models, hash). A model that is not loaded
-    moves away from a worker that has more models than slots, if another worker has a free slot. At most one model moves
-    away from a worker that is above HOT. A former host that has loaded the model stays in the table as the first host
-    until all new hosts have loaded the model.
+    workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added:
+    workers are compared by (free slot, planned use, model already loaded, number of models, hash). A model that is not
+    loaded moves away from a worker that has more models than slots, if another worker has a free slot. At most one
+    model moves away from a worker that is above HOT. A former host that has loaded the model stays in the table as the
+    first host until all new hosts have loaded the model.
 
     So the loss of a worker moves only its models, except if other workers become too full or hot. If no worker is above
     HOT, a step with equal inputs moves no model. To reduce the number of hosts, the caller passes a shorter list to

@@ -97,7 +97,7 @@ def check_fraction(path: str, value: Any) -> None:
 def weights(path: str, value: Any) -> dict[str, float]:
     names = ("dense", "sparse", "colbert")
     if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
-        raise bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
+        raise bad(path, value, f"a map with weights for {', '.join(names)}, at least one above 0")
     weights = {name: number(f"{path}.{name}", weight) for name, weight in value.items()}
     for name, weight in weights.items():
         if weight < 0:
@@ -118,8 +118,8 @@ def short_text(path: str, value: Any, expected: str) -> str:
 
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return example texts with their labels, which a classifier reads before the text to classify. Labels of an
-    example that are a map (group -> label or labels) become a list of `group.label`.
+    """Return example texts with their labels, which a classifier reads before the text to classify. If the
+    labels of an example are a map (group -> label or labels), they become a list of `group.label`.
     """
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
@@ -234,7 +234,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "examples": examples,
     "label_thresholds": label_thresholds,
     "relation_labels": relation_labels,
-    "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
+    "max_new_tokens": lambda path, value: integer(path, value, "a whole number from 1 to 1048576", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,
     "merge_adjacent_entities": boolean,

@@ -52,7 +52,7 @@ from sie_contracts.names import did_you_mean
 from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
-MAX_SIZE = 1 << 31  # largest width, length or number of pixels in an entry
+MAX_SIZE = 1 << 31  # largest width, length or number of pixels that an entry of the catalogue may state
 _PIXELS = ("min_pixels", "max_pixels")
 MAX_WARNINGS = 20
 # maximum number of characters of a prompt after its instruction is inserted; each input of the request gets the prompt
@@ -86,14 +86,14 @@ NEUTRAL: Mapping[str, str] = {
     "on_item_error": "changes the form of the reply",
     "timing": "changes the form of the reply",
     "output_types": "chooses outputs and changes none",
-    "is_query": "queries fit the index of the documents: the entry has both prompts, and the fingerprint covers them",
+    "is_query": "the fingerprint covers the prompts for queries and for documents, so it is the same for both",
     "input_type": "as is_query",
     "prompt_name": "as is_query",
     "labels": "are part of the input, like the text",
     "output_schema": "as labels",
     "label_groups": "as labels",
     "relation_labels": "as labels",
-    "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
+    "precompute_labels": "labels give the same numbers if they are computed before the texts or together with them",
     "ocr": "has one value",
     "tree": "changes the form of the reply",
     "word_times": "adds words to the reply and changes nothing else in it",
@@ -161,7 +161,8 @@ class _Parameters:
 
     def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield (path, suggestion) for each parameter that has no effect for this model on this route. `suggestion`:
-        end of the message, or empty. `lacking`: parameter without an effect -> the parameter that must be set with it.
+        end of the warning or error about the parameter, or empty. `lacking`: parameter without an effect -> the
+        parameter that must be set with it.
         """
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
@@ -233,7 +234,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # a family that needs an instruction reads it as a query, which is an input and does not change the fingerprint
+    # if the family needs an instruction, this is a query: a part of the input, which does not change the fingerprint
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -275,7 +276,7 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with the changes. If a value differs, `variant` and the fingerprint of the results differ too."""
+    """Return `usual` with the changes. If a value differs, a new `variant` changes the results' fingerprint too."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -295,7 +296,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput for a model without `dense`."""
+    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput unless `dense` is an output."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
@@ -451,9 +452,9 @@ def _schema_parts(
 
 
 def parse_written(raw: object) -> ModelEntry | Alias:
-    """Check a document before it is written to the catalogue: its form, the inputs and bounds of a model, and its
-    default options by the rules for options of requests. Raises ValidationFailed; its `errors` have the path of the
-    first fault.
+    """Check a document before it is written to the catalogue. For each document, check the form. For a model, also
+    check the inputs, the bounds and the default options, by the rules for options of requests. Raises ValidationFailed;
+    its `errors` have the path of the first fault.
 
     For stored documents, `parse_document` checks only the form: one faulty value must not make the catalogue invalid.
     """
@@ -485,12 +486,12 @@ def _check_encodable(path: str, value: object) -> None:
     try:
         msgspec.msgpack.encode(msgspec.json.decode(msgspec.json.encode(value)))
     except (OverflowError, TypeError, ValueError) as error:
-        fault = "expected values of JSON, whose numbers fit in 64 bits, and texts as keys of maps"
+        fault = "expected JSON values: numbers must fit in 64 bits, and keys of maps must be texts"
         raise faulty(path, fault) from error
 
 
 def _check_bounds(entry: ModelEntry) -> None:
-    """Raise InvalidInput for an unknown kind of input, and for a width, length or number of pixels out of range."""
+    """Raise InvalidInput if the entry has an unknown kind of input, or a width, length or pixel count out of range."""
     for place, name in enumerate(entry.inputs or ("",)):
         if name not in INPUTS:
             raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")
@@ -511,7 +512,7 @@ def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
     _outputs(entry, RunDefaults(), f"{path}.output_types", list(run.output_types or ()), muvera=is_muvera)
     one_of(f"{path}.output_dtype", run.output_dtype, choices=DTYPES, default="", reason="unsupported_dtype")
     for width in run.dimensions or ():
-        integer(f"{path}.dimensions", width, "whole numbers of at least 1", 1, 1 << 20)
+        integer(f"{path}.dimensions", width, "whole numbers from 1 to 1048576", 1, 1 << 20)
     parameters = any_value(f"{path}.parameters", run.parameters or {})
     names = CHECKS.keys() | families.row(entry.family).parameters
     own = {name: value for name, value in parameters.items() if name in names}

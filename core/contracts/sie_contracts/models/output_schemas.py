@@ -19,7 +19,9 @@ from sie_contracts.models.option_values import any_value, bad, number
 from sie_contracts.wire.messages import RunOptions
 
 PARTS = "parts"  # key in `RunOptions.parameters` for the parts of a schema; requests and entries cannot set this key
-MAX_FIELDS = 64  # maximum number of properties of both levels of objects, not counting properties that are objects
+# Maximum number of groups in `label_groups`, or of properties of a schema: of the whole object, and of objects in it. A
+# property that is an object does not count, only the properties of this object.
+MAX_FIELDS = 64
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property's name, or of a choice
 MAX_DESCRIPTION = 1000
@@ -130,9 +132,9 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 def parts_of_schema(
     path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
 ) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; if false, a property
-    with such a value raises InvalidInput. `model`: name of the model for error messages. `reads_scales`: the model can
-    choose among the integers between two bounds.
+    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; if false, a
+    property whose value must come from the text raises InvalidInput. `model`: name of the model for error messages.
+    `reads_scales`: the model can choose among the integers between two bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
@@ -143,7 +145,7 @@ def parts_of_schema(
 
 
 class _SchemaNode(msgspec.Struct):
-    """A part of a schema after references are resolved. `kind`: a key of _KEYWORDS."""
+    """Schema of an object, of a property or of a list's items, with references resolved. `kind`: key of _KEYWORDS."""
 
     path: str
     schema: dict[str, Any]
@@ -191,7 +193,7 @@ class _SchemaReader:
             if value.kind == "object":
                 place = f"{inner.path}.properties.{_shown(key)}"
                 raise InvalidInput.at(
-                    place, "too deep: one level of objects is allowed, with values and lists of values"
+                    place, "too deep: an object in the schema may have values and lists of values, but no objects"
                 )
             members.append((key, member, value))
         if not members:
@@ -290,7 +292,7 @@ class _SchemaReader:
         _, group, name = [*str(reference).split("/"), "", "", ""][:3]
         definitions = self._root.get(group) if group in _DEFINITIONS else None
         if reference != f"#/{group}/{name}" or not isinstance(definitions, dict) or name not in definitions:
-            raise InvalidInput.at(f"{path}.$ref", "expected #/$defs/NAME with a definition of this schema")
+            raise InvalidInput.at(f"{path}.$ref", "expected #/$defs/NAME, where NAME is a definition in this schema")
         return f"{self._path}.{group}.{_shown(name)}", definitions[name]
 
     def _spanless(self, node: _SchemaNode, subject: str = "") -> InvalidInput:
@@ -322,7 +324,7 @@ def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
         if schema != {"type": "null"}
     ]
     if len(rest) != 1 or len(alternatives) != 2:
-        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}: a value has one type')
+        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}: a value has only one type besides null')
     [(index, schema)] = rest
     return f"{path}[{index}]", schema
 
@@ -353,7 +355,7 @@ def _levels(node: _SchemaNode) -> range:
     least, most = node.schema.get("minimum"), node.schema.get("maximum")
     # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
-        raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
+        raise InvalidInput.at(node.path, "expected integers for minimum and maximum, and no other bounds")
     count = most - least + 1  # `len` of a range raises OverflowError above sys.maxsize
     if not 1 <= count <= MAX_LEVELS:
         raise InvalidInput.at(node.path, f"got {count} levels from minimum to maximum, expected 1 to {MAX_LEVELS}")

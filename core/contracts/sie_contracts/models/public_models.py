@@ -305,7 +305,7 @@ class _Translator:
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
             if profile.extends:
-                raise faulty(f"$.profiles.{name}.extends", f"expected a profile, got {profile.extends[:80]!r}")
+                raise faulty(f"$.profiles.{name}.extends", f"expected a profile name, got {profile.extends[:80]!r}")
             return profile
         options, inherited = profile.adapter_options, parent.adapter_options
         return _PublicProfile(
@@ -330,7 +330,7 @@ class _Translator:
         model = self._model
         if kind.package:
             if model.hf_id:
-                self._ignored["hf_id"] = f"ignored, the package {kind.package} is the model"
+                self._ignored["hf_id"] = f"ignored, because the package {kind.package} contains the model"
             return {"package": kind.package}
         if not (model.hf_id or model.weights_path):
             raise faulty("$.hf_id", "expected the repository or the folder of the weights")

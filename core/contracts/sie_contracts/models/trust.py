@@ -87,7 +87,7 @@ class Allowed:
 
     @property
     def models(self) -> str:
-        """Return the models folder, or the URL of its bucket."""
+        """Return the path of the models folder, or the URL of a bucket that is used in place of a folder."""
         return self.models_dir or USUAL
 
     @property
@@ -166,7 +166,7 @@ def _refused(claim: Claim) -> TrustRefusal:
         return TrustRefusal(
             "model_path",
             claim.loc,
-            f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}, as `sie serve FOLDER` does",
+            f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file} (`sie serve FOLDER` writes it)",
         )
     fault = f"{name} makes a worker use code or files that the operator has not allowed for entries written over HTTP"
     return TrustRefusal("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

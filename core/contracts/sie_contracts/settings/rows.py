@@ -36,7 +36,7 @@ class SettingRow:
     meaning: str
     mode: Mode | None = None
     secret: bool = False
-    heading: str = ""  # heading of the setting in documents and in --help
+    heading: str = ""  # heading of the setting's group (key of GROUPS) in documents and in --help
 
     @functools.cached_property
     def name(self) -> str:

@@ -1,8 +1,8 @@
 """Messages and HTTP replies that carry the catalogue from the config service to its readers.
 
-    config service ──ConfigDelta, over NATS──────────────────► gateways, sidecars
-                   ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
-                   ──replies of /v1/configs, also by gateways──► clients
+    config service            ──ConfigDelta, over NATS───────────────► gateways, sidecars
+    config service            ──ConfigExport, ConfigEpoch, over HTTP─► gateways, sidecars
+    config service, gateways  ──replies of /v1/configs───────────────► clients
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
 number of the last write. The rules for changes to the structs are in `wire.messages`. The config service and the
@@ -29,11 +29,12 @@ from sie_contracts.wire.heartbeats import Heartbeat
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """A write to the catalogue that the config service has stored. `entry` is None if the write removed the model.
+    """A write to the catalogue that the config service has stored, as sent to the readers of one bundle that the write
+    changed. `entry` is None if the write removed the model.
 
-    A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. A reader of only one bundle may
-    also apply the delta at any epoch from `since` to `previous`. `since`: epoch of the previous write that changed this
-    bundle; empty means `previous`.
+    A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. `since`: epoch of the last earlier
+    write that changed the bundle; empty means `previous`. A reader of only this bundle may also apply the delta at any
+    epoch from `since` to `previous`, because no write between them changed the bundle.
     """
 
     producer: str
@@ -130,7 +131,7 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         raise InvalidInput.at("bundle", f"expected a string or null, got {type(bundle).__name__}")
     named, separator, _ = model.partition(":/")
     if bundle and separator and named != bundle:
-        raise InvalidInput.at("bundle", "expected the bundle that model names, got another bundle")
+        raise InvalidInput.at("bundle", "expected the same bundle as in the field model, got another bundle")
     resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
     entry = resolved.entry
     return {
@@ -229,6 +230,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of an error reply. Older clients of `/v1/configs` read `detail.error`."""
+    """Return the HTTP status and the body of an error reply. `detail.error` is for older clients of `/v1/configs`."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

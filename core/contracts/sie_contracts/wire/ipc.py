@@ -34,7 +34,8 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30  # maximum size of a message in a frame, in bytes
 MAX_REQUEST_BYTES = 128 << 20  # maximum size of a message to an adapter, in bytes: enough for 32 million token ids
-# `read_frame`: seconds in which a frame must be complete after its first byte; `receive_frame`: seconds for each read
+# Time limit in seconds: `read_frame` applies it to the rest of a frame after the first byte, `receive_frame` to each
+# single read.
 FRAME_TIMEOUT_S = 30.0
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
@@ -208,8 +209,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     width); -1 for a row that has token ids. `given` and `vectors` are empty if no row has vectors.
 
     Images: `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
-    height and width of the submitted image, upright. `pixels`: RGB, uint8 [height, width, 3] of each image.
-    `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that the device
+    height and width of the submitted image after it is turned upright. `pixels`: RGB, uint8 [height, width, 3] of each
+    image. `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that the device
     computes their output once. The output of an image with a key of zeros is not reused; an empty `image_keys` means
     that all keys are zeros.
 
@@ -252,9 +253,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits for the batch on this connection any more. The notice has no reply. If the notice
-    arrives before the batch has ended, the adapter interrupts the batch, and the reply to the batch is Refused. The
-    adapter interrupts only batches of models with `Rows.writes`.
+    """Message without a reply: no client waits for the batch on this connection any more. If the model has
+    `Rows.writes` and the batch has not ended, the adapter interrupts the batch, and the reply to the batch is Refused.
+    Batches of other models are not interrupted.
     """
 
 
@@ -346,9 +347,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the adapter begins with the inputs of this batch: a device thread has taken the batch, an extraction
-    family tokenises its texts, or the model generates text. If the adapter dies after this notice, an input of the
-    batch may be the cause.
+    """Message before the reply: the adapter begins with the inputs of this batch. A device thread has taken the batch,
+    an extraction family tokenises its texts, or the model generates text. If the adapter dies after this message, an
+    input of the batch may be the cause.
     """
 
     batch: str

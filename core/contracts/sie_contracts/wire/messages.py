@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # only for type checkers: most processes that read messages d
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# the sidecar runs tokenize and decode without the adapter, with the model's tokenizer
+# the sidecar runs the operations "tokenize" and "decode" itself, with the model's tokenizer, without the adapter
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
@@ -84,9 +84,9 @@ class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Chunks of a text, each of which gets its own vectors. Either `rule` computes the chunks, or `spans` lists them,
-    int32 [chunks, 2]: first and end code point. With `context`, the worker encodes the whole text, and pools each
-    vector from the tokens of one chunk; without `context`, it encodes each chunk alone.
+    """Chunks of a text, each of which gets its own vectors. Either `rule` computes the chunks, or `spans` lists them
+    as int32 [chunks, 2]: first and end code point of each chunk. With `context`, the worker encodes the whole text, and
+    pools each vector from the tokens of one chunk; without `context`, it encodes each chunk alone.
     """
 
     rule: ChunkRule | None = None
@@ -236,8 +236,9 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
 
     Names of arrays: `dense`, `multivector`, `tokens` (the last hidden state of each token), `sparse.indices` and
     `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. An input with chunks also has
-    `chunks`, int32 [chunks, 5]: first code point, end code point, number of tokens, of vectors in the multivector, and
-    of entries in the sparse vector; its other arrays have the values of all chunks, one after the other.
+    `chunks`, int32 [chunks, 5]: first code point, end code point, number of tokens, number of vectors in the
+    multivector, number of entries in the sparse vector. The other arrays of this input have the values of all chunks,
+    one after the other.
 
     `data` of tokenize: lists `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the text
     with its prompt, None for special tokens). `data` of decode: `text`. `tokens`: number of tokens that the model read,
@@ -328,8 +329,8 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
 
 
 class CancelRequests(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
-    """Notice that no client waits for these requests any more. A worker that misses the notice runs the work, and the
-    gateway drops the result.
+    """Message of a gateway to workers: no client waits for these requests any more. A worker that misses the message
+    runs the work, and the gateway drops the result.
     """
 
     requests: tuple[str, ...]

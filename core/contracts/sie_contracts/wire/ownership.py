@@ -9,7 +9,7 @@ from pathlib import Path
 
 def distrusted(folder: Path) -> str:
     """Return the reason why another user may have written to `folder`; empty if the folder belongs to this user or root
-    and not every user can write there. The folder's group may have write access. Raises OSError.
+    and not every user can write there. Write access of the folder's group is accepted. Raises OSError.
     """
     status = folder.stat()
     if is_open(folder):
@@ -20,7 +20,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Return whether every user can write to the folder. The file system is checked too: on a read-only file system,
-    such as a mounted ConfigMap, the mode of a folder often allows writes. Raises OSError.
+    """Return whether every user can write to the folder. On a read-only file system, such as a mounted ConfigMap, no
+    user can write, although the mode of a folder often allows it. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

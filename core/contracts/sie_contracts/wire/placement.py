@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 USED = 0.7  # share of a worker's speed that the plan uses; the remaining 30 % are a reserve for bursts of requests
-# seconds for which fewer hosts must be enough before the number of hosts is lowered by one
+# the number of hosts is lowered by one after fewer hosts have been enough for this many seconds
 LOWER_AFTER_S = 60.0
 
 

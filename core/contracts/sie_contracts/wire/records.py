@@ -54,7 +54,9 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
 
 
 class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
-    """Some models of a large placement table, with the fields of `Placement`. `stamp` is a digest of these fields."""
+    """Rows of some models of a large placement table. `hosts` and `raised_s` are as in `Placement`; `stamp` is their
+    digest, by which `Placement.parts` refers to this part.
+    """
 
     stamp: int
     hosts: dict[str, tuple[str, ...]] = {}
@@ -64,7 +66,7 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Request for a reservation (a pool for its owner alone): number of GPUs by machine profile (`gpus`), and minimum
     number of workers in total (`minimum_worker_count`). If `bundle` is set, only workers of this bundle count. The
-    lease lasts `ttl_seconds`.
+    lease lasts `ttl_seconds`. `gpu_caps` is stored and shown, but has no effect.
     """
 
     name: str
@@ -78,7 +80,7 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """A reservation and its lease. Times are by the broker's clock. `takes_last`: the reservation may take the last
-    worker of a bundle away from the default pool. `owner`: key of the credential that created it.
+    worker of a bundle away from the default pool. `owner`: `Grant.key` of the credential that created it.
     """
 
     spec: ReservationSpec
@@ -100,7 +102,7 @@ class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserva
 
 
 class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
-    """Assignment of workers to reservations: worker id -> pool."""
+    """Assignment of workers to reservations. `workers`: worker id -> pool of the reservation."""
 
     workers: dict[str, str] = {}
 

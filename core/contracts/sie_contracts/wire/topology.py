@@ -12,8 +12,9 @@ further models share consumers: a hash of the model's name chooses one of the SL
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        filter of the slot's consumer
 
 No two filters match the same subject: different names have different tokens, no token begins with `_s`, and the two
-forms differ in their number of tokens. So messages of one model may use both forms at the same time. The subject alone
-determines the consumer (`consumer_of`). Processes read the id of a model from the message, not from the subject.
+forms of subjects differ in their number of tokens. So messages of one model may use both forms at the same time. The
+subject alone determines the consumer (`consumer_of`). Processes read the id of a model from the message, not from the
+subject.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, i
 # The limit in place of OWN_CONSUMERS for a stream with replicas. It is lower, because each consumer of such a stream is
 # a Raft group, which sends heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-# assumed size of a message in bytes: the inputs have SIE_CHUNK_COST tokens in total, with four bytes per token
+# assumed size of a message in bytes, with which `per_subject_limit` computes how many messages fill a quarter of a
+# stream: the inputs have SIE_CHUNK_COST tokens in total, with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
@@ -297,7 +299,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether models share this consumer. Only the name of a shared consumer has `_s` after the priority."""
+    """Return whether models share this consumer. Only the name of a shared consumer has `___s` after the priority."""
     return "___s" in consumer
 
 
@@ -356,6 +358,6 @@ def lane_key_of(key: str) -> str:
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part with the key `key`; None if `key` is not the key of a part of this lane's value."""
+    """Return the number for which `part_key` returns `key`; None if `key` is not the key of a part of this lane."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None
