@@ -1,7 +1,7 @@
 """Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar. From the
 recipe, the functions of this module compute image sizes; they open no file.
 
-    header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop, pad or cut to `pixels_of`
+    header ──► check ──► decode ──► upright RGB ──► resize to each size of `resizes` ──► crop, pad or cut to `pixels_of`
 
 The functions compute the same sizes, to the pixel, as the image processors of transformers 5.23 that use Pillow
 (`...ImageProcessorPil`). The device does the last step, from uint8 to the model's numbers (`Normalisation`).
@@ -189,8 +189,8 @@ def grid_of(recipe: Recipe, pixels: Size) -> Size:
 
 
 def tiles_of(recipe: Recipe, size: Size) -> Size:
-    """Return the numbers of rows and columns of tiles into which an upright image of size `size` is cut, without the
-    tile of the whole image.
+    """Return the numbers of rows and columns of tiles into which an upright image of size `size` is cut. The additional
+    tile with a reduced copy of the whole image is not counted.
     """
     return grid_of(recipe, resizes(recipe, size)[-1])
 
@@ -218,7 +218,7 @@ def max_blocks(recipe: Recipe) -> int:
 
 
 def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:
-    """Return how many times the id `token` is repeated for an image that the model reads at the size `pixels`."""
+    """Return how many times `tokens.token` is repeated for an image that the model reads at the size `pixels`."""
     if tokens.tiles is None and tokens.count:
         return tokens.count
     return max(1, tokens.count) * math.prod(grid_of(recipe, pixels))
@@ -513,7 +513,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# class name -> function that builds the recipe from its settings, and the defaults of the class
+# class of an image processor -> (function that builds a recipe from settings, default settings of the class)
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),

@@ -74,7 +74,7 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return (path of the wrong field, fault with the possible names) for a model that no bundle can serve."""
+    """Return (path of the wrong field, error message with the possible names) for a model that no bundle can serve."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)
