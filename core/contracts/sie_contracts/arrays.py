@@ -154,6 +154,6 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=ext_hook)
 
 def decode_msgpack(data: bytes) -> Any:
     """Decode a client's msgpack body. An array of a JavaScript client becomes a map, which `unpack` converts, and a
-    timestamp becomes a datetime. Raises an error of UNDECODABLE, also for an unknown ext type.
+    timestamp becomes a datetime. Raises one of the errors in UNDECODABLE, also for an unknown ext type.
     """
     return _DECODER.decode(data)

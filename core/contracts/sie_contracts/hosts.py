@@ -39,7 +39,7 @@ class HostWorker:
     index: int  # index of the worker in the arrays of `models.layout`
     lot: int  # hash of the name
     holdings: Holdings
-    slots: int  # number of models that fit into the worker's memory together
+    slots: int  # number of models that fit into the worker's memory at the same time
     models: set[str] = field(default_factory=set)
     use: float = 0.0  # share of the worker's time, from 0 to 1, that the models planned for it need
 

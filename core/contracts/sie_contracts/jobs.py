@@ -33,7 +33,7 @@ MAX_RECORD_BYTES = 64 << 10
 # maximum number of bytes of an error message, and of an entry of `broken` (name of an unreadable part, and the error)
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
 MAX_WORD_BYTES = 128  # maximum number of bytes of an error code, an error's reason, a fingerprint or an owner's name
-# maximum number of bytes of a shard's `source`, an object's name with a range of rows; S3 allows names of 1024 bytes
+# maximum number of bytes of a shard's `source` (an object's name and a range of rows); S3 allows names of 1024 bytes
 MAX_SOURCE_BYTES = 4096
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
@@ -257,5 +257,5 @@ def check_request(request: JobRequest | BatchRequest) -> None:
         return
     sizes = {name: len(msgspec.msgpack.encode(getattr(request, name))) for name in request.__struct_fields__}
     param = max(sizes, key=sizes.__getitem__)
-    message = f"has {sizes[param]} of the request's {size} bytes; the limit for a job or batch is {MAX_REQUEST_BYTES}"
+    message = f"has {sizes[param]} of the request's {size} bytes; a job or batch may have {MAX_REQUEST_BYTES} bytes"
     raise InvalidInput.at(param, message, reason="too_large")

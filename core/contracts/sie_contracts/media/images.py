@@ -22,7 +22,7 @@ MAX_DECODED_PIXELS = 100_000_000  # maximum number of pixels of an image file
 # maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
-MAX_TILED_EDGE = 4096  # largest `longest` of a recipe of kind `tiles`. Source: transformers, Idefics3ImageProcessorPil
+MAX_TILED_EDGE = 4096  # maximum `longest` of a recipe of kind `tiles`. Source: transformers, Idefics3ImageProcessorPil
 
 Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page", "tiles"]
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
@@ -42,7 +42,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
         blocks   multiple min_pixels max_pixels  make edges multiples of `multiple`, their product within the bounds
         fit      longest multiple                shrink to `longest` at most; then enlarge edges to multiples
-        bounded  shorter longest                 resize the shorter edge to `shorter`, or the longer one to `longest`
+        bounded  shorter longest                 resize the shorter edge to `shorter`; longer edge: at most `longest`
         page     height width                    resize as large as fits; then add a border of the colour `fill`
         tiles    longest multiple                resize to `longest`, enlarge edges to multiples; then cut squares
 
@@ -109,7 +109,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     `count` times for each tile, and `before` is only for an image of one tile.
 
     If `beside_text` is false, an input has one image, these ids are the whole row of the input, and the model does not
-    read a text. If true, the ids of all images of the input are put before the text.
+    read a text. If `beside_text` is true, the ids of all images of an input are put before the ids of its text.
     """
 
     token: int
@@ -451,7 +451,7 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
         raise UnknownProcessor(
-            "expected size, or min_pixels and max_pixels, to bound the pixels: the default depends on the class"
+            "expected size, or min_pixels and max_pixels, as bounds: each processor class has other default bounds"
         )
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are not multiples of the {frames} frames of a video")

@@ -217,7 +217,7 @@ _WHISPER_HIGH = 8000.0  # upper end of the highest frequency band, in Hz
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Return the recipe of Whisper without truncation: a sound longer than the window keeps all its frames."""
+    """Return the recipe of Whisper. A sound that is longer than the window is not truncated."""
     settings = {**_WHISPER, **_fixed(config, _WHISPER_FIXED)}
     window = settings["chunk_length"] * settings["sampling_rate"]
     return SoundRecipe(

@@ -33,12 +33,12 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
-    """Check an alias against a catalogue. Neither a model nor another alias may have its id. Its targets and its shadow
-    must exist, the shadow must have a task of the first target, and the results of the targets must be mixable (in one
-    index, for example).
+    """Check an alias against a catalogue. Its id must not be the id of a model or of another alias. The targets and the
+    shadow must exist, the shadow and the first target must have a task in common, and it must be possible to mix the
+    results of the targets, for example in one index.
 
-    Raises ValidationFailed, which names field and fix. Vectors of two encoders can be mixed only if their entries prove
-    that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
+    Raises ValidationFailed, whose message has the fix. Vectors of two encoders can be mixed only if the entries of the
+    encoders prove that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):

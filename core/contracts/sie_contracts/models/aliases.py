@@ -121,7 +121,9 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the target's name without its revision. `choose` hashes this name, so a new revision moves no key."""
+    """Return the target's name without its revision. `choose` hashes this name, so that a new revision of a target does
+    not change the target of any request key.
+    """
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 

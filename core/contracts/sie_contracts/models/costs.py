@@ -59,8 +59,8 @@ _MIN_SPREAD = 0.02
 # Earlier batches determine a range of possible times (see `BatchTimes`). A measured time is an outlier if it is longer
 # than the longest possible time by more than this factor, or shorter than the shortest one by more than this factor.
 _IMPOSSIBLE = 2.0
-# A measured time outside the range is also an outlier if it differs from the fitted line by more than this factor, in
-# the same direction.
+# A measured time above the range is also an outlier if it exceeds the time on the fitted line by more than this factor.
+# The same holds for a time below the range that is shorter than the time on the line by more than this factor.
 _UNLIKELY = 4.0
 # before the first line is fitted, the predicted time of a batch of up to this many times the mean size is the mean time
 _GROWTH = 2.0
@@ -73,7 +73,8 @@ class BatchTimes:
     A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
     two parts, a batch with n times as many tokens takes between 1 and n times as long. A time far outside this range is
     an outlier. A single outlier is ignored, because it may be a stall. Two outliers in a row in the same direction show
-    that the speed of the device has changed: all earlier times are multiplied by the factor of the smaller change.
+    that the speed of the device has changed: all earlier times are multiplied by the factor of the outlier that is
+    nearer to the range.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")

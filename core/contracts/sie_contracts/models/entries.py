@@ -352,7 +352,7 @@ def is_id(model: str) -> bool:
 def _check_id(model: str) -> None:
     if not is_id(model):
         message = (
-            f"id {model[:100]!r} is not of the form {MODEL_ID.pattern}, or has `..`, an empty segment or a segment `.`, "
-            f"or ends with one of {', '.join(_RESERVED_SUFFIXES)}"
+            f"id {model[:100]!r} is not of the form {MODEL_ID.pattern}, or contains `..`, an empty segment or the "
+            f"segment `.`, or ends with {', '.join(_RESERVED_SUFFIXES)}"
         )
         raise faulty("$.id", message)
