@@ -37,7 +37,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     shadow must exist, the shadow and the first target must have a task in common, and it must be possible to mix the
     results of the targets, for example in one index.
 
-    Raises ValidationFailed, whose message has the fix. Vectors of two encoders can be mixed only if the entries of the
+    Raises ValidationFailed with the field and the fix. Vectors of two encoders can be mixed only if the entries of the
     encoders prove that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
     """
     folded = alias.id.casefold()
@@ -66,7 +66,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """Return the model to which a target of the alias resolves. Raises ValidationFailed, whose message has the fix."""
+    """Return the model to which a target of the alias resolves. Raises ValidationFailed with the field and the fix."""
     if model_of(model) == alias.id.casefold():
         raise faulty(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:

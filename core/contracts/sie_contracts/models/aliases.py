@@ -31,8 +31,8 @@ _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A target of an alias: a model with a `weight`. A target gets the requests with a share of all request keys: the
-    target's weight divided by the sum of all weights. `model` has the form `id[@revision][:profile]`.
+    """A target of an alias: a model with a `weight`. Of all request keys, a target gets the share `weight` / (sum of
+    all weights). `model` has the form `id[@revision][:profile]`.
     """
 
     model: str
