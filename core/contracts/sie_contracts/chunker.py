@@ -148,7 +148,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the line ends of a code block or table as possible cuts. Exclude its sentence ends from the cuts (`whole`)."""
+    """Add the line ends of a code block or table as possible cuts. Exclude its sentence ends from the cuts."""
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())
