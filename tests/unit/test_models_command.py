@@ -657,7 +657,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
         {},
         json.dumps({**yaml.safe_load(ENTRY), "id": "org/status"}).encode(),
         422,
-        ("$.id: id 'org/status' is not of the form", "without the ends /status"),
+        ("$.id: id 'org/status' is not of the form", "or ends with /status"),
     ),
     "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST",)),
     "another path": ("GET", "/none", {}, b"", 404, ("no such path; /docs lists all",)),

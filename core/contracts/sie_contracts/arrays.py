@@ -95,8 +95,8 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
 
 
 def multivector(value: Any) -> NDArray[np.float32]:
-    """Convert a client's matrix of token vectors to float32 [rows, width]. The matrix is an array, a map as from
-    `pack`, or nested lists. Raises ValueError, which names the expected and the received form.
+    """Convert a client's matrix of token vectors to float32 [rows, width]. The matrix is an array, a map in the
+    form that `pack` returns, or nested lists. The message of the ValueError names the expected and the received form.
     """
     array = unpack(value)
     if isinstance(array, list):
@@ -130,13 +130,13 @@ def _nested(rows: list[Any]) -> Array:
 
 
 def ext_hook(code: int, data: memoryview) -> dict[bytes, Any]:
-    """Decode an ext type for msgspec: an array from a JavaScript client becomes a map as from `pack`, which `unpack`
-    converts to an array. Raises ValueError for any other ext type.
+    """Decode an ext type for msgspec: an array from a JavaScript client becomes a map in the form that `pack` returns.
+    `unpack` converts this map to an array. Raises ValueError for any other ext type.
     """
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
-    # `split` is safe: a dtype such as |i1 contains a bar, but no dtype in _EXT_ACCEPTED does
+    # a dtype such as |i1 contains the separator `|`, but no dtype in _EXT_ACCEPTED contains it
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
     name, shape, raw = parts
@@ -154,6 +154,6 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=ext_hook)
 
 def decode_msgpack(data: bytes) -> Any:
     """Decode a client's msgpack body. An array of a JavaScript client becomes a map, which `unpack` converts, and a
-    timestamp becomes a datetime. Raises an error of UNDECODABLE, also for an unknown ext type.
+    timestamp becomes a datetime. Raises one of the errors in UNDECODABLE, also for an unknown ext type.
     """
     return _DECODER.decode(data)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-MAX_VALUES = 1_000_000  # maximum number of values in a body, which the decoder reads in less than 0.1 s
+MAX_VALUES = 1_000_000  # maximum number of values in a body; the decoder reads this number in less than 0.1 s
 MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a body
 MAX_NESTING = 64
 VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes
@@ -123,7 +123,7 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            # the decoder refuses this body: the body is incomplete, or no value begins with this byte
+            # with fewer than `count` bytes left, or a byte `first` that begins no value, the decoder refuses the body
             if count > end - begin:
                 return values
             values += count + 1

@@ -1,5 +1,5 @@
 """Split a text into chunks by a rule. A chunk ends at a boundary that the rule names (paragraph or sentence), if the
-token limits of the rule permit this. A span is the first and the end code point of a chunk.
+token limits of the rule permit this. A span of a chunk is (index of its first code point, index after its last one).
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
@@ -41,8 +41,8 @@ _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
 
 def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> list[tuple[int, int]]:
-    """Return the first and the end code point of each chunk, in order. Without overlap, the chunks cover the text
-    without gaps.
+    """Return (index of the first code point, index after the last one) of each chunk, in order. Without overlap, the
+    chunks cover the text without gaps.
 
     `ends`: end of each token of the text in code points, ascending. A token belongs to the chunk that contains the
     token's last code point. A chunk has at most `max_tokens` tokens, except if a single grapheme has more. The last
@@ -135,7 +135,8 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            # a sentence end between a heading and the next block is no cut, so both stay in one chunk if possible
+            # No sentence end from the heading to the next block is a cut, so that the heading stays in one chunk with
+            # this block if possible.
             if heading is not None:
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
@@ -147,7 +148,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the line ends of a code block or a table as possible cuts. Exclude the ends of its sentences."""
+    """Add the line ends of a code block or table as possible cuts. Exclude its sentence ends from the cuts."""
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())
@@ -157,7 +158,7 @@ def _sentence_ends(text: str) -> Iterator[int]:
     """Yield the ends of sentences and paragraphs in code points. The end of a sentence longer than _LONGEST_PIECE may
     be missing.
     """
-    # sentencex panics on an initial before white space of several bytes, as in "Appendix A\u00a0. Next"
+    # sentencex panics if white space outside of ASCII follows a single capital letter, as in "Appendix A\u00a0. Next"
     text = _WIDE_SPACE.sub(" ", text)
     start, size = 0, _PIECE
     while start < len(text):

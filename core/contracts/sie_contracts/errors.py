@@ -1,6 +1,6 @@
 """Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use this tree.
 
-A message about an invalid field names the path of the field, the expected value and mostly the received value. No
+A message about an invalid field names the path of the field, the expected value and usually the received value. No
 message contains text of an input.
 """
 
@@ -361,7 +361,9 @@ def tei_type(error: SIEError) -> str:
 
 
 Facts = Literal["all", "code and message", "message", "code", "request id", "TEI's name"]
-"""Contents of a member of an error's body. `all` is the map of all facts of the error."""
+"""Possible contents of one member of an error's JSON body. `all`: a map with the code, the message, the request id and
+all other fields of the error.
+"""
 
 
 class Member(NamedTuple):
@@ -401,7 +403,8 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
 """The members of an error's body, by the API family of the route. A fact appears twice only if clients of the route
 read it from different members. If no route is known, for example for an unknown path, the family is `native`.
 """
-_SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
+# spelling of error codes, by API family; a family that is absent has the upper case of SIE's codes
+_SPELLED = {"openai": str.lower}
 
 
 def envelope(

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-UNLIMITED = 1 << 30  # number of slots of a worker that may load any number of models
-_LOAD_STEPS = 10  # planned use is compared in tenths, so that small differences do not decide
-_NEAR = 16  # a model chooses a host among this number of workers after the model's hash on the ring; see `Order`
+UNLIMITED = 1 << 30  # value of `HostWorker.slots` for a worker that may load any number of models
+_LOAD_STEPS = 10  # `HostWorker.use` is compared in tenths, so that small differences do not decide
+_NEAR = 16  # number of workers on a ring among which a model chooses its host; see `Order`
 # order of workers: first those with a free slot, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 
@@ -39,9 +39,9 @@ class HostWorker:
     index: int  # index of the worker in the arrays of `models.layout`
     lot: int  # hash of the name
     holdings: Holdings
-    slots: int  # number of models that fit into the worker's memory together
+    slots: int  # number of models that fit into the worker's memory at the same time
     models: set[str] = field(default_factory=set)
-    use: float = 0.0  # share of the worker's time, from 0 to 1, that the present plan uses
+    use: float = 0.0  # share of the worker's time, from 0 to 1, that the models planned for it need
 
     @property
     def free(self) -> int:
@@ -57,8 +57,8 @@ class Order:
     """Order in which a model chooses its hosts among workers that have not loaded the model. The order is by `Key`:
     first workers with a free slot, then by planned use, then by number of models.
 
-    Workers with equal keys are on a ring, ordered by a hash of their names. A model takes the next _NEAR workers after
-    its own hash (consistent hashing) and chooses the worker with the smallest hash of worker and model (rendezvous
+    Workers with equal keys are on a ring, ordered by a hash of their names. Among the next _NEAR workers after the
+    model's hash (consistent hashing), the model chooses the one with the smallest hash of worker and model (rendezvous
     hashing). So different models prefer different workers, the preference hardly changes when a worker joins or leaves,
     and the models of a lost worker move to different workers.
     """

@@ -28,12 +28,12 @@ from sie_contracts.errors import ErrorInfo, InvalidInput
 FileState = Literal["writing", "ready", "removing"]
 # maximum number of error codes that a record counts separately; all other codes are counted together under `OTHER`
 MAX_CODES = 20
-MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
+MAX_BROKEN = 20  # maximum number of entries of `broken`, the unreadable parts of a job's input
 MAX_RECORD_BYTES = 64 << 10
-# maximum numbers of bytes of two texts: of an error message, and of an entry of `broken` (unreadable part with error)
+# maximum number of bytes of an error message, and of an entry of `broken` (name of an unreadable part, and the error)
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
-MAX_WORD_BYTES = 128  # maximum number of bytes of a code, a reason or a fingerprint
-# maximum number of bytes of a shard's `source`, an object's name with a range of rows; S3 allows names of 1024 bytes
+MAX_WORD_BYTES = 128  # maximum number of bytes of an error code, an error's reason, a fingerprint or an owner's name
+# maximum number of bytes of a shard's `source` (an object's name and a range of rows); S3 allows names of 1024 bytes
 MAX_SOURCE_BYTES = 4096
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
@@ -61,7 +61,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the input: the `rows` rows of the object `source` that begin with row `first`. `start` and `end` are
-    byte offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty. The rows are then
+    byte offsets in a text format, or indexes of row groups in Parquet. For images, `source` is empty. The rows are then
     the next `rows` images of the folder after the name `after`, in the order of their names.
 
     `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. A later change
@@ -89,7 +89,7 @@ class Unread(msgspec.Struct, frozen=True):
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
     id, file name). Each file has only the rows that failed in the file before it. The `rows` rows that failed in the
-    last file run again. An empty file name means that the job had no output for these rows, so all of them failed.
+    last file run again. An empty file name means that this job had no output for the rows, so all of them failed.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -139,8 +139,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     empty if no gateway runs the job, or if the job has ended. Only the leader writes progress and end of the job.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows. `done` and `failed` include rows of
-    unfinished shards (parts of the output), which have no record yet; if the leader dies, the next leader starts these
-    shards again. `is_planned`: the numbers of rows and shards are known.
+    unfinished shards (parts of the output). An unfinished shard has no record yet; if the leader dies, the next leader
+    starts the shard again. `is_planned`: the numbers of rows and shards are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
     a leader. If `done` is above `peak_done` when a leader dies, the job has made progress since the earlier deaths, so
@@ -257,5 +257,5 @@ def check_request(request: JobRequest | BatchRequest) -> None:
         return
     sizes = {name: len(msgspec.msgpack.encode(getattr(request, name))) for name in request.__struct_fields__}
     param = max(sizes, key=sizes.__getitem__)
-    message = f"has {sizes[param]} of the request's {size} bytes; the limit for a job or batch is {MAX_REQUEST_BYTES}"
+    message = f"has {sizes[param]} of the request's {size} bytes; a job or batch may have {MAX_REQUEST_BYTES} bytes"
     raise InvalidInput.at(param, message, reason="too_large")

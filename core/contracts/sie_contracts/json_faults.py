@@ -12,8 +12,8 @@ import re
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 # Number of bytes of one escape \uXXXX. `_lone_surrogate` computes the position of a lone half of a surrogate pair from
-# the position that the decoder reports. That is one escape later, or two escapes later if the half is the first of a
-# pair and another escape follows.
+# the position that the decoder reports. The reported position is one escape after the half, or two escapes after it if
+# the half is the first of a pair and another escape follows.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -26,7 +26,7 @@ def fault_of(body: bytes, error: Exception) -> str:
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    # the offset in the decoder's UnicodeDecodeError is within a string; `_not_utf8` computes the offset in the body
+    # the UnicodeDecodeError has an offset from the start of a JSON string; `_not_utf8` computes the offset in the body
     if isinstance(error, UnicodeDecodeError):
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))
@@ -79,7 +79,7 @@ def _not_utf8(body: bytes) -> int:
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
     """Return the offset of the lone half of a surrogate pair; None if there is none. `stopped`: offset at which the
-    decoder stopped. If it is None, the decoder reached the end of the body, and only the last bytes are searched.
+    decoder stopped; None if it reached the end of the body. Then only the last bytes of the body are searched.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

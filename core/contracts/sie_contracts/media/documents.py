@@ -1,6 +1,6 @@
 """Document files for a model that parses documents, and the cost of a file. No function of this module opens a file.
 
-item ──gateway──► DocumentFile ──sidecar: size, cost──► batch ──adapter: format by content──► a process that parses it
+item ──gateway──► DocumentFile ──sidecar: check size, set cost──► batch ──adapter: detect format──► process: parse file
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_BYTES = 64 << 20  # maximum size of one file, in bytes: half of the largest frame to an adapter
+MAX_BYTES = 64 << 20  # maximum size of one file, in bytes: half of `ipc.MAX_REQUEST_BYTES` for a message to an adapter
 MIN_TOKENS = 256  # lowest cost of a file, in tokens
 # number of bytes that cost as much as one token: a file of one megabyte takes about as long as a full batch of texts
 BYTES_PER_TOKEN = 64

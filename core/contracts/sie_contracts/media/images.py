@@ -1,7 +1,7 @@
 """Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar. From the
 recipe, the functions of this module compute image sizes; they open no file.
 
-    header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop, pad or cut to `pixels_of`
+    header ──► check ──► decode ──► upright RGB ──► resize to each size of `resizes` ──► crop, pad or cut to `pixels_of`
 
 The functions compute the same sizes, to the pixel, as the image processors of transformers 5.23 that use Pillow
 (`...ImageProcessorPil`). The device does the last step, from uint8 to the model's numbers (`Normalisation`).
@@ -22,7 +22,7 @@ MAX_DECODED_PIXELS = 100_000_000  # maximum number of pixels of an image file
 # maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
-MAX_TILED_EDGE = 4096  # largest `longest` of a recipe of kind `tiles`. Source: transformers, Idefics3ImageProcessorPil
+MAX_TILED_EDGE = 4096  # maximum `longest` of a recipe of kind `tiles`. Source: transformers, Idefics3ImageProcessorPil
 
 Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page", "tiles"]
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
@@ -42,7 +42,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
         blocks   multiple min_pixels max_pixels  make edges multiples of `multiple`, their product within the bounds
         fit      longest multiple                shrink to `longest` at most; then enlarge edges to multiples
-        bounded  shorter longest                 resize the shorter edge to `shorter`, or the longer one to `longest`
+        bounded  shorter longest                 resize the shorter edge to `shorter`; longer edge: at most `longest`
         page     height width                    resize as large as fits; then add a border of the colour `fill`
         tiles    longest multiple                resize to `longest`, enlarge edges to multiples; then cut squares
 
@@ -109,7 +109,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     `count` times for each tile, and `before` is only for an image of one tile.
 
     If `beside_text` is false, an input has one image, these ids are the whole row of the input, and the model does not
-    read a text. If true, the ids of all images of the input are put before the text.
+    read a text. If `beside_text` is true, the ids of all images of an input are put before the ids of its text.
     """
 
     token: int
@@ -189,8 +189,8 @@ def grid_of(recipe: Recipe, pixels: Size) -> Size:
 
 
 def tiles_of(recipe: Recipe, size: Size) -> Size:
-    """Return the numbers of rows and columns of tiles into which an upright image of size `size` is cut, without the
-    tile of the whole image.
+    """Return the numbers of rows and columns of tiles into which an upright image of size `size` is cut. The additional
+    tile with a reduced copy of the whole image is not counted.
     """
     return grid_of(recipe, resizes(recipe, size)[-1])
 
@@ -218,7 +218,7 @@ def max_blocks(recipe: Recipe) -> int:
 
 
 def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:
-    """Return how many times the id `token` is repeated for an image that the model reads at the size `pixels`."""
+    """Return how many times `tokens.token` is repeated for an image that the model reads at the size `pixels`."""
     if tokens.tiles is None and tokens.count:
         return tokens.count
     return max(1, tokens.count) * math.prod(grid_of(recipe, pixels))
@@ -451,7 +451,7 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
         raise UnknownProcessor(
-            "expected size, or min_pixels and max_pixels, to bound the pixels: the default depends on the class"
+            "expected size, or min_pixels and max_pixels, as bounds: each processor class has other default bounds"
         )
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are not multiples of the {frames} frames of a video")
@@ -513,7 +513,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# class name -> function that builds the recipe from its settings, and the defaults of the class
+# class of an image processor -> (function that builds a recipe from settings, default settings of the class)
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),

@@ -1,7 +1,7 @@
 """Preparation of sounds for a model, from the file to features. The adapter sends a `SoundRecipe` to the sidecar. No
 function here opens a file.
 
-    header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
+    header ──► check ──► decode ──► one channel ──► model's sample rate ──► model's length ──► mel spectrogram
 
 The numbers are equal to those of the feature extractors of transformers 5.23, with one exception: where the library
 reads a random part of a long sound, the recipe reads the middle, so that a sound always has the same result.
@@ -19,7 +19,8 @@ from sie_contracts.media.media import fault
 
 MAX_SECONDS = 600  # longest sound, or part of a sound, that one request reads, in seconds
 MAX_RECORDING_S = 14_400  # longest sound of which a request may read a part, in seconds
-MAX_SAMPLES = 64_000_000  # maximum number of samples of a file or a part, summed over its channels
+# maximum number of samples of a file, or of the part of a file that a request reads, summed over all channels
+MAX_SAMPLES = 64_000_000
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
 MAX_FEATURE_BYTES = 64 << 20  # maximum number of bytes of the features of one sound
 
@@ -94,7 +95,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         if not 0 <= self.low < self.high:
             raise ValueError(f"the bands reach from {self.low:g} to {self.high:g} Hz, expected 0 <= low < high")
         if self.window < self.fft:
-            raise ValueError(f"the window has {self.window} samples, expected at least the {self.fft} of one frame")
+            raise ValueError(f"the window has {self.window} samples, expected at least {self.fft}, one frame")
         if (size := 4 * math.prod(self._largest)) > MAX_FEATURE_BYTES:
             raise ValueError(f"the features would have {size} bytes, expected at most {MAX_FEATURE_BYTES}")
 
@@ -105,8 +106,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: the shape of a full window, or of two frames if sounds
-        are not filled up, because the features of one frame have no variance.
+        """Return the smallest shape of the features of a sound: the shape of a full window. If sounds are not filled
+        up, return the shape of two frames, because the features of one frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
@@ -129,7 +130,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def check(header: SoundHeader, from_s: float | None = None) -> None:
     """Raise InvalidInput if a sound's header has a rate, length or number of channels outside the limits. With
-    `from_s`, only the part from this second on is read, so the whole sound may last up to MAX_RECORDING_S.
+    `from_s`, a request reads only the part that begins at this second, so the whole sound may last MAX_RECORDING_S.
     """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
@@ -163,14 +164,15 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# transformers shrinks the whole sound to a view with this number of frequency bands, for every model
+# number of frequency bands of the shrunk view of the whole sound; in transformers, all models have the same number
 FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound: the
-    number of positions of the model for one window, or for a model without a window, the number of frames for one
-    position. Raises UnknownExtractor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. Raises UnknownExtractor.
+
+    A sound costs about one token for each position that it takes in the model. `positions`: number of positions of one
+    window. For a model without a window, `positions` is the number of frames of one position.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:
@@ -215,7 +217,7 @@ _WHISPER_HIGH = 8000.0  # upper end of the highest frequency band, in Hz
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Return the recipe of Whisper without truncation: a sound longer than the window keeps all its frames."""
+    """Return the recipe of Whisper. A sound that is longer than the window is not truncated."""
     settings = {**_WHISPER, **_fixed(config, _WHISPER_FIXED)}
     window = settings["chunk_length"] * settings["sampling_rate"]
     return SoundRecipe(
@@ -244,7 +246,7 @@ _PARAKEET_FIXED = {"padding_value": 0, "padding_side": "right"}
 
 
 def _parakeet(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Return the recipe of Parakeet. `positions`: number of frames that become one position of the model."""
+    """Return the recipe of Parakeet. `positions`: number of frames of the spectrogram for one position of the model."""
     settings = {**_PARAKEET, **_fixed(config, _PARAKEET_FIXED)}
     return SoundRecipe(
         rate=settings["sampling_rate"],

@@ -33,12 +33,12 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
-    """Check an alias against a catalogue. Neither a model nor another alias may have its id. Its targets and its shadow
-    must exist, the shadow must have a task of the first target, and the results of the targets must be mixable (in one
-    index, for example).
+    """Check an alias against a catalogue. Its id must not be the id of a model or of another alias. The targets and the
+    shadow must exist, the shadow and the first target must have a task in common, and it must be possible to mix the
+    results of the targets, for example in one index.
 
-    Raises ValidationFailed, which names field and fix. Vectors of two encoders can be mixed only if their entries prove
-    that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
+    Raises ValidationFailed with the field and the fix. Vectors of two encoders can be mixed only if the entries of the
+    encoders prove that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -66,7 +66,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """Return the model to which a target of the alias resolves. Raises ValidationFailed, which names field and fix."""
+    """Return the model to which a target of the alias resolves. Raises ValidationFailed with the field and the fix."""
     if model_of(model) == alias.id.casefold():
         raise faulty(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:
@@ -104,7 +104,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return profile -> `Resolved.numbers` for each profile that a request may name. Key "": the request names none."""
+    """Return profile -> `Resolved.numbers` for each profile that a request may name. Key "" means no profile named."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,
@@ -117,7 +117,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether the targets of alias `after` may compute other vectors than the targets of alias `before`."""
+    """Return whether the targets of `after` may compute different vectors for a text than the targets of `before`."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

@@ -3,8 +3,8 @@ request, and the check of a document.
 
     {id: search, alias: BAAI/bge-m3@<commit>}                           one target
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each request key keeps its target
-    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
-                                                                        dropped
+    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of 10 % of the requests; the
+                                                                        answers of B are dropped
 
 An alias is a document of the catalogue, like a model: it is written, stored, rolled back, exported and broadcast in the
 same way. The id of an alias differs from all ids of models. A target names a model by id, and perhaps by revision and
@@ -31,8 +31,8 @@ _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A target of an alias: a model with a `weight`. The share of the request keys that use this target is its weight
-    divided by the sum of all weights. `model` has the form `id[@revision][:profile]`.
+    """A target of an alias: a model with a `weight`. Of all request keys, a target gets the share `weight` / (sum of
+    all weights). `model` has the form `id[@revision][:profile]`.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight, or the first of equals. Requests without a key use this target."""
+        """Return the first target with the largest weight. Requests without a key use this target."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -121,7 +121,9 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the target's name without its revision. `choose` hashes this name, so a new revision moves no key."""
+    """Return the target's name without its revision. `choose` hashes this name, so that a new revision of a target does
+    not change the target of any request key.
+    """
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 

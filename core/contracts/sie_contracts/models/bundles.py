@@ -27,8 +27,8 @@ class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """A bundle: the packages of one worker image, and the families of models that its workers can serve.
 
     `requires`: packages in the form of PEP 508; an adapter process that lacks one of these packages does not start.
-    `families`: families that the bundle serves; empty means all, including families of other packages. If several
-    bundles can serve a model, the bundle with the lowest `priority` is preferred.
+    `families`: families that the bundle serves; empty means all, including families that other packages define. If
+    several bundles can serve a model, the bundle with the lowest `priority` is preferred.
     """
 
     id: str
@@ -74,7 +74,7 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return (path of the wrong field, fault with the possible names) for a model that no bundle can serve."""
+    """Return (path of the wrong field, error message with the possible names) for a model that no bundle can serve."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

@@ -119,13 +119,15 @@ class Catalogue:
         return new
 
     def at(self, epoch: str) -> Catalogue:
-        """Return a snapshot with the same contents and another epoch."""
+        """Return a snapshot with the same documents and the version `epoch`."""
         new = replace(self, epoch=epoch)
         new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created a model's current revision, or the snapshot's epoch if unknown."""
+        """Return the epoch (version of the catalogue) right after the write of a model's current revision, or the
+        snapshot's epoch if the number of this write is unknown.
+        """
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -320,7 +322,7 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 def answer_fingerprint(profile: str, lora: str, variant: str) -> str:
     """Return the fingerprint of answers. `profile`: see `profile_fingerprint`. `lora`: digest of the files of the LoRA,
-    which may change under the same name; empty if there is no LoRA. `variant`: see `RunOptions.variant`.
+    because other files may get the same name; empty if there is no LoRA. `variant`: see `RunOptions.variant`.
     """
     for part in (lora, variant):
         if part:
@@ -344,8 +346,8 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }
-    # The settings below are left out at their default values (engine torch, no pair, ...), because indexes exist whose
-    # fingerprints were computed without these settings.
+    # A setting below is left out if it has its default value (engine torch, no pair, ...), so that the fingerprints
+    # that are stored in older indexes, computed without these settings, stay equal.
     if engine != "torch":
         facts["engine"] = engine
     if entry.default_prompt_name:
@@ -360,6 +362,6 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
     weights = entry.weights
     if weights.unpinned and not weights.digests and weights.hub != entry.id:
         # Without a commit and digests, only the repository's name identifies the weights. The path is left out, because
-        # an entry gets a path when its model is unpacked from an archive, and its weights do not change.
+        # an entry also gets a path when its model is unpacked from an archive, which does not change the weights.
         facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -53,17 +53,16 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
 # While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
 # request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if the variance of the batch sizes, divided by the square of their
-# mean, is above this
+# A line is fitted to the measured times only if the batch sizes differ enough: their variance, divided by the square of
+# their mean, is above this number.
 _MIN_SPREAD = 0.02
 # Earlier batches determine a range of possible times (see `BatchTimes`). A measured time is an outlier if it is longer
 # than the longest possible time by more than this factor, or shorter than the shortest one by more than this factor.
 _IMPOSSIBLE = 2.0
-# A measured time outside the range is also an outlier if it differs from the fitted line by more than this factor, in
-# the same direction.
+# A measured time above the range is also an outlier if it exceeds the time on the fitted line by more than this factor.
+# The same holds for a time below the range that is shorter than the time on the line by more than this factor.
 _UNLIKELY = 4.0
-# while only one batch size was measured, batches of up to this many times the mean size are expected to take the mean
-# time
+# before the first line is fitted, the predicted time of a batch of up to this many times the mean size is the mean time
 _GROWTH = 2.0
 
 
@@ -74,7 +73,8 @@ class BatchTimes:
     A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
     two parts, a batch with n times as many tokens takes between 1 and n times as long. A time far outside this range is
     an outlier. A single outlier is ignored, because it may be a stall. Two outliers in a row in the same direction show
-    that the speed of the device has changed: all earlier times are multiplied by the factor of the smaller change.
+    that the speed of the device has changed: all earlier times are multiplied by the factor of the outlier that is
+    nearer to the range.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -83,7 +83,7 @@ class BatchTimes:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._odd = 1.0  # factor by which the last time was outside its expected range; 1.0 if it was inside
-        # number of tokens that take as long as the fixed part of a batch; None before the first line is fitted
+        # fixed part of a batch's time, as the number of tokens that take as long; None before the first line is fitted
         self._fixed: float | None = None
 
     def note(self, tokens: float, seconds: float) -> None:
@@ -144,7 +144,7 @@ class BatchTimes:
 
     @property
     def mean_s(self) -> float:
-        """Return the weighted mean time of the last batches in seconds; 0 before the first batch."""
+        """Return the mean time of the last batches in seconds; newer batches count more. 0 before the first batch."""
         return self._y / self._n if self._n else 0.0
 
     @property
@@ -171,10 +171,11 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. After a line
-        was fitted, the mean time of the last batches is scaled by the line from their mean size to `tokens`. Before a
-        line was fitted, a batch of up to twice the mean size takes the mean time, and the time of a larger batch is
-        proportional to its tokens.
+        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement.
+
+        With a fitted line, the prediction is the mean time of the last batches, times the line's value at `tokens`,
+        divided by the line's value at the mean size of these batches. Without a fitted line, a batch of up to twice the
+        mean size takes the mean time, and the time of a larger batch is proportional to its tokens.
         """
         if not self._n:
             return 0.0

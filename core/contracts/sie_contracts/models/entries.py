@@ -33,7 +33,8 @@ POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "
 INPUTS = ("text", "image", "audio", "document")
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output name for clients -> task whose models have this output; empty: `outputs` of the entry must have the name
+# output name for clients -> task; all models with this task have the output. If the task is empty, a model has the
+# output if the name is in `outputs` of the model's entry.
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -76,9 +77,10 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels`: bounds for the size of images, instead of the bounds in preprocessor_config.json.
     `accept_unproven`: load the model even if its numbers were never compared with a reference implementation such as
-    sentence-transformers (`unproven`), or if the pooling or the prompts in the entry differ from the model's files. The
-    load then also skips the comparison with stored reference vectors (`golden`). `engine`: the engine that computes the
-    hidden states, instead of the adapter's choice; a load is refused if this engine does not support the model.
+    sentence-transformers (then the entry's `unproven` has the reason), or if the pooling or the prompts in the entry
+    differ from the model's files. The load then also skips the comparison with the reference vectors that the entry's
+    `golden` names. `engine`: the engine that computes the hidden states, instead of the adapter's choice; a load is
+    refused if this engine does not support the model.
     """
 
     precision: Precision | None = None
@@ -299,7 +301,7 @@ def parse_entry(raw: object) -> ModelEntry:
             raise faulty(f"$.languages[{number}]", message)
     for number, machine in enumerate(entry.machine_profiles):
         if not _MACHINE_PROFILE.fullmatch(machine):
-            message = "expected a machine profile in lower case, the SIE_MACHINE_PROFILE of its workers"
+            message = "expected a machine profile in lower case, equal to SIE_MACHINE_PROFILE of the workers to use"
             raise faulty(f"$.machine_profiles[{number}]", message)
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
@@ -336,8 +338,8 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Return whether a model or an alias may have this id. Ids are used in file paths and in the paths of URLs, so
-    `..`, segments that are empty or `.`, and the ends of other routes (_RESERVED_SUFFIXES) are not allowed.
+    """Return whether a model or an alias may have this id. Ids are used in file paths and in the paths of URLs. So an
+    id contains neither `..` nor an empty segment nor a segment `.`, and ends with none of _RESERVED_SUFFIXES.
     """
     return (
         bool(MODEL_ID.fullmatch(model))
@@ -350,7 +352,7 @@ def is_id(model: str) -> bool:
 def _check_id(model: str) -> None:
     if not is_id(model):
         message = (
-            f"id {model[:100]!r} is not of the form {MODEL_ID.pattern}, without `..`, without segments that are empty "
-            f"or `.`, and without the ends {', '.join(_RESERVED_SUFFIXES)}"
+            f"id {model[:100]!r} is not of the form {MODEL_ID.pattern}, or contains `..`, an empty segment or the "
+            f"segment `.`, or ends with {', '.join(_RESERVED_SUFFIXES)}"
         )
         raise faulty("$.id", message)
