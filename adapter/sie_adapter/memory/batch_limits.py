@@ -47,10 +47,11 @@ _logger = logging.getLogger("sie.adapter")
 
 class BatchLimit(msgspec.Struct):
     """Measured passes of one model on one device (`limits_key`). `fit_tokens`: tokens of the largest pass that fitted.
-    If a pass of at most `fit_tokens` fails later, `fit_tokens` becomes half of its tokens. `fail_tokens`: tokens of the
-    last recorded failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens` becomes
-    RAISE times its tokens. `since_s`: wall time, in seconds, of the last result that changed the limit. `wait_s`:
-    seconds from one raise of the limit to the next; `first_wait_s`: its first value.
+    If a later pass of n tokens fails, and n is at most `fit_tokens`, `fit_tokens` becomes n / 2. `fail_tokens`: tokens
+    of the last recorded failure, 0 without a failure. If a later pass of n tokens fits, and n is at least
+    `fail_tokens`, `fail_tokens` becomes RAISE times n, plus 1. `since_s`: wall time, in seconds, of the last result
+    that changed the limit. `wait_s`: seconds from one raise of the limit to the next. `first_wait_s`: the first value
+    of `wait_s`.
     """
 
     fit_tokens: int = 0
@@ -267,7 +268,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Store a record in the file while a pass runs, if a slot is free and the key fits into the slot."""
+        """Keep a record of a pass in the file while the pass runs, if a slot is free and the key fits into the slot."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None

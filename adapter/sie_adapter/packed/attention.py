@@ -101,7 +101,9 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
+        """Return the model's `sie_edge` (see `packed_attention`). Raises AttentionUnsupported if its layers need
+        different values.
+        """
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"the windows of masks exceed sliding_window by {sorted(self.edges)} keys")
         return next(iter(self.edges), 0)

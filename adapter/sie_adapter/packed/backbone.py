@@ -105,7 +105,7 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention of transformers with which the model was loaded: sdpa; eager if requested or if its class lacks sdpa
+        # attention of transformers with which the model was loaded: sdpa, or eager if requested or if sdpa is missing
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
@@ -405,7 +405,9 @@ class Backbone:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers on the device, in the engine that runs the model."""
+        """Bytes that the model uses on the device: its weights and buffers on torch, or the bytes that another engine
+        reports.
+        """
         return bytes_of(self._model) if self._runner is None else self._runner.memory_bytes
 
 

@@ -199,7 +199,9 @@ class GridTower:
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
-        """Return the outputs of `run` for all blocks, in order; each tensor is contiguous."""
+        """Return the tensors of `run` for the blocks of all images, in the order of `images`; each tensor is
+        contiguous.
+        """
         outputs = self._outputs.for_images(images, self._read)
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 

@@ -179,7 +179,7 @@ class ModelLoras:
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
         """Return the path of a layer in this model, an empty string if the model lacks the layer. `path`: the path of
-        the layer in a LoRA, whose prefixes may be those of another model class.
+        the layer in the files of a LoRA. Its prefixes may be those of another model class.
         """
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")

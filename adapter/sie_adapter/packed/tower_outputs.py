@@ -202,7 +202,7 @@ class OutputsOfTower:
     # `TowerOutputs` calls the methods below, under the lock
 
     def oldest_use(self) -> int:
-        """Return the number of the least recent use of a cached output. Do not call this for an empty cache."""
+        """Return the lowest `_CachedOutput.use` in the cache. Do not call this for an empty cache."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:

@@ -52,7 +52,8 @@ class Rules:
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # True if an end token is forced at the limit
+    # True if a processor forces an end token at the limit `most`; `finish` returns `length` for this token
+    forced_end: bool = False
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:

@@ -84,9 +84,10 @@ class ParakeetReader:
     """Loaded Parakeet TDT. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each sentence, and `data` with the whole text, `words` with their times, the language
-    UNDETERMINED, `finish_reason` and `completion_tokens`. `finish_reason` is `length` if a window was cut at its limit.
-    The result is an InvalidInput if an input does not have exactly one sound, or has a language, an instruction or
-    another task than `transcribe`. It is an InferenceFailed if the scores are not finite.
+    UNDETERMINED, `finish_reason` and `completion_tokens`. `finish_reason` is `length` if the text of a window
+    was cut at the limit of steps or at `max_new_tokens`. The result is an InvalidInput if an input does not have
+    exactly one sound, or has a language, an instruction or another task than `transcribe`. The result is an
+    InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the positions of one window.
     """

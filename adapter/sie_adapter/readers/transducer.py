@@ -2,7 +2,7 @@
 
     states of positions ──┐
                           ├──► joint ──► a token and a duration: advance by the duration ──► TranscribedToken, ..
-    tokens before it ─────┘
+    previous tokens ──────┘
     TranscribedToken, .. ──► words ──► sentences
 
 The results are those of `generate` of transformers, ParakeetForTDT, for one sound at a time.
@@ -37,7 +37,7 @@ class TranscribedToken(NamedTuple):
 
 
 class DecodedSound(NamedTuple):
-    """Tokens of a sound. `is_cut`: True if decoding reached its limit before the end of the sound."""
+    """Tokens of a sound. `is_cut`: True if decoding reached its limit of steps before the end of the sound."""
 
     tokens: list[TranscribedToken]
     is_cut: bool

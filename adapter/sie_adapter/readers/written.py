@@ -181,7 +181,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: the prompt has {prompt} tokens with it; prompt and answer may have at most {limit} together",
+            f"instruction: the prompt with it has {prompt} tokens; prompt and answer together have at most {limit}",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
