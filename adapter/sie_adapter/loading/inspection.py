@@ -460,7 +460,7 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
     if (written.skipped, written.expanded, query_length) == (own.skipped, own.expanded, length):
         return head
     report.findings.append(
-        "an entry cannot express its lengths, expansion and skipped words, so a load reads them from its files"
+        "an entry cannot express the lengths, expansion and skipped words, so a load reads them from the model's files"
     )
     return {}
 

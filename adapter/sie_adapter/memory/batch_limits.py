@@ -38,7 +38,8 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-# number of raises after which the limit stops rising, and `_save` drops it: 40 raises multiply it by 1.25 ** 40 = 7,500
+# number of raises after which a limit stops rising and `_save` drops the limit: 40 raises multiply a limit by
+# 1.25 ** 40 = 7,500
 FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0

@@ -172,7 +172,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
     """Return the sounds of a batch; None if it has none. `places`: int32 [sounds, 4]: row, views, frames, bins."""
     if len(places) % 16 or len(features) % 4:
-        raise MalformedBatch("the bytes of int32 rows and shapes of sounds, or of float32 features, are incomplete")
+        raise MalformedBatch("the bytes of the rows and shapes (int32) or of the features (float32) are incomplete")
     if not places:
         return None
     if recipe is None:

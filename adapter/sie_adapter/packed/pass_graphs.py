@@ -138,7 +138,7 @@ class Recorder(Protocol):
         """Return a new memory pool for CUDA graphs that never run at the same time."""
 
     def join(self) -> None:
-        """Make the current stream wait for the last replay. Call this under the lock."""
+        """Make the current stream wait for the last replay. The caller must hold `lock`."""
 
 
 @dataclass

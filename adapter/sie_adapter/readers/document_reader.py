@@ -34,7 +34,7 @@ class DocumentReader:
     A result has entities or objects, and `data` with `finish_reason` and `completion_tokens`. `finish_reason` is `stop`
     if the model wrote an end token, `length` if the text reached its limit of tokens, `repetition` if the text repeated
     the same tokens. The result is an InvalidInput if an input does not have exactly one image, or if the model does not
-    support the task or the instruction. It is an InferenceFailed if the scores are not finite.
+    support the task or the instruction. The result is an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit of the tokens of prompt and generated text together.
     """

@@ -65,7 +65,7 @@ class ParakeetTranscription:
 
 @dataclass(eq=False)
 class ParakeetWindow:
-    """Window of a sound: its frames from `seek` up to `stop`, exclusive. `read`: its tokens; None before decoding."""
+    """Window of a sound: the frames from `seek` to before `stop`. `read`: the decoded tokens; None before decoding."""
 
     reader: ParakeetReader
     sound: ParakeetTranscription
@@ -141,8 +141,8 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. After the window, no frame remains, or at least
-        two, because the standard deviation of a single frame is undefined (`_normalised`).
+        """Return the number of frames of the first window of `levels`. Either no frame or at least two frames remain
+        after the window, because the standard deviation of a single frame is undefined (`_normalised`).
         """
         if len(levels) <= self._frames:
             return len(levels)

@@ -335,7 +335,7 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`fits`: function that returns True if the rows of a model may use this number of additional bytes."""
+        """`fits`: function of a number of bytes, returns True if the rows of a model may use that many bytes more."""
         self._device = device
         self._fits = fits
         self._shed = shed
