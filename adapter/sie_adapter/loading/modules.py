@@ -185,7 +185,7 @@ class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Normalize module before other layers: scales rows to length 1. float32 [.., width], same shape."""
+    """Normalize module that other layers follow: scales each row to length 1. float32 [.., width], same shape."""
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.normalize(states, p=2, dim=-1)
@@ -441,7 +441,7 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     output, feature = _OUTPUTS[task]
     text = config.get("message") or config.get("text")
     if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
-        raise incompatible(f"{name}: modality_config must read the output {output} of a text from the method forward")
+        raise incompatible(f"{name}: modality_config must name for texts the method forward and its output {output}")
     if raw.get("module_output_name", feature) != feature:
         raise incompatible(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config

@@ -173,8 +173,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Call the model, and return the states of its last layer. `tokens`: a row of ids, a row of positions, and
-        for some models a row of token types. `inputs` replace arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens`: a row of ids, a row of positions, and for
+        some models a row of token types. `inputs`: further arguments; they replace arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})

@@ -224,7 +224,7 @@ def _check_matrices(name: str, path: str, layer: Any, halves: Mapping[str, Tenso
     if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
         widths = f"{layer.in_features} to {layer.out_features}"
         raise lora_rejected(
-            name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}"
+            name, f"{path} maps {widths} numbers, its matrices are A {tuple(first.shape)} and B {tuple(second.shape)}"
         )
     ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
     if rank not in ranks:

@@ -62,8 +62,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the item of
-    each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
+    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the index of
+    the item of each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
     """
 
     rows: Int64
@@ -227,9 +227,9 @@ class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
     `padding`: number of positions without a token, added up by `filled`. The padding sequence of `filled_up` is not
-    counted. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height and
-    width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the engine
-    that runs the pass; None for the engine of the model.
+    counted. `features`: image features in place of the embeddings of image tokens. `axes`: positions in time, height
+    and width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the
+    engine that runs the pass; None for the engine of the model.
     """
 
     ids: Int64  # shape [tokens]

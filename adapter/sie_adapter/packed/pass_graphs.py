@@ -234,7 +234,9 @@ _all_lock = threading.Lock()
 
 
 class PassGraphs:
-    """CUDA graphs of one model; the least recently used is dropped first. `states` may be called on any thread."""
+    """CUDA graphs of one model. Above _MOST_GRAPHS, the least recently used is dropped. `states` may be called on any
+    thread.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Readers of documents: models that generate the content of a page as text, one token at a time.
 
-one page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
+page and task of each input ──► prompts ──► the loop of `reading`, for all batches together ──► written text ──► results
 """
 
 from __future__ import annotations

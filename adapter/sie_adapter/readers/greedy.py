@@ -126,6 +126,6 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the id of the best token of each row of `scores` [rows, vocabulary]; -1 if that score is not finite."""
+    """Return the id with the best score in each row of `scores` [rows, vocabulary]; -1 if that score is not finite."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]

@@ -187,7 +187,7 @@ class ParakeetReader:
         """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
-        if not window.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
+        if not window.seek:  # first window: drop earlier results, because `by_options` may run a failed batch again
             sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
         tokens = read.tokens[: sound.most or None]
         if read.is_cut or len(tokens) < len(read.tokens):

@@ -111,7 +111,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
 
 class _SlotStates:
-    """Keys and values of all rows, of decoder or of encoder states: [slots, heads, positions, width] for each layer."""
+    """Keys and values of all rows, from decoder or encoder states: [slots, heads, positions, width] for each layer."""
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []

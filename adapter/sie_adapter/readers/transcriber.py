@@ -174,8 +174,8 @@ class Transcriber:
         count = (height // self._unit) * (width // self._unit)
         if not count:
             raise InvalidInput(
-                f"aspect: the image is {image.width} x {image.height} pixels: at the model's size, one edge is shorter "
-                f"than the {self._unit} pixels of a block",
+                f"aspect: the image is {image.width} x {image.height} pixels: resized for the model, one edge is "
+                f"shorter than the {self._unit} pixels of a block",
                 reason="invalid_media",
             )
         ids: list[int] = []

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
 
 _ENDS = (".", "?", "!")  # punctuation marks that end a sentence. Source: NeMo, the separators of segments
-# largest length of a sentence in seconds; a longer sentence is divided, because the gateway reads a recording in parts
-# that overlap by 30 s
+# largest length of a sentence in seconds; a longer sentence is divided, so that a sentence fits into the 30 s by which
+# the gateway's parts of a recording overlap
 _LONGEST_S = 30.0
 # punctuation marks, which have no duration: they begin and end at the end of the previous word. Source: transformers,
 # ParakeetProcessor

@@ -122,7 +122,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
+        if not self.seek:  # first window: drop earlier results, because `by_options` may run a failed batch again
             sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
