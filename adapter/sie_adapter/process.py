@@ -57,7 +57,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s, so this process ends", path)
             return 1
-    # remove the sockets that a killed adapter with more devices than this one has left behind
+    # a killed adapter with more devices may have left sockets behind: remove those beyond the number of devices
     for number in range(len(adapters), MAX_DEVICES):
         # a socket file that cannot be removed does no harm: no process connects to it, and `sie doctor` reports it
         with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ def _name_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  no file is written into this folder
-        # without this variable, torch would create its cache folder below the temporary folder
+        # torch creates a cache folder below the temporary folder, which would fail here, unless this variable names one
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)
 

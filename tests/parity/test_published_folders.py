@@ -246,7 +246,7 @@ def adapter_beside_its_base(folder: Path) -> None:
         pytest.param(pickled_dense, "2_Dense has pytorch_model.bin.*convert it with python", id="pickled dense"),
         pytest.param(static, "has no tokenizer.json", id="static"),
         pytest.param(distilled, "has no tokenizer.json", id="model2vec"),
-        pytest.param(encoder_with_a_decoder, "bart is one side of an encoder-decoder model", id="bart"),
+        pytest.param(encoder_with_a_decoder, "bart is an encoder-decoder model", id="bart"),
         pytest.param(pooled_by(pooling_mode=["mean"] * 7), "at most 6 of them joined", id="seven poolings"),
         pytest.param(pooled_by(pooling_mode=["mean", "median"]), "is mean\\+median, expected one of", id="median"),
         pytest.param(

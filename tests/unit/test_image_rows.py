@@ -126,7 +126,7 @@ def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) 
 @pytest.mark.parametrize(
     ("places", "pixels", "message"),
     [
-        ([(0, 2, 2, 5)], 12, "do not divide by 20"),
+        ([(0, 2, 2, 5)], 12, "is not a multiple of 20"),
         ([(0, 2, 2, 5, 5)], 11, "need 12 bytes, the batch has 11"),
         ([(0, 0, 2, 5, 5)], 0, "an image is empty"),
         ([(0, 2, 2, 0, 5)], 12, "an image is empty"),

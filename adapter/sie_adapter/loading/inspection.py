@@ -68,11 +68,11 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     """Return the entry of `model`, whose files are in `folder`. `weights`: the field weights of the entry.
 
     `current`: a catalogue entry for the same model. The new entry has the options of `current`, but new weights,
-    digests, licence (if the model card has one) and, from the hub, download size. Raises ModelLoadFailed: NOT_FOUND for
-    a folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, for files
-    that cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer
-    that lacks tokens or does not fit the weights, and for static embeddings with another width than outputs.dense of
-    `current`.
+    digests, licence (if the model card has one) and, for files from the hub, download size. Raises ModelLoadFailed:
+    NOT_FOUND for a folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs,
+    for files that cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a
+    tokenizer that lacks tokens or does not fit the weights, and for static embeddings with another width than
+    outputs.dense of `current`.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -197,7 +197,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
         labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
         report.findings.append(f"{config.num_labels} classes, {labels}: config.json")
         report.assumed.append(
-            "no score of a pair: a score from two labels needs family cross-encoder and head.activation softmax"
+            "no score of a pair: for a score from two labels, set family cross-encoder and head.activation softmax"
         )
     entry["outputs"] = (
         _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
@@ -271,7 +271,7 @@ def _config(folder: Path) -> PretrainedConfig:
         raise incompatible(message) from error
     has_decoder = getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS)
     if has_decoder and config.model_type not in ENCODERS:
-        raise incompatible(f"{config.model_type} is one side of an encoder-decoder model, which no family here runs")
+        raise incompatible(f"{config.model_type} is an encoder-decoder model, which no family here runs")
     _check_quantisation(config)
     if getattr(config, "vision_config", None) is not None:
         raise incompatible(f"{config.model_type} reads images, and no family here runs it")
@@ -363,7 +363,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
     # getattr also finds a length that the configuration class stores under another name
     stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, also if the tokenizer's is lower
+    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
         limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -460,7 +460,7 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
     if (written.skipped, written.expanded, query_length) == (own.skipped, own.expanded, length):
         return head
     report.findings.append(
-        "an entry cannot express its lengths, expansion and skipped words, so a load reads them from its files"
+        "an entry cannot express the lengths, expansion and skipped words, so a load reads them from the model's files"
     )
     return {}
 
@@ -491,7 +491,7 @@ def _pooling(modules: Modules, report: Inspection, *, is_masked: bool) -> None:
         report.assumed.append("pooling mean, normalised: no modules.json says how tokens become one vector")
         if is_masked:
             report.assumed.append(
-                "no sparse output: a SPLADE model without modules.json needs outputs.sparse, the size of its vocabulary"
+                "no sparse output: for a SPLADE model without modules.json, set outputs.sparse to its vocabulary's size"
             )
     report.entry["run"] = {"pooling": pooling, "normalize": modules.normalizes or not modules.pooling}
 

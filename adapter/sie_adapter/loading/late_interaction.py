@@ -39,7 +39,7 @@ _PYLATE = (  # settings of PyLate in config_sentence_transformers.json
 @dataclass(frozen=True)
 class LateInteraction:
     """Settings of late interaction. Markers are tokens; an empty marker means none. Lengths are the largest number of
-    tokens of a row, special tokens included; 0 means the model's own limit.
+    tokens of a query or document, special tokens included; 0 means the model's own limit.
 
     `expanded`: the number of tokens to which queries are padded, with the token `filler` (empty: the mask token); 0
     means no padding. `attends`: whether the query's tokens attend to the padding. In documents, tokens in `skipped` get

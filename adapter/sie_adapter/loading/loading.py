@@ -220,7 +220,9 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check weight files. Skip a folder that has not changed since a check, and a family of another package."""
+        """Check the weight files of `folder`, but not again if they are unchanged, and not for a family that another
+        package defines.
+        """
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)

@@ -141,7 +141,7 @@ class Modules:
     normalizes: bool = False
     max_entries: int = 0  # largest number of entries of a sparse vector; 0: no limit
     transformer: TransformerSettings = TransformerSettings()
-    # class name of a module, except the transformer -> its config.json
+    # class name of a module -> contents of its config.json; the transformer is left out
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     token_pooling: TokenPooling | None = None  # settings by which similar token vectors of a text are merged
 
@@ -159,8 +159,8 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors after token layers, pooling and layers, from token states of width `hidden`. An
-    empty `pooling` does not change the width.
+    """Return the width of the vectors that `token_layers`, then `pooling`, then `layers` compute from token states of
+    width `hidden`. An empty `pooling` does not change the width.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
 
@@ -185,7 +185,7 @@ class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Normalize module before other layers: scales rows to length 1. float32 [.., width], same shape."""
+    """Normalize module that other layers follow: scales each row to length 1. float32 [.., width], same shape."""
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.normalize(states, p=2, dim=-1)
@@ -357,7 +357,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], default: str) ->
 def _check_output(
     kinds: tuple[str, ...], layers: list[str], transformer: TransformerSettings, model: Mapping[str, Any]
 ) -> None:
-    """Refuse modules and settings of different kinds of models (dense, sparse, late interaction, LogitScore)."""
+    """Refuse modules and settings of more than one kind of model (dense, sparse, late interaction, LogitScore)."""
     poolers = [kind for kind in kinds if kind in _POOLERS]
     late = [kind for kind in kinds if kind in _LATE]
     if len(poolers) > 1 or (poolers and late):
@@ -381,12 +381,14 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
         raise incompatible("modules.json has another module than Normalize after the HierarchicalTokenPooling")
     if pooled_at is None:
         if unfit := [kind for kind, feature, _ in steps if feature == _VECTOR]:
-            raise incompatible(f"modules.json has a {unfit[0]} of {_VECTOR} without a Pooling before it")
+            raise incompatible(f"modules.json has a {unfit[0]} that changes {_VECTOR} without a Pooling before it")
         return
     for number, (kind, feature, _) in enumerate(steps):
         if feature != (_TOKENS if number < pooled_at else _VECTOR):
             side = "before" if number < pooled_at else "after"
-            raise incompatible(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
+            raise incompatible(
+                f"modules.json has a {kind} that changes {feature} {side} the Pooling, where this changes no vector"
+            )
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
@@ -439,7 +441,7 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     output, feature = _OUTPUTS[task]
     text = config.get("message") or config.get("text")
     if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
-        raise incompatible(f"{name}: modality_config must read the output {output} of a text from the method forward")
+        raise incompatible(f"{name}: modality_config must name for texts the method forward and its output {output}")
     if raw.get("module_output_name", feature) != feature:
         raise incompatible(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config

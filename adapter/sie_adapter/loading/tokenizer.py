@@ -59,8 +59,8 @@ SAMPLES = {
 
 
 class TokenNeeds(NamedTuple):
-    """Tokens that a model needs before and between its texts. `begins`: a special token before each text, whose state
-    the model reads. `separates`: a special token between the texts of a pair.
+    """Tokens that a model needs before and between its texts. `begins`: a special token before each text; the model
+    reads the state of this token. `separates`: a special token between the texts of a pair.
     """
 
     begins: bool = False
@@ -337,7 +337,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token. The model cannot read characters with these tokens."""
+    """Return the ids of special tokens and of the unknown token. A model cannot read the characters in these tokens."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -38,7 +38,8 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-# number of raises after which the limit stops rising, and `_save` drops it: 40 raises multiply it by 1.25 ** 40 = 7,500
+# number of raises after which a limit stops rising and `_save` drops the limit: 40 raises multiply a limit by
+# 1.25 ** 40 = 7,500
 FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0
@@ -47,10 +48,11 @@ _logger = logging.getLogger("sie.adapter")
 
 class BatchLimit(msgspec.Struct):
     """Measured passes of one model on one device (`limits_key`). `fit_tokens`: tokens of the largest pass that fitted.
-    If a pass of at most `fit_tokens` fails later, `fit_tokens` becomes half of its tokens. `fail_tokens`: tokens of the
-    last recorded failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens` becomes
-    RAISE times its tokens. `since_s`: wall time, in seconds, of the last result that changed the limit. `wait_s`:
-    seconds from one raise of the limit to the next; `first_wait_s`: its first value.
+    If a later pass of n tokens fails, and n is at most `fit_tokens`, `fit_tokens` becomes n / 2. `fail_tokens`: tokens
+    of the last recorded failure, 0 without a failure. If a later pass of n tokens fits, and n is at least
+    `fail_tokens`, `fail_tokens` becomes RAISE times n, plus 1. `since_s`: wall time, in seconds, of the last result
+    that changed the limit. `wait_s`: seconds from one raise of the limit to the next. `first_wait_s`: the first value
+    of `wait_s`.
     """
 
     fit_tokens: int = 0
@@ -267,7 +269,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Store a record in the file while a pass runs, if a slot is free and the key fits into the slot."""
+        """Keep a record of a pass in the file while the pass runs, if a slot is free and the key fits into the slot."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None

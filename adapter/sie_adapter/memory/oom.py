@@ -106,7 +106,7 @@ def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args,
     thread.start()
     thread.join()
     if errors:
-        # pop, so that `errors` does not keep the error: its frames refer to the tensors of a failed pass
+        # pop, so that `errors` does not keep the error, whose frames refer to the tensors of a failed pass
         raise errors.pop()
     return results.pop()
 
@@ -125,8 +125,8 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """Steps when memory of a device runs out. `make_room` frees memory and returns how (a `Relief`), or None if nothing
-    can be freed. `count` is called with the name of a counter to increment.
+    """Steps when memory of a device runs out. `make_room` frees memory and returns the method (`Relief`), or None if
+    nothing can be freed. `count` is called with the name of a counter to increment.
     """
 
     device: torch.device

@@ -76,7 +76,7 @@ class Resident:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the entry in use, cached because every batch reads the fingerprint."""
-        # each attribute is read once, because another thread may replace it
+        # each attribute is read only once, because another thread may replace its value between two reads
         resolved, (before, text) = self.resolved, self._fingerprinted
         if before is resolved:
             return text

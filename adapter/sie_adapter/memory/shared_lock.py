@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Shared hold of a lock. `was_alone` is set when the hold ends: True if no other thread held the lock during it."""
+    """Shared hold of a lock. `was_alone` is set when the hold ends: True if no other hold overlapped with it."""
 
     was_alone = True
 
@@ -19,7 +19,7 @@ class SharedLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shares = 0
-        self._taken = 0  # number of shared holds that have begun; if it grows during a hold, another hold has begun
+        self._taken = 0  # number of shared holds that have begun; if it grows during a hold, this hold is not alone
         self._is_exclusive = False
 
     @contextlib.contextmanager

@@ -101,7 +101,9 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
+        """Return the model's `sie_edge` (see `packed_attention`). Raises AttentionUnsupported if its layers need
+        different values.
+        """
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"the windows of masks exceed sliding_window by {sorted(self.edges)} keys")
         return next(iter(self.edges), 0)
@@ -328,8 +330,8 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
-    all sequences. The row of a group has the index of the first token, the number of sequences, the (longest) length,
-    the number of visible tokens, and the kernel.
+    all sequences. The row of a group has the index of the first token, the number of sequences, the length of the
+    longest sequence, the number of visible tokens of each sequence, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
         # these kernels count a window from the last token, which is wrong if only the first tokens are visible

@@ -105,7 +105,7 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention of transformers with which the model was loaded: sdpa; eager if requested or if its class lacks sdpa
+        # attention of transformers with which the model was loaded: sdpa, or eager if requested or if sdpa is missing
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
@@ -173,8 +173,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Call the model, and return the states of its last layer. `tokens`: a row of ids, a row of positions, and
-        for some models a row of token types. `inputs` replace arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens`: a row of ids, a row of positions, and for
+        some models a row of token types. `inputs`: further arguments; they replace arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -405,7 +405,9 @@ class Backbone:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers on the device, in the engine that runs the model."""
+        """Bytes that the model uses on the device: its weights and buffers on torch, or the bytes that another engine
+        reports.
+        """
         return bytes_of(self._model) if self._runner is None else self._runner.memory_bytes
 
 

@@ -65,8 +65,8 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Re
 
 
 def extractor_of(folder: Path, entry: ModelEntry, positions: int) -> SoundRecipe:
-    """Return the recipe that turns sounds into features. `positions`: determines the cost of a sound (see
-    `from_extractor`). Raises the errors of `processor_of`.
+    """Return the recipe that turns sounds into features. `positions`: see `from_extractor`, which computes the cost of
+    a sound from this number. Raises the errors of `processor_of`.
     """
     config = read_processor(folder, entry, "feature_extractor")
     try:
@@ -199,7 +199,9 @@ class GridTower:
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
-        """Return the outputs of `run` for all blocks, in order; each tensor is contiguous."""
+        """Return the tensors of `run` for the blocks of all images, in the order of `images`; each tensor is
+        contiguous.
+        """
         outputs = self._outputs.for_images(images, self._read)
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 

@@ -179,7 +179,7 @@ class ModelLoras:
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
         """Return the path of a layer in this model, an empty string if the model lacks the layer. `path`: the path of
-        the layer in a LoRA, whose prefixes may be those of another model class.
+        the layer in the files of a LoRA. Its prefixes may be those of another model class.
         """
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
@@ -224,7 +224,7 @@ def _check_matrices(name: str, path: str, layer: Any, halves: Mapping[str, Tenso
     if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
         widths = f"{layer.in_features} to {layer.out_features}"
         raise lora_rejected(
-            name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}"
+            name, f"{path} maps {widths} numbers, its matrices are A {tuple(first.shape)} and B {tuple(second.shape)}"
         )
     ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
     if rank not in ranks:

@@ -24,13 +24,16 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of the step of the
-# first limit that is at least this number, else of the last step. Passes then have few different shapes.
+# Pairs (limit, step), limits ascending. For a number of tokens or rows, `missing` takes the first pair whose limit is
+# not below the number, else the last pair, and rounds the number up to a multiple of the pair's step. Passes then have
+# few different shapes.
 Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took 1 ms of the
 # 4.5 ms of a pass with one short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
-PADDED_WASTE = 1.25  # largest ratio of positions, padding included, to tokens in a padded group of sequences
+# largest ratio of positions, padding included, to tokens in a group of sequences that is padded together; `evenly_long`
+# begins another group before this ratio is exceeded
+PADDED_WASTE = 1.25
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -59,8 +62,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the item of
-    each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
+    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the index of
+    the item of each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
     """
 
     rows: Int64
@@ -141,7 +144,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
-        raise MalformedBatch("the bytes of the rows and sizes of images, int32 [images, 5], do not divide by 20")
+        raise MalformedBatch("the number of bytes of the int32 rows and sizes of images is not a multiple of 20")
     if not places:
         return None
     if recipe is None:
@@ -169,7 +172,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
     """Return the sounds of a batch; None if it has none. `places`: int32 [sounds, 4]: row, views, frames, bins."""
     if len(places) % 16 or len(features) % 4:
-        raise MalformedBatch("the bytes of int32 rows and shapes of sounds, or of float32 features, are incomplete")
+        raise MalformedBatch("the bytes of the rows and shapes (int32) or of the features (float32) are incomplete")
     if not places:
         return None
     if recipe is None:
@@ -224,15 +227,16 @@ class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
     `padding`: number of positions without a token, added up by `filled`. The padding sequence of `filled_up` is not
-    counted. `features`: features of images, for the positions of their tokens. `axes`: positions in time, height and
-    width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the engine
-    that runs the pass; None for the engine of the model.
+    counted. `features`: image features in place of the embeddings of image tokens. `axes`: positions in time, height
+    and width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the
+    engine that runs the pass; None for the engine of the model.
     """
 
     ids: Int64  # shape [tokens]
     positions: Int64  # shape [tokens]
     bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the number of tokens
-    groups: Int64  # [groups, 4]: index of the first token, number of sequences, length, visible tokens
+    # [groups, 4]: index of the first token, number of sequences; tokens and visible tokens of each of these sequences
+    groups: Int64
     order: Int64  # shape [sequences]
     types: UInt8 | None = None  # shape [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
@@ -324,7 +328,7 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return the tokens or rows to add to `count`, so that the sum is a multiple of the step of `count` in `steps`."""
+    """Return the number to add to `count` tokens or rows, so that the sum is a multiple of a step (see `Steps`)."""
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
@@ -333,7 +337,8 @@ def evenly_long(
     lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each group of sequences that is padded together. `lengths` must ascend. A group has at
-    most `waste` positions per token and `budget` positions. A sequence of more than `budget` tokens is its own group.
+    most `waste` positions per token, and at most `budget` positions. A sequence of more than `budget` tokens is a group
+    of its own.
     """
     start, real = 0, 0
     for place, length in enumerate(lengths):
@@ -359,8 +364,9 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. Add rows
-    of `filler` ids, with `attended` True, up to `rows` rows. Count all added positions in `packed.padding`.
+    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. If there
+    are fewer than `rows` rows, add rows of `filler` ids, with `attended` True. Count all added positions in
+    `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

@@ -41,10 +41,12 @@ _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
 # number of rows of a block of the attention kernel; a padding sequence has at most this number of tokens, so that it
 # fits one block
 _BLOCK = 128
-# Largest number of graphs of a model. The graphs share the memory for activations. For each kernel of a graph, the
-# driver keeps about a kilobyte.
+# Largest number of graphs of a model. A graph costs memory: the driver keeps about a kilobyte for each of its kernels.
+# The memory for activations is shared by all graphs.
 _MOST_GRAPHS = 16
-_LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
+# lowest accepted cosine between a token's 16-bit states from the eager pass and from the replay; the model gets no
+# graphs if a cosine is lower
+_LEAST_COSINE = 0.999
 _PAUSE_S = 60.0  # seconds without captures after memory ran out, or after graphs were dropped because memory was short
 _WARM_UPS = 2  # number of passes that `CudaRecorder.record` runs before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
@@ -60,8 +62,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket with at least the tokens and sequences of a batch; None if the batch is empty or too
-    large, has other inputs than texts, or has tokens that are not attended to.
+    """Return the smallest bucket into which a batch fits by its numbers of tokens and sequences; None if the batch is
+    empty or too large, has other inputs than texts, or has tokens that are not attended to.
     """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
@@ -136,7 +138,7 @@ class Recorder(Protocol):
         """Return a new memory pool for CUDA graphs that never run at the same time."""
 
     def join(self) -> None:
-        """Make the current stream wait for the last replay. Call this under the lock."""
+        """Make the current stream wait for the last replay. The caller must hold `lock`."""
 
 
 @dataclass
@@ -232,7 +234,9 @@ _all_lock = threading.Lock()
 
 
 class PassGraphs:
-    """CUDA graphs of one model; the least recently used is dropped first. `states` may be called on any thread."""
+    """CUDA graphs of one model. Above _MOST_GRAPHS, the least recently used is dropped. `states` may be called on any
+    thread.
+    """
 
     def __init__(
         self,
@@ -244,7 +248,9 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """`model`: name in the log. `kernel`: an `attention.Kernel`. `filler`, `first`: id and position of padding."""
+        """`model`: name in the log. `kernel`: an `attention.Kernel`. `filler`, `first`: id and position of padding
+        tokens.
+        """
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
         self._pool: Any = None
@@ -312,7 +318,7 @@ class PassGraphs:
             self._stay_eager(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return
         if not cosine >= _LEAST_COSINE:
-            self._stay_eager(f"states of its graph have cosine {cosine:.6f} to those of the eager pass")
+            self._stay_eager(f"the states from a graph and those from the eager pass have cosine {cosine:.6f}")
             return
         self._captured[bucket] = captured
         while len(self._captured) > _MOST_GRAPHS:

@@ -128,7 +128,7 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # read this image again: another image of its pass may have caused the values that are not finite
+                    # read the image again: another image in the same pass may have caused values that are not finite
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -199,10 +199,10 @@ class OutputsOfTower:
                 del self._cached[name]
                 self.nbytes -= _bytes_of(entry.output)
 
-    # `TowerOutputs` calls the methods below, under the lock
+    # `TowerOutputs` calls the methods below while it holds the lock
 
     def oldest_use(self) -> int:
-        """Return the number of the least recent use of a cached output. Do not call this for an empty cache."""
+        """Return the lowest `_CachedOutput.use` in the cache. Do not call this for an empty cache."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:

@@ -47,7 +47,7 @@ class ColPali(TokenVectors):
         _attend_both_ways(self.language)
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
+        """Return the tokenizer without special tokens around a text: the prompts already contain the special tokens."""
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 

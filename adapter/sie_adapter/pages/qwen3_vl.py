@@ -27,7 +27,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-# end of the user's turn and begin of the answer; an encoder adds both after every text, also after a truncated one
+# end of the user's turn and begin of the answer; `Qwen3Encoder` adds both after every text, even after a truncated text
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
 _NOTHING = "NULL"  # text for an input with neither text nor image, as in the training of the model
 
@@ -51,7 +51,7 @@ class Qwen3Encoder(_Qwen3):
         self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer that adds the end of the turn after every text, also after a truncated one."""
+        """Return the tokenizer, changed so that it adds `_TURN` after every text, even after a truncated text."""
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -36,8 +36,8 @@ _BEFORE_PAGE, _AFTER_PAGE = (
 )
 _PROJECTION = "custom_text_proj"
 LANGUAGE_HEAD = "lm_head.weight"  # weight of the output layer, which is not loaded; a reranker reads a few of its rows
-# cost of a block of an image, in tokens: its four patches take about as long in the image encoder as one token in the
-# language model
+# cost of a block of an image, in tokens: the four patches of a block take about as long in the image encoder as one
+# token in the language model
 _BLOCK_TOKENS = 1
 
 
@@ -68,7 +68,7 @@ class QwenVL:
         return (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
+        """Return the tokenizer without special tokens around a text: the prompts already contain the special tokens."""
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 

@@ -1,6 +1,6 @@
 """Readers of documents: models that generate the content of a page as text, one token at a time.
 
-one page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
+page and task of each input ──► prompts ──► the loop of `reading`, for all batches together ──► written text ──► results
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DocumentReader:
     A result has entities or objects, and `data` with `finish_reason` and `completion_tokens`. `finish_reason` is `stop`
     if the model wrote an end token, `length` if the text reached its limit of tokens, `repetition` if the text repeated
     the same tokens. The result is an InvalidInput if an input does not have exactly one image, or if the model does not
-    support the task or the instruction. It is an InferenceFailed if the scores are not finite.
+    support the task or the instruction. The result is an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit of the tokens of prompt and generated text together.
     """

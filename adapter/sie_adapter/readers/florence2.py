@@ -266,8 +266,8 @@ def _check_region(instruction: str) -> None:
     left, top, right, bottom = map(int, match.groups()) if match else (1, 1, 0, 0)
     if left > right or top > bottom:
         raise InvalidInput(
-            "instruction: expected a region, <loc_LEFT><loc_TOP><loc_RIGHT><loc_BOTTOM> with 0 to 999 of the image's "
-            "width and height",
+            "instruction: expected a region, <loc_LEFT><loc_TOP><loc_RIGHT><loc_BOTTOM> with numbers from 0 to 999, in "
+            "thousandths of the image's width and height",
             reason="region",
             param="instruction",
         )

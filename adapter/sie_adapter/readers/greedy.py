@@ -52,7 +52,8 @@ class Rules:
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # True if an end token is forced at the limit
+    # True if a processor forces an end token at the limit `most`; `finish` returns `length` for this token
+    forced_end: bool = False
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
@@ -125,6 +126,6 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the id of the best token of each row of `scores` [rows, vocabulary]; -1 if its score is not finite."""
+    """Return the id with the best score in each row of `scores` [rows, vocabulary]; -1 if that score is not finite."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]

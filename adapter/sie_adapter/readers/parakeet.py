@@ -65,7 +65,7 @@ class ParakeetTranscription:
 
 @dataclass(eq=False)
 class ParakeetWindow:
-    """Window of a sound: its frames from `seek` up to `stop`, exclusive. `read`: its tokens; None before decoding."""
+    """Window of a sound: the frames from `seek` to before `stop`. `read`: the decoded tokens; None before decoding."""
 
     reader: ParakeetReader
     sound: ParakeetTranscription
@@ -84,9 +84,10 @@ class ParakeetReader:
     """Loaded Parakeet TDT. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each sentence, and `data` with the whole text, `words` with their times, the language
-    UNDETERMINED, `finish_reason` and `completion_tokens`. `finish_reason` is `length` if a window was cut at its limit.
-    The result is an InvalidInput if an input does not have exactly one sound, or has a language, an instruction or
-    another task than `transcribe`. It is an InferenceFailed if the scores are not finite.
+    UNDETERMINED, `finish_reason` and `completion_tokens`. `finish_reason` is `length` if the text of a window
+    was cut at the limit of steps or at `max_new_tokens`. The result is an InvalidInput if an input does not have
+    exactly one sound, or has a language, an instruction or another task than `transcribe`. The result is an
+    InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the positions of one window.
     """
@@ -140,8 +141,8 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. After the window, no frame remains, or at least
-        two, because the standard deviation of a single frame is undefined (`_normalised`).
+        """Return the number of frames of the first window of `levels`. Either no frame or at least two frames remain
+        after the window, because the standard deviation of a single frame is undefined (`_normalised`).
         """
         if len(levels) <= self._frames:
             return len(levels)
@@ -186,7 +187,7 @@ class ParakeetReader:
         """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
-        if not window.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
+        if not window.seek:  # first window: drop earlier results, because `by_options` may run a failed batch again
             sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
         tokens = read.tokens[: sound.most or None]
         if read.is_cut or len(tokens) < len(read.tokens):

@@ -139,7 +139,9 @@ class _GenerationRow:
 
 
 class _Loop:
-    """Loop that generates text with one model. A row is a prompt with its generated tokens. `_rows[i]` is in slot i."""
+    """Loop that generates text with one model. A row is a prompt with its generated tokens. `_rows[i]` uses slot i of
+    the KV cache `_slots`.
+    """
 
     def __init__(
         self,
@@ -200,8 +202,8 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart all rows after an out-of-memory error, at most half as many at a time, until `_widen` raises the
-        limit.
+        """Restart all rows after an out-of-memory error. At most half of them run at the same time, until `_widen`
+        raises this limit.
         """
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning(
@@ -333,7 +335,7 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`fits`: function that returns True if the rows of a model may use this number of additional bytes."""
+        """`fits`: function of a number of bytes, returns True if the rows of a model may use that many bytes more."""
         self._device = device
         self._fits = fits
         self._shed = shed

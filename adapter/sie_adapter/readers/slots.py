@@ -111,7 +111,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
 
 class _SlotStates:
-    """Keys and values of all rows, of decoder or encoder: [slots, heads, positions, width] for each layer."""
+    """Keys and values of all rows, from decoder or encoder states: [slots, heads, positions, width] for each layer."""
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
@@ -172,8 +172,8 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions, filled with zeros, because masked values must be finite. Raises
-        SlotsFull.
+        """Allocate memory for at least `slots` slots and `positions` positions. Fill it with zeros, because masked
+        values must be finite. Raises SlotsFull.
         """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
@@ -240,8 +240,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return True at the positions that a row attends to, bool [rows, 1, 1, width]; `with_next` adds the new
-        token.
+        """Return True at the positions that a row attends to, bool [rows, 1, 1, width]. `with_next` adds the position
+        of the new token.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]

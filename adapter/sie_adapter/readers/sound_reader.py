@@ -1,6 +1,6 @@
 """Readers of sounds: models that transcribe the speech in a recording.
 
-one recording each ──► prompts ──► the loop of `reading`, window by window ──► written text ──► results
+the recording of each input ──► prompts ──► the loop of `reading`, window by window ──► written text ──► results
 """
 
 from __future__ import annotations

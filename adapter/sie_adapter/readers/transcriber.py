@@ -52,7 +52,7 @@ class _TranscriberKind(NamedTuple):
     """Differences between the model classes of transcribers. `model`: the class. `tasks`: the instruction for each
     task. `see`: computes the features of an image, [tokens, width]; its arguments are the model, float pixels [3,
     height, width], and the numbers of rows and columns of patches. `is_placed`: tokens have positions on three axes.
-    `refused`: a dtype in which the model overflows.
+    `refused`: a dtype that a load refuses, because the model overflows in it.
     """
 
     model: Any
@@ -174,8 +174,8 @@ class Transcriber:
         count = (height // self._unit) * (width // self._unit)
         if not count:
             raise InvalidInput(
-                f"aspect: the image is {image.width} x {image.height} pixels: at the model's size, one edge is shorter "
-                f"than the {self._unit} pixels of a block",
+                f"aspect: the image is {image.width} x {image.height} pixels: resized for the model, one edge is "
+                f"shorter than the {self._unit} pixels of a block",
                 reason="invalid_media",
             )
         ids: list[int] = []

@@ -1,8 +1,8 @@
 """Token ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the frame at which the next window
 begins. This module does no I/O.
 
-    language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
-    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and their number of frames
+    language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► tokens of a window of 30 s
+    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, begin of the next window
 
 Times are in steps of 20 ms, frames are 10 ms long. Source: transformers, WhisperGenerationMixin.
 """

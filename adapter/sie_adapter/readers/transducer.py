@@ -2,7 +2,7 @@
 
     states of positions ──┐
                           ├──► joint ──► a token and a duration: advance by the duration ──► TranscribedToken, ..
-    tokens before it ─────┘
+    previous tokens ──────┘
     TranscribedToken, .. ──► words ──► sentences
 
 The results are those of `generate` of transformers, ParakeetForTDT, for one sound at a time.
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
 
 _ENDS = (".", "?", "!")  # punctuation marks that end a sentence. Source: NeMo, the separators of segments
-# largest length of a sentence in seconds; a longer sentence is divided, because the gateway reads a recording in parts
-# that overlap by 30 s
+# largest length of a sentence in seconds; a longer sentence is divided, so that a sentence fits into the 30 s by which
+# the gateway's parts of a recording overlap
 _LONGEST_S = 30.0
 # punctuation marks, which have no duration: they begin and end at the end of the previous word. Source: transformers,
 # ParakeetProcessor
@@ -37,7 +37,7 @@ class TranscribedToken(NamedTuple):
 
 
 class DecodedSound(NamedTuple):
-    """Tokens of a sound. `is_cut`: True if decoding reached its limit before the end of the sound."""
+    """Tokens of a sound. `is_cut`: True if decoding reached its limit of steps before the end of the sound."""
 
     tokens: list[TranscribedToken]
     is_cut: bool

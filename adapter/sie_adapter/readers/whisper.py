@@ -122,7 +122,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # `by_options` runs the sounds of a failed batch again: drop their earlier results
+        if not self.seek:  # first window: drop earlier results, because `by_options` may run a failed batch again
             sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -136,7 +136,7 @@ class SoundWindow:
 
 
 class WrittenWindow(NamedTuple):
-    """Tokens (with the end token) and segments of a window. `seek`: its first frame in the sound."""
+    """Tokens (with the end token) and segments of a window. `seek`: the window's first frame in the sound."""
 
     seek: int
     ids: list[int]
@@ -148,9 +148,9 @@ class WhisperReader:
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
     `completion_tokens`; with the parameter `word_times` also the words with their times. `finish_reason` is `length` if
-    a window was cut at its limit. The result is an InvalidInput if an input does not have exactly one sound, or if the
-    model does not support its task, language, instruction or `word_times`. It is an InferenceFailed if the scores are
-    not finite.
+    the text of a window was cut at the limit of tokens. The result is an InvalidInput if an input does not have exactly
+    one sound, or if the model does not support the requested task, language, instruction or `word_times`. The result is
+    an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """

@@ -1,6 +1,6 @@
 """Base of the readers of documents and sounds: prompts, decoders that write one token per step, and results.
 
-a file each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
+file and task of each input ──► prompts ──► the loop of `reading`, for all batches together ──► written text ──► results
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # `by_options` makes one call for each set of equal options. These placeholders are equal, so all rows run in
-        # one call; the prompts have the real options
+        # `by_options` makes one call for each set of equal options. With equal placeholders as options, all rows run in
+        # one call. The prompts already contain the real options.
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -181,7 +181,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: the prompt has {prompt} tokens with it; prompt and answer may have at most {limit} together",
+            f"instruction: the prompt has {prompt} tokens; prompt and answer together may have at most {limit} tokens",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
