@@ -18,7 +18,7 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching.batch import BatchLimits, Load
-from sie_sidecar.intake.pull import Pulling, WorkSource
+from sie_sidecar.intake.pull import ACTIVE_S, Pulling, WorkSource
 
 LANE = Lane("_default", "cpu", "default")
 LIMITS = BatchLimits(cost=1000, requests=10, wait_s=0.01)
@@ -32,9 +32,10 @@ class Taking:
     broker: MemoryBroker
     loads: dict[bool, Load] = field(default_factory=lambda: {False: Load(0, 0, 1), True: Load(0, 0, 1)})
     taken: list[Delivery] = field(default_factory=list)
+    now_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.pulling = Pulling(self.broker, LANE, LIMITS, self._on_delivery, self.loads.get, lambda: 0.0)
+        self.pulling = Pulling(self.broker, LANE, LIMITS, self._on_delivery, self.loads.get, lambda: self.now_s)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         self.taken.append(delivery)
@@ -51,10 +52,10 @@ async def broker() -> AsyncIterator[MemoryBroker]:
     await broker.close()
 
 
-async def publish(broker: MemoryBroker, priority: str, count: int) -> None:
-    await broker.ensure_consumer(topology.work_consumer(LANE, priority, "m", 10.0))
+async def publish(broker: MemoryBroker, priority: str, count: int, model: str = "m") -> None:
+    await broker.ensure_consumer(topology.work_consumer(LANE, priority, model, 10.0))
     for number in range(count):
-        await broker.publish(topology.work_subject(LANE, priority, "m"), b"work", f"{priority}{number}")
+        await broker.publish(topology.work_subject(LANE, priority, model), b"work", f"{priority}{model}{number}")
 
 
 async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(broker: MemoryBroker) -> None:
@@ -71,6 +72,23 @@ async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(brok
     assert not any(
         taking.pulling._pulls.outstanding(consumer) for consumer in {delivery.consumer for delivery in taking.taken}
     )
+    await taking.pulling.stop()
+
+
+async def test_a_consumer_without_new_deliveries_leaves_its_share_of_the_credit(broker: MemoryBroker) -> None:
+    taking = Taking(broker)
+    for model in "mn":
+        await publish(broker, "interactive", 1, model)
+    await taking.pulling.start()
+    await until(lambda: len(taking.taken) == 2, "the work of both models")
+    busy = taking.taken[1].consumer
+    taking.pulling.level()
+    shared = taking.pulling._pulls.outstanding(busy)
+    taking.now_s = 2 * ACTIVE_S
+    taking.pulling.note(taking.taken[1])
+    for _ in range(2):  # the first call finds that the other consumer has no new deliveries
+        taking.pulling.level()
+    assert taking.pulling._pulls.outstanding(busy) == 2 * shared > 0
     await taking.pulling.stop()
 
 
