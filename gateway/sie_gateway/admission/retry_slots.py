@@ -126,10 +126,11 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that accepts this cost; more than MAX_RETRY_S if no second does. A
-        second accepts the cost if no turn is due less than one second before or after it, or if these turns and this
-        cost have at most the cost `room` together. If the turns before `retry_s` cost more than `room`, the excess
-        counts as cost of the following seconds.
+        """Return the first number of seconds, from `retry_s` on, after which a turn of this cost may be due; a number
+        above MAX_RETRY_S if there is none. Neighbours are this gateway's turns that are due less than one second
+        earlier or later. A time is possible if the neighbours and the new turn cost at most `room` together, or if
+        there are no neighbours. The queue is assumed to do work of the cost `room` per second: if the turns before a
+        time cost more than that, the excess moves to the following seconds.
         """
         if room == math.inf:
             return retry_s
@@ -165,8 +166,9 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Remove and return at most `count` entries of the next announcement, the oldest first: booked turns (retry
-        times), and clients that claimed their turn.
+        """Return what this gateway announces next to the other gateways: booked turns (retry times), and clients that
+        claimed their turn. Return at most `count` of both together, claims before turns, the oldest first. What is
+        returned once is not returned again.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]

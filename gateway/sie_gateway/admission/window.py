@@ -138,7 +138,7 @@ class Ticket:
 
     `costs`: time of each chunk, expressed as the number of tokens of short texts that take as long (`models.costs` of
     the contracts). The costs set the order of keys and the predicted waits. `tokens`: tokens of each chunk, which count
-    towards the limits of workers and key windows; by default `costs`.
+    towards the limits of workers and of keys; by default `costs`.
     """
 
     key: str
@@ -176,7 +176,7 @@ class _KeyFlow:
     cost: int = 0
     tokens: int = 0
     turn: bool = False  # true if the next chunk is from `begun`, false if it is from `fresh`
-    # true if at the last check, the queue had space for the next chunk, but the window of its key was full
+    # true if at the last check the queue had space for the next chunk, but the chunk exceeded the key's token limit
     is_limited: bool = False
 
     def head(self) -> Ticket:
@@ -188,7 +188,9 @@ class KeyWindow:
     """Work of one model and priority of a lane. `shares`: queued tokens of each key, for all models of the lane."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue before the next key, about the cost of a chunk."""
+        """`quantum`: cost of the work that a key may put into the queue before the turn passes to the next key; about
+        the cost of one chunk.
+        """
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
@@ -221,7 +223,7 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So of each other key's waiting work, at most as much runs first as this key has in total: its waiting work
+        cost. So each other key's waiting work runs first only up to the cost of all work of this key: its waiting work
         plus the new request.
         """
         if not self._flows:
@@ -272,8 +274,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return False if the key's window has no space for a chunk, or if the key's work for another model must get a
-        permit first. If the key has no work in the queue, return True.
+        """Return False if a chunk would exceed the key's token limit (window), or if the key's work for another model
+        must get a permit first. If the key has no work in the queue, return True.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False
@@ -284,8 +286,8 @@ class KeyWindow:
         return not any(window is not self and window._has_turn_before(key, mine) for window in windows)
 
     def _has_turn_before(self, key: str, granted: float) -> bool:
-        """Return True if the next chunk of this key waits only because the key's window (token limit) is full, and the
-        last permit of this key for this model was before permit number `granted`.
+        """Return True if two conditions hold. The key's next chunk for this model waits only because of the key's token
+        limit. The key's last permit for this model is older than permit number `granted`.
         """
         flow = self._flows[key]
         if not flow.is_limited or flow.granted >= granted:
@@ -333,8 +335,8 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Return True if a request of one chunk may enter the queue at once: no request waits for a permit, and the
-        queue and the key's window have space.
+        """Return True if a request of one chunk may enter the queue immediately: no request waits for a permit, the
+        queue has space, and the key stays within its token limit.
         """
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
@@ -390,7 +392,9 @@ class SharedLimit:
         self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
 
     def accepts(self, key: str, more: int, now_s: float) -> bool:
-        """Return True if a key may use `more` in addition. A refused key counts as active for REFUSED_S seconds."""
+        """Return True if a key may use the amount `more` in addition to what it uses already. Otherwise record the
+        refusal, after which the key counts as active for REFUSED_S seconds.
+        """
         left = self.total - self.used - more
         if left >= self.total // RESERVED:
             return True

@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that are shown even if the worker that reports them is not ready
 ON_DISK_S = 5.0  # seconds before the list of models on workers' disks is computed again
-NO_DISK_S = 0.5  # the same for an empty list: shorter, because models appear quickly at the start of a cluster
+NO_DISK_S = 0.5  # like ON_DISK_S, after an empty list: when a cluster starts, models soon appear
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -138,7 +138,7 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}
         # worker -> lane -> time of the last heartbeat at which the worker may have had work of this lane
         self._working_s: dict[str, dict[Lane, float]] = {}
-        # (time of the last computation, ids of the models on disks)
+        # (time of the last computation, ids of the models on the workers' disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
