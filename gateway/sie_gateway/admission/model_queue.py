@@ -258,7 +258,9 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches, computed at most LOOK_S seconds ago; None without recent samples."""
+        """Return the mean size and time of the last batches, computed at most LOOK_S seconds ago; None without recent
+        samples.
+        """
         if now_s - self._measured_s > LOOK_S:
             self._measured, self._measured_s = self._batch(now_s), now_s
         return self._measured
@@ -394,13 +396,13 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
-# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. A refused
-# client has a turn: the time to try again that was booked for it. While turns are booked, a client without a turn is
-# admitted only if fewer batches wait. The work of turns that are due within the time of a batch counts as waiting.
+# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
+# turns (retry times of refused clients) are booked, a client without a turn need not wait for these turns if fewer
+# batches wait in the queue. The work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits
-# their work to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget
-# leaves after a running batch, if this time is shorter.
+# Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits the
+# work of these clients to what the queue runs in TURN_PACE x t seconds, where t is the shorter of one second and the
+# time that a request's budget leaves after a running batch.
 TURN_PACE = 0.4
 # The limit of `_bunch_s` is at least what the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
@@ -555,7 +557,7 @@ class ModelQueue:
         if result.chunk not in entered.queued_s:
             return
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
-        if not result.batch.id:  # without a batch (a failure, tokenize), no speed can be measured
+        if not result.batch.id:  # a failed chunk, or a tokenize request, ran in no batch: no speed can be measured
             return
         self.throughput.left(
             now_s,
@@ -584,8 +586,8 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry; None if unknown. A chunk that may be in a running batch
-        keeps the device busy, so `_gone` includes its cost until the next result.
+        """Remove an ended request and return its entry; None for an unknown request. A chunk that may be in a running
+        batch keeps the device busy, so `_gone` includes the chunk's cost until the next result.
         """
         entered = self.entered.get(ticket)
         if entered is None:

@@ -59,10 +59,10 @@ def bound(
     reports of the workers with the model.
 
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys
-    (`contested`), the bound may be less, so that a request of another key does not wait for long. Let p be the number
-    of batches at an adapter, and let a batch take f seconds, plus b seconds for each of its tokens. The request waits
-    for p batches of s tokens, and runs in the next one. These p + 1 batches may together take at most the time of p
-    full batches of S tokens plus twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the
+    (`contested`), the bound may be less, so that a new request does not wait long for the work of another key. Let p be
+    the number of batches at an adapter, and let a batch take f seconds, plus b seconds for each of its tokens. The new
+    request waits for p batches of s tokens, and runs in the next batch. These p + 1 batches may together take at most
+    the time of p full batches of S tokens plus 2 f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the
     queue, p s, is at most p / (p + 1) times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is
     small, batches become smaller, which costs little throughput. If f is large, batches stay full. The limit of
     messages is not reduced: the time of a batch with the largest number of messages depends on this number, not on the
@@ -70,8 +70,8 @@ def bound(
 
     A fast device may run two batches while a result travels to this gateway and the next message to the worker. So the
     bound is at least ALONE_S or CONTESTED_S seconds of work. Without a host, the bound is `cold_tokens`, so that work
-    for a model that is not loaded does not fill its key's window. If a host reports no limit of tokens, the number of
-    tokens has no bound; if a host reports no limit of messages, the number of messages has none.
+    for a model that is not loaded does not use up its key's token limit. If a host reports no limit of tokens, the
+    number of tokens has no bound; if a host reports no limit of messages, the number of messages has no bound.
     """
     if not hosts:
         return QueueBound(cold_tokens)
@@ -96,7 +96,7 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
-        # key -> windows (one for each model) in which the key has waiting work
+        # key -> the `KeyWindow` of each model for which the key has waiting work; the values are unused
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
         self.grants = 0  # number of permits so far; `_KeyFlow.granted` records it at each permit of a key
         self._seen_s: dict[str, float] = {}

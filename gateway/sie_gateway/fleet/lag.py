@@ -56,7 +56,7 @@ class Lag:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
-        trouble = Trouble(_logger, "the age of the queue is not known")
+        trouble = Trouble(_logger, "the lag of the queue cannot be read from the broker")
         while not await stop.wait_for(EVERY_S):
             with trouble.logged(BrokerError):
                 await self.refresh()
