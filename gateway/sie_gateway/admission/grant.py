@@ -43,7 +43,9 @@ class Grant:
     remote: bool = False
 
     def owns(self, owner: str) -> bool:
-        """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""
+        """Return True if this credential may use the jobs, reservations and recorded requests of `owner`, the key of a
+        credential.
+        """
         return owner == self.key or "admin" in self.scopes
 
 

@@ -491,7 +491,8 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; infinite without work, but kept if a stalled queue loses all work
+        # time since which the queue has had work; infinite without work, but unchanged if all work was withdrawn from a
+        # stalled queue
         self._busy_s = math.inf
         # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
         # the empty queue

@@ -105,8 +105,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Drop all
-        other keys.
+        """Return True if more than one key is active: has had a request within REMEMBERED_S seconds, or has work in the
+        queue. Forget the other keys.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S

@@ -138,7 +138,7 @@ class AnswerMemory:
         return count
 
     def counts(self) -> list[tuple[tuple[str, str], int]]:
-        """Return the number of answers by model and owner, the largest first."""
+        """Return the number of answers by model and owner, the largest number first."""
         totals = Counter[tuple[str, str]]()
         for space, count in self._spaces.values():
             totals[space.model, space.owner] += count

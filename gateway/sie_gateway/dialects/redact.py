@@ -224,7 +224,7 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
             message = "expected a text and nothing else, only texts are redacted"
             raise InvalidInput.at(path, message, reason="unsupported_modality")
         if len(item.text) > MAX_TEXT:
-            message = f"it has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
+            message = f"the text has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
             raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
 
 

@@ -136,8 +136,8 @@ class Lag:
 
 
 def lane_of(subject: str) -> Lane:
-    """Return the lane of a subject of work. In a subject, only names of models are shortened, so the lane can be
-    decoded.
+    """Return the lane that a NATS subject of work items names. Only names of models are shortened in a subject, so the
+    lane can be decoded.
     """
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))
