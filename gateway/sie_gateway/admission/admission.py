@@ -59,8 +59,8 @@ HALF_LIFE_S = 60.0  # seconds after which a published message counts half in the
 RATE_S = 10.0  # time constant, in seconds, of the moving average `_LaneFlow.rate` of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)  # largest number of announcements over which responses are averaged
-# A `_LaneFlow` is dropped when its count of messages, which halves every HALF_LIFE_S seconds, is below this number.
-# After ten messages, this takes ten half-lives.
+# A `_LaneFlow` is dropped when its count of messages, which halves every HALF_LIFE_S seconds, is below this number. A
+# count of ten falls below it in ten half-lives.
 _MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
@@ -289,7 +289,7 @@ class Permits:
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # bytes of the inputs; part of `Admission._waiting` while chunks wait
+        self.size_bytes = size_bytes  # bytes of the inputs; `Admission._waiting` counts them while chunks wait
         self.is_cold = not queue.hosts
 
     @property
@@ -427,7 +427,10 @@ class Admission:
             f"earlier; the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
-            message = f"the queue stands still: the wait may take {refusal.wait_s:.1f} s, {budget_s:.1f} s are left"
+            message = (
+                f"the queue stands still: the wait may take {refusal.wait_s:.1f} s; "
+                f"the request has {budget_s:.1f} s left"
+            )
         return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(queue.lane)})
 
     def _count_refusal(self, queue: ModelQueue, reason: str) -> None:
@@ -452,7 +455,7 @@ class Admission:
     def refuse_late(self, queue: ModelQueue) -> None:
         """Refuse admitted requests whose responses would miss their deadlines, so that the work of these requests
         leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while some results of
-        a long batch have not arrived, because this method would count their chunks as work that has not run.
+        a long batch are missing, because the chunks of the missing results would count as work that has not run.
         """
         now_s = self._clock()
         if now_s - queue.shed_s <= LOOK_S or not queue.throughput.is_settled(now_s, LOOK_S):
@@ -661,7 +664,7 @@ class Admission:
             self._pending_queues.pop(permits.queue, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the idle queues of a deleted pool, and the pool's `Shares` that no remaining queue uses."""
+        """Drop the idle queues of a deleted pool, and those `Shares` (tokens by key) of the pool that no queue uses."""
         self._queues = {
             name: queue for name, queue in self._queues.items() if name[0].pool != pool or not queue.window.idle
         }

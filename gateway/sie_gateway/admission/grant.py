@@ -43,7 +43,9 @@ class Grant:
     remote: bool = False
 
     def owns(self, owner: str) -> bool:
-        """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""
+        """Return True if this credential may use the jobs, reservations and recorded requests of `owner`, the key of a
+        credential.
+        """
         return owner == self.key or "admin" in self.scopes
 
 
@@ -121,8 +123,8 @@ class Quotas:
 
 
 class Charge:
-    """Account of the tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when
-    the usage is known. `refund` puts all tokens back if the call ended without usage.
+    """Account of the tokens of one call. `spend` subtracts an estimate from the key's quota before the call runs.
+    `settle` replaces the estimate by the actual usage. `refund` puts all tokens back if the call ended without usage.
     """
 
     def __init__(self, quotas: Quotas, key: str, per_minute: int) -> None:

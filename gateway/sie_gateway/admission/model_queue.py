@@ -10,9 +10,9 @@ n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests
 as it has lasted already.
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
 turn is admitted if its response would be in time even after the work of all turns that are due before its deadline.
-Such a client is also admitted if the workers would have too little work. If workers form each batch only when the
-device is free, little work is no reason to admit a request. In this case, only those turns count that are due before
-the batch of the request is formed.
+Such a client is also admitted if the workers would otherwise have too little work. If workers form each batch only when
+the device is free, the rule for clients without a turn is different: too little work is no reason to admit a request,
+and only the turns that are due before the request's batch is formed count.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -71,16 +71,17 @@ MAX_GROWTH = 4.0
 # because the missing results may belong to requests of other gateways and never arrive here
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of the last ended requests from which `AnswerPace` computes the speed of the gateway
-GROWING = 1.25  # factor: batches count as growing while the last has over GROWING times the tokens of each earlier one
+# factor: batches count as growing while the last batch has more than GROWING times the tokens of each earlier batch
+GROWING = 1.25
 
 
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
-    `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time until
-    the request's batch is formed, or infinity if workers form batches before the device is free. If `formed_s` is
-    finite, `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
-    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
-    `batch_s`: time of one batch.
+    `formed_s`: time until the request's batch is formed, or infinity if workers form batches before the device is free.
+    `likely_s`: if `formed_s` is infinite, `min_s` plus the time of one batch, which was formed before the request
+    arrived; else `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
+    unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
+    of one batch.
     """
 
     min_s: float = 0.0
@@ -93,7 +94,9 @@ class ExpectedWait(NamedTuple):
 
     @property
     def belief(self) -> float:
-        """Return the weight of the expected wait, from 0 (no samples) to 1."""
+        """Return the factor, from 0 to 1, by which a refusal multiplies the expected wait. It is 0 without samples, and
+        approaches 1 with their number.
+        """
         samples = self.evidence * self.evidence
         return samples / (samples + DOUBT)
 
@@ -191,10 +194,10 @@ class Throughput:
         pipeline: int = 1,
         chunks: int = 1,
     ) -> None:
-        """Record a result of `tokens` tokens, which were queued at `queued_s` and ran in `batch`. `is_crowded`: when
-        they were queued, more work waited than the workers accept, so no batch can be larger. `device_s`: time of the
-        batch on the device. `lanes`: number of batches that run at the same time. `pipeline`: largest number of batches
-        that a worker forms before its device is free. `chunks`: number of chunks in the batch.
+        """Record the result of a chunk with `tokens` tokens, which was queued at `queued_s` and ran in `batch`.
+        `is_crowded`: when the chunk was queued, more work waited than the workers accept, so no batch can be larger.
+        `device_s`: time of the batch on the device. `chunks`: number of chunks in the batch. `lanes`: number of batches
+        that run at the same time. `pipeline`: largest number of batches that a worker forms before its device is free.
         """
         entry = next((candidate for candidate in self._since(queued_s) if candidate.name == batch), None)
         if entry is None:
@@ -255,7 +258,9 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches, computed at most LOOK_S seconds ago; None without recent samples."""
+        """Return the mean size and time of the last batches, computed at most LOOK_S seconds ago; None without recent
+        samples.
+        """
         if now_s - self._measured_s > LOOK_S:
             self._measured, self._measured_s = self._batch(now_s), now_s
         return self._measured
@@ -309,13 +314,13 @@ class Throughput:
         budget_s: float = math.inf,
         running: float = 0.0,
     ) -> ExpectedWait:
-        """Return the wait of a request of `cost` tokens behind `ahead` tokens. `oldest_s`: time since which the queue
-        has had work. `full_tokens`: cost of a full batch.
+        """Return the wait of a request of `cost` tokens behind `ahead` tokens of all gateways. `oldest_s`: time since
+        which the queue has had work. `full_tokens`: cost of a full batch. `share`: this gateway's share of the
+        throughput of all gateways. `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long;
+        infinite while unknown.
 
-        A batch larger than the measured batches takes the measured time times (fixed + tokens) / (fixed + measured
-        tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long; infinite while
-        unknown. While it is unknown, a larger batch counts with the measured time. `share`: this gateway's share of the
-        throughput of all gateways. `ahead` is the work of all gateways.
+        A batch larger than the measured batches is assumed to take the measured time times (fixed + tokens) / (fixed +
+        measured tokens), or just the measured time while the fixed time is unknown.
 
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
         workers form no further batch while that batch runs. Then the request waits for the running batches, which have
@@ -391,13 +396,13 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
-# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. A refused
-# client has a turn: the time to try again that was booked for it. While turns are booked, a client without a turn is
-# admitted only if fewer batches wait. The work of turns that are due within the time of a batch counts as waiting.
+# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
+# turns (retry times of refused clients) are booked, a client without a turn need not wait for these turns if fewer
+# batches wait in the queue. The work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits
-# their work to what the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget
-# leaves after a running batch, if this time is shorter.
+# Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits the
+# work of these clients to what the queue runs in TURN_PACE x t seconds, where t is the shorter of one second and the
+# time that a request's budget leaves after a running batch.
 TURN_PACE = 0.4
 # The limit of `_bunch_s` is at least what the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
@@ -422,11 +427,13 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: expected wait in seconds, which exceeds the time that the
-    request has left. It is `ExpectedWait.likely_s` plus `stalled_s`. For a new request, `likely_s` is multiplied by a
-    safety margin and by `belief`. If a new request would be late only because refused clients may try again before it
-    runs, `wait_s` includes the work of these clients, but not `stalled_s`. `turn_s`: seconds until the queue has space
-    for this request. `room`: limit on the summed cost of the clients whose retry times are within one second.
+    """Refusal of a request because of its wait.
+
+    `wait_s`: expected wait in seconds, longer than the time that the request has left. For an admitted request, it is
+    `ExpectedWait.likely_s` plus `stalled_s`. For a new request, `likely_s` is first multiplied by `belief` and by a
+    safety margin. If a new request would be in time without the clients that were refused earlier, `wait_s` includes
+    their work, but not `stalled_s`. `turn_s`: seconds until the queue has space for the request. `room`: limit on the
+    summed cost of all refused clients that may try again within the same second.
     """
 
     wait_s: float
@@ -484,7 +491,8 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; infinite without work, but kept if a stalled queue loses all work
+        # time since which the queue has had work; infinite without work, but unchanged if all work was withdrawn from a
+        # stalled queue
         self._busy_s = math.inf
         # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
         # the empty queue
@@ -550,7 +558,7 @@ class ModelQueue:
         if result.chunk not in entered.queued_s:
             return
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
-        if not result.batch.id:  # without a batch (a failure, tokenize), no speed can be measured
+        if not result.batch.id:  # a failed chunk, or a tokenize request, ran in no batch: no speed can be measured
             return
         self.throughput.left(
             now_s,
@@ -579,8 +587,8 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry; None if unknown. A chunk that may be in a running batch
-        keeps the device busy, so `_gone` includes its cost until the next result.
+        """Remove an ended request and return its entry; None for an unknown request. A chunk that may be in a running
+        batch keeps the device busy, so `_gone` includes the chunk's cost until the next result.
         """
         entered = self.entered.get(ticket)
         if entered is None:
@@ -662,9 +670,9 @@ class ModelQueue:
 
         The queue is first in, first out, and mixes the work of all gateways. Work that waits in this gateway enters the
         queue only as fast as this gateway's share of the throughput allows. The announcement of another gateway may be
-        OTHER_S seconds old. This function assumes that the work of the other gateway has changed since the announcement
-        by as much as the work of this gateway, times the ratio of the two rates (at most 1). So a burst of work that
-        arrives at all gateways counts before the next announcement.
+        OTHER_S seconds old. This function assumes that the other gateway's work has changed since then by the change of
+        this gateway's own work, times the ratio of the other gateway's rate to its own rate (at most 1). So a burst of
+        work that arrives at all gateways counts before the next announcement.
         """
         rate = self.throughput.rate(now_s) if self._others else 0.0
         if not rate:
@@ -683,7 +691,8 @@ class ModelQueue:
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
         """Return this gateway's tokens that may be in running batches: the tokens of a measured batch times the number
-        of batches that run at the same time; more while batches grow.
+        of batches that run at the same time. While batches may still grow, the result may be as large as this gateway's
+        share of full batches.
         """
         usual = batch.tokens * self._lanes
         if batch.is_full:
@@ -708,7 +717,9 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens with `budget_s` seconds left; None if it is admitted."""
+        """Return the refusal of a request of `cost` tokens that has `budget_s` seconds left; None if the request can be
+        admitted.
+        """
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -787,9 +798,9 @@ class ModelQueue:
         return late
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """Return the time when a batch ends. The batch began at the last result, and has `tokens` tokens, computed with
-        `entered.scale`. Until measurements show whether batches grow, return minus infinity, so that no request counts
-        as late.
+        """Return the time when the work up to and including `entered` ends, if it runs in one batch on each device and
+        these batches began at the last result. `tokens`: cost of this work, computed with `entered.scale`. Until
+        measurements show whether batches grow, return minus infinity, so that no request counts as late.
         """
         if not self.batches.is_growth_known:
             return -math.inf

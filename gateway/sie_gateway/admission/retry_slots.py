@@ -31,7 +31,7 @@ GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due t
 GRACE_SHARE = 0.3
 SLOT_S = 0.25  # seconds of a slot: the costs of all turns that are due in one slot are added
 SLOTS = round(1 / SLOT_S)  # number of slots in a second
-# number of past slots whose turns may not have lapsed yet
+# number of past slots whose turns may be open: a client may use its turn until this many slots after the due time
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)
 CRUMB = 1e-6  # a sum of costs below this number of tokens is a rounding error
 MEMORY = 0.02  # weight of the newest turn in the moving average of the share of clients that try again
@@ -102,7 +102,7 @@ class RetrySlots:
 
     def due(self, now_s: float, within_s: float) -> float:
         """Return the part of `promised` that is due within `within_s` seconds. Costs are known only for whole slots. If
-        this time ends inside a slot, the slot counts in proportion to its part before the end.
+        the `within_s` seconds end inside a slot, this slot counts in proportion to its part before the end.
         """
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
@@ -111,9 +111,9 @@ class RetrySlots:
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """Book a turn (retry time) for a client and return its Retry-After in whole seconds. The turn is due after
-        `wait_s` seconds, rounded up or down at random, or in the first later second with space. `room` is the limit on
-        the cost of all turns of this gateway that may be due within one second. No turn is booked for an empty
-        `client`, for a wait above MAX_RETRY_S, or while MAX_TURNS turns are open.
+        `wait_s` seconds, rounded up or down at random, or in the first later second with space. A second has space if
+        the turns of this gateway that are due in it cost at most `room`. No turn is booked for an empty `client`, for a
+        wait above MAX_RETRY_S, or while MAX_TURNS turns are open.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
@@ -126,10 +126,11 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that accepts this cost; more than MAX_RETRY_S if no second does. A
-        second accepts the cost if no turn is due less than one second before or after it, or if these turns and this
-        cost have at most the cost `room` together. If the turns before `retry_s` cost more than `room`, the excess
-        counts as cost of the following seconds.
+        """Return the first number of seconds, from `retry_s` on, after which a turn of this cost may be due; a number
+        above MAX_RETRY_S if there is none. Neighbours are this gateway's turns that are due less than one second
+        earlier or later. A time is possible if the neighbours and the new turn cost at most `room` together, or if
+        there are no neighbours. A time is not possible while the turns that are due before it cost more than `room`;
+        the excess over `room` counts as cost of the next second.
         """
         if room == math.inf:
             return retry_s
@@ -144,7 +145,9 @@ class RetrySlots:
         return retry_s
 
     def _is_full(self, due_s: float, room: float) -> bool:
-        """Return True if the expected cost of this gateway's turns exceeds `room` in a second that includes `due_s`."""
+        """Return True if there is a period of one second around `due_s` in which the expected cost of this gateway's
+        turns exceeds `room`.
+        """
         slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
@@ -165,8 +168,9 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Remove and return at most `count` entries of the next announcement, the oldest first: booked turns (retry
-        times), and clients that claimed their turn.
+        """Return what this gateway announces next to the other gateways: booked turns (retry times), and clients that
+        claimed their turn. Return at most `count` of both together, claims before turns, the oldest first. What is
+        returned once is not returned again.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]

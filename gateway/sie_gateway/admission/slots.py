@@ -11,7 +11,7 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 class KeySlots:
     """`total` slots, of which one API key may use `per_key` at the same time. Error texts name the `work`, for example
-    uploads. `reason`: reason in the errors.
+    uploads. `reason`: field `reason` of the errors.
     """
 
     def __init__(self, total: int, per_key: int, work: str, reason: str) -> None:

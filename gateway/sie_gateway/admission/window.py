@@ -59,10 +59,10 @@ def bound(
     reports of the workers with the model.
 
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys
-    (`contested`), the bound may be less, so that a request of another key does not wait for long. Let p be the number
-    of batches at an adapter, and let a batch take f seconds, plus b seconds for each of its tokens. The request waits
-    for p batches of s tokens, and runs in the next one. These p + 1 batches may together take at most the time of p
-    full batches of S tokens plus twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the
+    (`contested`), the bound may be less, so that a new request does not wait long for the work of another key. Let p be
+    the number of batches at an adapter, and let a batch take f seconds, plus b seconds for each of its tokens. The new
+    request waits for p batches of s tokens, and runs in the next batch. These p + 1 batches may together take at most
+    the time of p full batches of S tokens plus 2 f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the
     queue, p s, is at most p / (p + 1) times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is
     small, batches become smaller, which costs little throughput. If f is large, batches stay full. The limit of
     messages is not reduced: the time of a batch with the largest number of messages depends on this number, not on the
@@ -70,8 +70,8 @@ def bound(
 
     A fast device may run two batches while a result travels to this gateway and the next message to the worker. So the
     bound is at least ALONE_S or CONTESTED_S seconds of work. Without a host, the bound is `cold_tokens`, so that work
-    for a model that is not loaded does not fill its key's window. If a host reports no limit of tokens, the number of
-    tokens has no bound; if a host reports no limit of messages, the number of messages has none.
+    for a model that is not loaded does not use up its key's token limit. If a host reports no limit of tokens, the
+    number of tokens has no bound; if a host reports no limit of messages, the number of messages has no bound.
     """
     if not hosts:
         return QueueBound(cold_tokens)
@@ -96,7 +96,7 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
-        # key -> windows (one for each model) in which the key has waiting work
+        # key -> the `KeyWindow` of each model for which the key has waiting work; the values are unused
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
         self.grants = 0  # number of permits so far; `_KeyFlow.granted` records it at each permit of a key
         self._seen_s: dict[str, float] = {}
@@ -105,8 +105,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Drop all
-        other keys.
+        """Return True if more than one key is active: has had a request within REMEMBERED_S seconds, or has work in the
+        queue. Forget the other keys.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -138,7 +138,7 @@ class Ticket:
 
     `costs`: time of each chunk, expressed as the number of tokens of short texts that take as long (`models.costs` of
     the contracts). The costs set the order of keys and the predicted waits. `tokens`: tokens of each chunk, which count
-    towards the limits of workers and key windows; by default `costs`.
+    towards the limits of workers and of keys; by default `costs`.
     """
 
     key: str
@@ -176,7 +176,7 @@ class _KeyFlow:
     cost: int = 0
     tokens: int = 0
     turn: bool = False  # true if the next chunk is from `begun`, false if it is from `fresh`
-    # true if at the last check, the queue had space for the next chunk, but the window of its key was full
+    # true if at the last check the queue had space for the next chunk, but the chunk exceeded the key's token limit
     is_limited: bool = False
 
     def head(self) -> Ticket:
@@ -188,7 +188,9 @@ class KeyWindow:
     """Work of one model and priority of a lane. `shares`: queued tokens of each key, for all models of the lane."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue before the next key, about the cost of a chunk."""
+        """`quantum`: cost of the work that a key may put into the queue before the turn passes to the next key; about
+        the cost of one chunk.
+        """
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
@@ -221,7 +223,7 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So of each other key's waiting work, at most as much runs first as this key has in total: its waiting work
+        cost. So each other key's waiting work runs first only up to the cost of all work of this key: its waiting work
         plus the new request.
         """
         if not self._flows:
@@ -272,8 +274,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return False if the key's window has no space for a chunk, or if the key's work for another model must get a
-        permit first. If the key has no work in the queue, return True.
+        """Return False if a chunk would exceed the key's token limit (window), or if the key's work for another model
+        must get a permit first. If the key has no work in the queue, return True.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False
@@ -284,8 +286,8 @@ class KeyWindow:
         return not any(window is not self and window._has_turn_before(key, mine) for window in windows)
 
     def _has_turn_before(self, key: str, granted: float) -> bool:
-        """Return True if the next chunk of this key waits only because the key's window (token limit) is full, and the
-        last permit of this key for this model was before permit number `granted`.
+        """Return True if two conditions hold. The key's next chunk for this model waits only because of the key's token
+        limit. The key's last permit for this model is older than permit number `granted`.
         """
         flow = self._flows[key]
         if not flow.is_limited or flow.granted >= granted:
@@ -333,8 +335,8 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Return True if a request of one chunk may enter the queue at once: no request waits for a permit, and the
-        queue and the key's window have space.
+        """Return True if a request of one chunk may enter the queue immediately: no request waits for a permit, the
+        queue has space, and the key stays within its token limit.
         """
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
@@ -390,7 +392,9 @@ class SharedLimit:
         self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
 
     def accepts(self, key: str, more: int, now_s: float) -> bool:
-        """Return True if a key may use `more` in addition. A refused key counts as active for REFUSED_S seconds."""
+        """Return True if a key may use the amount `more` in addition to what it uses already. Otherwise record the
+        refusal, after which the key counts as active for REFUSED_S seconds.
+        """
         left = self.total - self.used - more
         if left >= self.total // RESERVED:
             return True

@@ -23,7 +23,7 @@ from sie_gateway.answers.keys import DIGEST_BYTES
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
 SPACE_BYTES = 400  # bytes of memory that an AnswerSpace takes in addition to its answers
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
-PROTECTED_SHARE = 0.8  # largest share of the memory of answers that protected answers may take
+PROTECTED_SHARE = 0.8  # largest share of the answers' memory that protected answers (used again) may take
 # Largest number of gateways whose erasures `PeerErasures` counts. A further gateway replaces the one with the oldest
 # erasure. If the replaced gateway later announces more than one erasure, this gateway erases all answers.
 MAX_PEERS = 1024
@@ -138,7 +138,7 @@ class AnswerMemory:
         return count
 
     def counts(self) -> list[tuple[tuple[str, str], int]]:
-        """Return the number of answers by model and owner, the largest first."""
+        """Return the number of answers by model and owner, the largest number first."""
         totals = Counter[tuple[str, str]]()
         for space, count in self._spaces.values():
             totals[space.model, space.owner] += count

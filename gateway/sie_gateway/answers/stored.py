@@ -35,8 +35,10 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, obje
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-MAX_ITEMS = 4_000_000  # largest number of digests that a job has in memory, 24 bytes each; older segments are ignored
-SEGMENTS_KEPT = 4  # largest number of segments that a job has in memory
+# Largest number of digests of cached answers that a job has in memory, 24 bytes each. The job does not read the
+# segments (objects with answers) that are older than these digests.
+MAX_ITEMS = 4_000_000
+SEGMENTS_KEPT = 4  # largest number of segments (objects with answers) that a job has in memory
 SHORT_S, LONG_S = 10.0, 120.0  # time limits in seconds of small and of large requests to the store
 COUNT_BYTES = 8
 CHECK_BYTES = 4

@@ -30,7 +30,7 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
 
 
 def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
-    """Return the whole number from `low` to `high` in a field; None if it is missing. Raises InvalidInput."""
+    """Return the whole number from `low` to `high` in a field; None if the field is missing. Raises InvalidInput."""
     value = body.get(name)
     if value is None:
         return None

@@ -1,5 +1,5 @@
-"""`POST /classify` of Infinity: the classes of each text. `openai`, `rerank` and `operations` have the other routes of
-Infinity.
+"""`POST /classify` of Infinity: the classes of each text. The modules `openai`, `rerank` and `operations` have the
+other routes of Infinity.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
         items = (_document(items),)
     format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
-        message = f"{format_} replies of this route have float32; /v1/encode also returns other types"
+        message = f"{format_} replies of this route contain float32 vectors; /v1/encode also returns other types"
         raise InvalidInput.at("Accept", message, reason="unsupported_dtype")
     if format_ != "json" and is_late:
         message = f"{format_} replies cannot contain chunks, but JSON can"

@@ -44,7 +44,7 @@ KEY_CHARACTERS = (16, 1024)  # shortest and longest key of the style `hash`; an 
 _ASIDE = 1 << 13  # texts with at least this many code points in total are redacted in a thread, not in the event loop
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
-_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # only for the first model; a name in `models` may have a profile
+_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model, not of the models in `models`
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
@@ -224,7 +224,7 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
             message = "expected a text and nothing else, only texts are redacted"
             raise InvalidInput.at(path, message, reason="unsupported_modality")
         if len(item.text) > MAX_TEXT:
-            message = f"it has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
+            message = f"the text has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
             raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
 
 

@@ -45,12 +45,13 @@ AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # SIE's parameters, each with the field of the form that sets it
 _FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANULARITIES}
-# unsupported field of OpenAI -> (accepted values, which have no effect; end of the error text for other values)
+# unsupported field of OpenAI -> (accepted values, which have no effect; text after `expected` in the error for others)
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the text is sent as a whole"),
     "temperature": (("0", "0.0"), "0: the most likely words are written"),
     "chunking_strategy": ((), "none: the model chooses its windows"),
 }
+# unsupported list of OpenAI -> text after `expected` in the error for any value
 _REFUSED_LISTS = {
     "include[]": "none: words have no probabilities here",
     "known_speaker_names[]": "none: speakers are not distinguished",

@@ -72,7 +72,7 @@ def assign(
     reservation may need fewer workers. A reservation that lacks workers gets new workers only when as many workers are
     free as it lacks. So no reservation gets workers that it cannot use yet, and two reservations cannot each take a
     part of the free workers and block each other. The oldest reservation is served first. One worker of each bundle
-    stays unreserved, except if the reservation may use the last worker (`takes_last`).
+    stays unreserved, unless a key with the scope `admin` has set the reservation's spec (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     held: dict[str, Sequence[str]] = {}  # ids of workers by the name of their reservation

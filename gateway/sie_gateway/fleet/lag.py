@@ -56,7 +56,7 @@ class Lag:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
-        trouble = Trouble(_logger, "the age of the queue is not known")
+        trouble = Trouble(_logger, "the lag of the queue cannot be read from the broker")
         while not await stop.wait_for(EVERY_S):
             with trouble.logged(BrokerError):
                 await self.refresh()
@@ -136,8 +136,8 @@ class Lag:
 
 
 def lane_of(subject: str) -> Lane:
-    """Return the lane of a subject of work. In a subject, only names of models are shortened, so the lane can be
-    decoded.
+    """Return the lane that a NATS subject of work items names. Only names of models are shortened in a subject, so the
+    lane can be decoded.
     """
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))

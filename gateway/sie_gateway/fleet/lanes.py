@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that are shown even if the worker that reports them is not ready
 ON_DISK_S = 5.0  # seconds before the list of models on workers' disks is computed again
-NO_DISK_S = 0.5  # the same for an empty list: shorter, because models appear quickly at the start of a cluster
+NO_DISK_S = 0.5  # like ON_DISK_S, after an empty list: when a cluster starts, models soon appear
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -138,7 +138,7 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}
         # worker -> lane -> time of the last heartbeat at which the worker may have had work of this lane
         self._working_s: dict[str, dict[Lane, float]] = {}
-        # (time of the last computation, ids of the models on disks)
+        # (time of the last computation, ids of the models on the workers' disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
@@ -422,7 +422,7 @@ class Fleet:
             why = f"no worker matches {requested[:60]!r}"
             if mixed := [name for name, of_lane in serving.items() if gpu_type(requested) in of_lane.types]:
                 why = f"the workers of {mixed[0]} have several GPU types: give each type a separate SIE_MACHINE_PROFILE"
-            message = f"X-SIE-MACHINE-PROFILE: {why}; there are {', '.join(there)}"
+            message = f"X-SIE-MACHINE-PROFILE: {why}; profiles, GPU types: {', '.join(there)}"
             raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
         message = f"no worker is ready yet, so none matches {requested[:60]!r}"
         waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}

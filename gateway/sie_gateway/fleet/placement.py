@@ -167,11 +167,12 @@ class Placer:
             self._cold.set()
 
     async def run(self, stop: Stop) -> None:
-        """Update all tables until `stop`: each EVERY_S, and at once if a model without a host gets work."""
+        """Update all tables until `stop`: every EVERY_S seconds, and at once when a model without a host gets work."""
         trouble = Trouble(_logger, "not every placement table could be computed")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
             with trouble.logged(BrokerError):
-                if trouble.lasting or self._record.is_stale:  # the broker may have lost the bucket
+                # after an error or a lost connection, the broker may have lost the bucket of the tables
+                if trouble.lasting or self._record.is_stale:
                     await self.start()
                 await self.step()
 
