@@ -20,6 +20,7 @@ from sie_gateway.admission.grant import Grant
 
 MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
+# reasons why a reservation is not active, shown after its name
 HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
 TOO_FEW = "fewer workers are free than it requests"
 HIDDEN = "reserved"  # shown in place of the name of a reservation that the client may not see

@@ -124,7 +124,7 @@ class PoolRecord(Collection[str]):
         }
 
     def reservation(self, name: str) -> Reservation | None:
-        """Return a reservation whose lease has not ended; None if no reservation has this name."""
+        """Return the reservation with this name; None if there is none, or if its lease has ended."""
         reservation = self.reservations.pools.get(name)
         return reservation if reservation is not None and self._clock.now_s() < reservation.expires_s else None
 

@@ -88,8 +88,8 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        # (lane, residency) -> wish. A residency is a model with one set of load options, so the number of models in the
-        # catalogue limits the number of wishes.
+        # (lane, residency) -> wish. A residency is a model with one set of load options. Repeated requests replace the
+        # wish, so the catalogue limits the number of wishes.
         self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 

@@ -270,7 +270,7 @@ class Endpoints:
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
         """Call `on_found` with the workers' URLs at the start and after each change, until cancelled. After an error,
-        the gateway uses the last URLs until a list succeeds.
+        the gateway uses the last URLs until it can list the endpoints again.
         """
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")

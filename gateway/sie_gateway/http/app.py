@@ -94,7 +94,7 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
-    app = FastAPIOffline(  # also serves the scripts of the API page, for use without internet
+    app = FastAPIOffline(  # unlike FastAPI, serves the scripts of the API page itself, for use without internet
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",
@@ -261,7 +261,8 @@ class Edge:
         try:
             match = TABLE.match(path)
             scope["path_params"] = match.parameters
-            # if the path has no route with this method, another route of the path sets metric label and error format
+            # if the path has no route with this method, take another route of the path: it sets the metric label and
+            # the format of the error
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape

@@ -144,7 +144,7 @@ class Gate:
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
         """Wrap `send` of a websocket so that the credential is checked before each frame. If the credential is not
-        valid any more, a close (1008) replaces the next frame.
+        valid any more, the websocket is closed with code 1008 in place of the frame.
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:

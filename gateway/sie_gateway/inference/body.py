@@ -295,7 +295,7 @@ def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
     }
     kind = next((name for name, count in counts.items() if count), "")
     if kind:
-        message = f"{model} reads the {kind} of an input that has both"
+        message = f"{model} reads only the {kind} of an input that has text and {kind}"
         return (f"text: ignored in {counts[kind]} of {len(items)} inputs; {message}",)
     return ()
 
@@ -312,8 +312,8 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have checked the depth of its
-    nesting.
+    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have limited the value's nesting
+    depth, because this function is recursive.
     """
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())

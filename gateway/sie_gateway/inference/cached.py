@@ -48,8 +48,9 @@ OnChunk = Callable[[int, WorkResult], None]
 Compute = Callable[
     [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
 ]
-"""Function that computes inputs at these positions of the request. It adds the results of their chunks to the
-RequestResult, calls the OnChunk function with each, and returns them.
+"""Function that computes some inputs of a request. Arguments: the call, the positions of the inputs in the request, the
+inputs, the RequestResult to which the function adds the result of each chunk, and the function that it calls with each.
+Returns the results of all chunks.
 """
 
 
@@ -102,7 +103,7 @@ class CachedRuns:
         self._fleet = fleet
         self.metrics = metrics
         self._expected_s = expected_s
-        self.flights: dict[FlightKey, Flight] = {}  # inputs that requests compute now
+        self.flights: dict[FlightKey, Flight] = {}  # futures of the inputs that are being computed now
         self._fingerprints: dict[tuple[str, str], tuple[ModelEntry, str]] = {}
 
     async def run(
@@ -223,7 +224,7 @@ class _CachedRun:
             raise not_cached(len(missing))
         hits, computed, is_uniform = count - len(missing), 0, True
         try:
-            # compute further inputs only while all answers have the same fingerprint
+            # `is_uniform`: all computed answers have the fingerprint of the cached answers, so they may be mixed
             while missing and is_uniform:
                 own, joined = self._divide(missing)
                 if own and computed:

@@ -53,8 +53,8 @@ format of an API.
 
 
 def family(name: str) -> ErrorShape:
-    """Return the function that builds the body of an error in the format of an API in `errors.FAMILIES`, with the
-    error's own HTTP status.
+    """Return a function that returns the HTTP status of an error, and its body in the format of the API `name`, one of
+    `errors.FAMILIES`.
     """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
@@ -209,8 +209,8 @@ class ClientGone(Exception):
 
 
 class EntryChanged(Exception):
-    """Raised if the catalogue or a worker has another entry of the model than the parsed request. The gateway then
-    parses the request again.
+    """Raised if the request was parsed with one entry of the model, and the catalogue or a worker has another entry. The
+    gateway then parses the request again.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -223,8 +223,8 @@ MAX_HELD_BYTES = 1 << 30
 # number of copies of each byte of a body while its request runs: in the received body, the decoded values and the queue
 # messages
 COPIES = 3
-# bytes of memory that each body may occupy with all its copies without being counted; SIE_MAX_CONCURRENT_REQUESTS
-# limits the number of bodies, and so the sum of these bytes
+# number of bytes of each body, all copies included, that do not count in SIE_BODY_MEMORY_BYTES;
+# SIE_MAX_CONCURRENT_REQUESTS limits the number of bodies, and so the sum of the uncounted bytes
 FREE_BYTES = COPIES * (256 << 10)
 # limit on the bytes per second that are read of all large bodies together while small requests are in progress: a third
 # of the bytes that one core can receive

@@ -170,9 +170,9 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input: once without labels and without parts of an
-    extraction schema. With them, the model's family decides: once for each question, once for each label, or once for
-    each part of the schema and once more for all labels together.
+    """Return how many times the model reads the text of an input. A run with neither labels nor parts of an extraction
+    schema reads it once. For any other run, the model's family decides: once for each question, once for each label, or
+    once for each part of the schema and once more for all labels together.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:

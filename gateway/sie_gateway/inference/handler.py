@@ -172,7 +172,7 @@ class Inference:
         """
         self._resolve(call, route)
         _check_headers(call.headers)
-        cache_mode(call.headers)  # refuses a wrong value before the body is read
+        cache_mode(call.headers)  # raises an error for a wrong cache header before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
         self._enter(call.key, 1)
@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # To watch a client takes a further task. Most runs end soon, so `_watch` starts this task only for a run that
-        # has taken `watch_after_s` to 2 * `watch_after_s` seconds.
+        # The watch for a client's disconnect needs a task of its own. Most runs end soon, so `_watch` starts this task
+        # only for a run that has taken `watch_after_s` to 2 * `watch_after_s` seconds.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:
