@@ -24,8 +24,8 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# If a lane has work but its table does not change, the planner writes the table again after this number of seconds, with
-# a new time `at_s`: a sidecar whose table is old assumes that no gateway is alive.
+# If a lane has work but its table does not change, the planner writes the table again after this number of seconds,
+# with a new time `at_s`: a sidecar whose table is old assumes that no gateway is alive.
 REFRESH_S = 5.0
 # The rate of arrival is the waiting tokens divided by the age of the oldest message. The age counts as at least this
 # number of seconds, so that a burst does not count as a high rate.
@@ -289,8 +289,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model; None if it is unknown. Another gateway may have written `table`: its
-        number of hosts replaces this planner's number if it is lower, or if it was raised later.
+        """Return the number of hosts of a model; None if it is unknown. Another gateway may have written `table`: the
+        number of hosts in the table replaces this planner's number if the table's number is lower, or was raised later.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -318,9 +318,9 @@ class Planner:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
     def _note_residency(self, now_s: float) -> None:
-        """Update the time since which all hosts of each model in `_moved` have the model loaded (`_resident_s`), and
-        the time since which a worker without a load in progress could load one more copy (`_spare_s`). If every worker
-        is loading a model, one more host would only delay these loads.
+        """Update `_resident_s` for the models in `_moved`: the time since which all hosts of the model have it loaded.
+        Also update `_spare_s`: the time since which at least one worker has no load in progress, so that it could load
+        a model for one more host.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -427,7 +427,9 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, loaded ones last: in a dict by model, a loaded status then replaces the model's other statuses."""
+    """Sort the statuses so that those of loaded models are last. A dict by model (without the profile) that is built in
+    this order then contains the loaded status of a model, not the status of another profile.
+    """
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

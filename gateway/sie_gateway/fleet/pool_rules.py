@@ -92,7 +92,7 @@ def without(record: Reservations, name: str, ended_s: float | None) -> Reservati
 
 
 def removed(record: Reservations, name: str) -> Reservations:
-    """Return the record after the stream of an ended reservation was removed, so that its name can be used again."""
+    """Return the record without an ended reservation whose stream was removed. Clients may use the name again."""
     return Reservations(record.pools, {pool: at_s for pool, at_s in record.ended.items() if pool != name})
 
 

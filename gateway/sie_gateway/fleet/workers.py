@@ -255,7 +255,8 @@ _slices = msgspec.json.Decoder(_SliceList)
 class Endpoints:
     """Pods of a service, ready or not, from the API server's EndpointSlices (discovery.k8s.io/v1).
 
-    The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError without a service account.
+    The service account of the gateway's pod needs `list` and `watch` on endpointslices. Raises SettingError if the pod
+    has no service account.
     """
 
     def __init__(self, settings: Settings, *, api: str = API, account: Path = ACCOUNT) -> None:

@@ -1,7 +1,7 @@
 """Handling of an inference request, from its route to its reply.
 
-    answer: resolve name ─► read body ─► the handler of an API format, which calls
-    run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
+    answer: resolve the model's name ─► read the body ─► handler of the API format ─► run
+    run:    choose the lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
 A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a refused request
 never makes a worker load a model.
@@ -351,7 +351,8 @@ class Inference:
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """Return the result of `run_options`. Cache the results for bodies without parameters, by model, operation,
-        error mode and side, because the computation takes a tenth of the gateway's time for a request.
+        error mode and side (query or document), because the computation takes a tenth of the gateway's time for a
+        request.
         """
         body = request.parameters
         if any(
