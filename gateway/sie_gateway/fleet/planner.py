@@ -319,8 +319,8 @@ class Planner:
 
     def _note_residency(self, now_s: float) -> None:
         """Update `_resident_s` for the models in `_moved`: the time since which all hosts of the model have it loaded.
-        Also update `_spare_s`: the time since which at least one worker has no load in progress, so that it could load
-        a model for one more host.
+        Also update `_spare_s`: the time since which at least one worker has no load in progress. If every worker is
+        loading a model, one more host would only delay these loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
