@@ -149,7 +149,7 @@ def test_static_without_a_token_does_not_start() -> None:
     argv = [SIE, "gateway", "--auth-mode", "static", "--nats-url", "nats://127.0.0.1:9", "--port", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
-    assert "error: SIE_AUTH_MODE: static needs SIE_AUTH_TOKEN" in done.stderr
+    assert "error: SIE_AUTH_MODE: the mode `static` needs SIE_AUTH_TOKEN" in done.stderr
 
 
 # what clients send is seen nowhere else

@@ -86,7 +86,7 @@ def test_a_text_that_is_no_base64_fails_its_input_alone() -> None:
 def test_a_text_beside_a_document_is_told_to_be_unread() -> None:
     inputs = bodies.items({"items": [{"text": "a", "document": b"x"}, {"document": b"x"}, "b"]}, limit=3)
     (warning,) = bodies.unread_texts(inputs, "org/parser")
-    assert warning == "text: ignored in 1 of 3 inputs; org/parser reads the document of an input that has both"
+    assert warning == "text: ignored in 1 of 3 inputs; org/parser reads the document of an input that also has a text"
 
 
 def test_documents_are_split_by_what_their_bytes_cost() -> None:

@@ -504,7 +504,7 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
     items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
     assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
     warnings = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
-    assert warnings == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that has both"]
+    assert warnings == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that also has a text"]
     assert [model_input.text for model_input in worker.items[-1].inputs] == ["a", None, "c", ""]
     assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 

@@ -101,7 +101,7 @@ def test_bytes_of_a_sound_count_in_the_size_and_not_as_text() -> None:
 def test_a_text_beside_a_sound_is_told_to_be_unread() -> None:
     inputs = bodies.items({"items": [{"text": "a", "audio": b"x"}, {"audio": b"x"}, "b"]}, limit=3)
     (warning,) = bodies.unread_texts(inputs, "org/ear")
-    assert warning == "text: ignored in 1 of 3 inputs; org/ear reads the sound of an input that has both"
+    assert warning == "text: ignored in 1 of 3 inputs; org/ear reads the sound of an input that also has a text"
 
 
 # the sidecar and the adapter

@@ -24,8 +24,8 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which the planner renews the time `at_s` of an unchanged table of a lane with work: a sidecar with an
-# old table assumes that no gateway is alive
+# If a lane has work but its table does not change, the planner writes the table again after this number of seconds,
+# with a new time `at_s`: a sidecar whose table is old assumes that no gateway is alive.
 REFRESH_S = 5.0
 # The rate of arrival is the waiting tokens divided by the age of the oldest message. The age counts as at least this
 # number of seconds, so that a burst does not count as a high rate.
@@ -36,8 +36,8 @@ UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages th
 # largest number of models of a lane; above it, the planner drops models that no worker has loaded, longest unused first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
-# seconds of a pause of the planner's thread: the event loop then gets the interpreter lock without waiting for Python's
-# switch interval
+# length in seconds of each pause of the planner's thread; during it, the event loop gets the interpreter lock at once,
+# without the wait for Python's switch interval
 SLICE_PAUSE_S = 0.0001
 
 
@@ -92,7 +92,8 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # last table that was computed, or copied into `_layout`
+        # table of the last step: computed by this planner, or written by another planner and copied into `_layout`
+        self._table: Placement | None = None
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models with more hosts than they need
         # model with several hosts -> time of the last increase of their number
@@ -101,7 +102,8 @@ class Planner:
         self._wanted_s: dict[str, float] = {}  # model -> time of its last work, the oldest first
         self._resident_s: dict[str, float] = {}  # model -> time since which all its hosts have it loaded
         self._moved: set[str] = set()  # models with other hosts, or another state at a host, than at the last step
-        self._spare_s: float | None = None  # time since which at least one worker has no load in progress
+        # time since which at least one worker has no load in progress; None if every worker is loading a model
+        self._spare_s: float | None = None
         # models whose hosts include every worker without a load in progress: no other worker can load these models now
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # model -> mean tokens of a message
@@ -162,7 +164,9 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the silent hosts, except hosts of a model whose oldest message is older than `adopt_after_s`."""
+        """Return the heartbeats of the silent hosts that keep their models: those of models whose oldest message waits
+        for at most `adopt_after_s` seconds.
+        """
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
@@ -182,7 +186,7 @@ class Planner:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
-            if not count:  # `Placer.want` requested a host without messages to measure
+            if not count:  # `Placer.want` requested a host for the model, and reported no messages
                 continue
             mean, previous, weight = tokens / count, self._cost.get(model), 0.9**calls
             self._cost[model] = mean if previous is None else weight * previous + (1 - weight) * mean
@@ -221,7 +225,7 @@ class Planner:
                 self._touch(model, now_s)
 
     def _read(self, beat: Heartbeat, now_s: float) -> None:
-        ordered = in_order(beat.models)  # `taking` has the models in this order
+        ordered = in_order(beat.models)  # the columns of `worker.taking` have the models in the same order
         statuses_read = [(status.model, status.state, status.error) for status in ordered]
         rates = [status.cost_rate for status in ordered]
         worker = self._workers.get(beat.worker)
@@ -285,8 +289,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model; None if it is unknown. Another gateway may have written `table`: its
-        number of hosts replaces this planner's number if it is lower, or if it was raised later.
+        """Return the number of hosts of a model; None if it is unknown. Another gateway may have written `table`: the
+        number of hosts in the table replaces this planner's number if the table's number is lower, or was raised later.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -314,9 +318,9 @@ class Planner:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
     def _note_residency(self, now_s: float) -> None:
-        """Update the time since which all hosts of each model in `_moved` have the model loaded (`_resident_s`), and
-        the time since which a worker without a load in progress could load one more copy (`_spare_s`). If every worker
-        is loading a model, one more host would only delay these loads.
+        """Update `_resident_s` for the models in `_moved`: the time since which all hosts of the model have it loaded.
+        Also update `_spare_s`: the time since which at least one worker has no load in progress. If every worker is
+        loading a model, one more host would only delay these loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -335,8 +339,9 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # If the idle workers (without a load in progress) outnumber the hosts of every model, no model is on all of
-        # them. The + 1 is for a leaving worker, which may have a model in addition to the model's hosts.
+        # If there are more idle workers (without a load in progress) than any model has hosts, no model is on all idle
+        # workers, and the search below is not needed. The + 1 is for a worker that leaves the lane: it may have a model
+        # without being among the model's counted hosts.
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}
@@ -422,7 +427,9 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, loaded ones last: in a dict by model, a loaded status then replaces the model's other statuses."""
+    """Sort the statuses so that those of loaded models are last. A dict by model (without the profile) that is built in
+    this order then contains the loaded status of a model, not the status of another profile.
+    """
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

@@ -32,7 +32,8 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 GAP_S = 0.1  # shortest time in seconds between two calls of `step`: heartbeats that arrive together cause one call
 RENEW_S, LEASE_S = 2.0, 6.0
-# seconds for which a worker that sends heartbeats, but is not ready, keeps its reservation: its adapter may restart
+# seconds for which a worker that is not ready stays assigned to a reservation, as long as it sends heartbeats: its
+# adapter may be restarting
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -102,7 +103,8 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # add the pools that the queue follows: `_known` lacks a reservation that began and ended between two steps
+        # all reservations that may have ended: those of the last step, and pools whose stream this gateway follows,
+        # because `_known` lacks a reservation that began and ended between two steps
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}

@@ -20,6 +20,7 @@ from sie_gateway.admission.grant import Grant
 
 MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
+# reasons why a reservation is not active, shown after its name
 HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
 TOO_FEW = "fewer workers are free than it requests"
 HIDDEN = "reserved"  # shown in place of the name of a reservation that the client may not see
@@ -91,7 +92,7 @@ def without(record: Reservations, name: str, ended_s: float | None) -> Reservati
 
 
 def removed(record: Reservations, name: str) -> Reservations:
-    """Return the record after the stream of an ended reservation was removed, so that its name can be used again."""
+    """Return the record without an ended reservation whose stream was removed. Clients may use the name again."""
     return Reservations(record.pools, {pool: at_s for pool, at_s in record.ended.items() if pool != name})
 
 

@@ -1,13 +1,12 @@
 """Pools to which work can be routed: the pools of this installation, and reservations, which are pools that clients
 create and delete with `/v1/pools`.
 
-    POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
-                                            ▲
-    PoolReconciler: streams; in the leading gateway: expiry, removal, assignments ──► sidecars request their pools
+    POST, renew, DELETE ──pool_rules──► PoolRecord ──watch──► every gateway: routes, Pool objects, streams
+    PoolReconciler of the leader ──────────►┘ writes the ends of leases, removals and the pools of workers
 
-A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Unfinished
-requests to the reservation then fail with POOL_NOT_FOUND. After the leading gateway has removed the stream, a client
-may use the name again.
+The sidecar of a worker requests the worker's pool from a gateway. A reservation has its own stream. All gateways end a
+reservation at the same time of the broker's clock. Unfinished requests to the reservation then fail with
+POOL_NOT_FOUND. After the leading gateway has removed the stream, a client may use the name again.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class PoolRecord(Collection[str]):
         }
 
     def reservation(self, name: str) -> Reservation | None:
-        """Return a reservation whose lease has not ended; None if no reservation has this name."""
+        """Return the reservation with this name; None if there is none, or if its lease has ended."""
         reservation = self.reservations.pools.get(name)
         return reservation if reservation is not None and self._clock.now_s() < reservation.expires_s else None
 
@@ -226,7 +225,7 @@ class PoolDirectory:
             if is_new:
                 await self._undo(name, removes=not isinstance(error, TopologyMismatch))
             if isinstance(error, TopologyMismatch):
-                raise PoolConflict(f"name: the broker has a queue of another pool {name!r}", param="name") from error
+                raise PoolConflict(f"name: the stream of {name!r} exists with other settings", param="name") from error
             raise
         return record.pools[name]
 
@@ -329,7 +328,7 @@ class PoolDirectory:
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:
-        """Return the pools in the settings of known workers, without the reservations."""
+        """Return the pools in the settings of the workers that send heartbeats, without the reservations."""
         return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
@@ -358,7 +357,8 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            # count one more worker, because this reservation may not take the last unreserved worker of a bundle
+            # count one more worker, which can stay unreserved in place of the last unreserved worker of the bundle: the
+            # reservation needs that worker
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

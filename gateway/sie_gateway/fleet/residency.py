@@ -1,13 +1,13 @@
 """`POST /v1/models/{model}/load` and `/unload`: an operator requests that a worker of a lane (pool, machine profile and
 bundle) loads a model before the model's first request, or that workers unload a model.
 
-    load ──► wish (a requested load): every EVERY_S, demand for the lane, to start a worker, and a request for a host
-             └──► when the placement table has a host: messages.Residency to this host, until heartbeats show the load
-    unload ──► messages.Residency, once, to each worker that has the model
+    load ──► a wish; every EVERY_S: 1. request a worker from the autoscaler, and a host from the planner
+                                    2. if the placement table has a host: send it messages.Residency
+    unload ──► send messages.Residency once to each worker that has the model
 
-A wish is in the memory of one gateway. The wish ends when a worker of the lane has loaded the model, loads it, or could
-not load it, when an operator requests an unload, or after LIFE_S. A worker that must unload a model first completes the
-model's work in flight.
+A wish is a requested load, in the memory of one gateway. The wish ends when a worker of the lane has loaded the model,
+loads it, or could not load it, when an operator requests an unload, or after LIFE_S. A worker that must unload a model
+first completes the model's work in flight.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        # (lane, residency) -> wish. A residency is a model with one set of load options, so the number of models in the
-        # catalogue limits the number of wishes.
+        # (lane, residency) -> wish. A residency is a model with one set of load options. Repeated requests replace the
+        # wish, so the catalogue limits the number of wishes.
         self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 
@@ -166,7 +166,7 @@ class Residencies:
         if since_s is not None and since_s >= AGAIN_S and "failed" in states:
             return True
         if now_s >= wish.until_s:
-            _logger.warning("the load of %s is cancelled: no worker of lane %s began in %g s", residency, lane, LIFE_S)
+            _logger.warning("the load of %s is cancelled: no worker of %s began it in %g s", residency, lane, LIFE_S)
             return True
         self._cold.requested(lane)
         self._placer.want(lane, wish.model)

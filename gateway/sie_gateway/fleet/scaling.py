@@ -61,7 +61,7 @@ class Scaling:
     peers: Peers
     demand: DemandRecords
     pools: PoolDirectory
-    # functions that return the number of workers that a lane needs for other work, such as jobs with deadlines
+    # functions that return the number of workers that a lane needs for work other than requests, such as jobs
     further: list[Callable[[Lane], int]] = field(default_factory=list, init=False)
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:

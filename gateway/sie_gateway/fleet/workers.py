@@ -255,7 +255,8 @@ _slices = msgspec.json.Decoder(_SliceList)
 class Endpoints:
     """Pods of a service, ready or not, from the API server's EndpointSlices (discovery.k8s.io/v1).
 
-    The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError without a service account.
+    The service account of the gateway's pod needs `list` and `watch` on endpointslices. Raises SettingError if the pod
+    has no service account.
     """
 
     def __init__(self, settings: Settings, *, api: str = API, account: Path = ACCOUNT) -> None:
@@ -270,7 +271,7 @@ class Endpoints:
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
         """Call `on_found` with the workers' URLs at the start and after each change, until cancelled. After an error,
-        the gateway uses the last URLs until a list succeeds.
+        the gateway uses the last URLs until it can list the endpoints again.
         """
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")

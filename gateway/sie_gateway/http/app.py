@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
-# status of a call whose client disconnected before the reply was sent; only in metrics and logs, with nginx's number
+# status of a call whose client disconnected before the reply was sent, as in nginx; appears only in metrics and logs
 CLIENT_GONE = 499
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the reply to a preflight request
@@ -94,7 +94,7 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
-    app = FastAPIOffline(  # also serves the scripts of the API page, for use without internet
+    app = FastAPIOffline(  # unlike FastAPI, serves the scripts of the API page itself, for use without internet
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",
@@ -219,7 +219,7 @@ class Edge:
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
-        # FIRST_BYTE is absent for the upgrade to a websocket
+        # the HTTP server sets FIRST_BYTE, the time of the request's first byte, except for a websocket's handshake
         received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()
         headers = headers_of(scope)
         path = plain_path(scope["path"], scope.get("raw_path") or b"")
@@ -241,7 +241,8 @@ class Edge:
             dialect=sdk_versions.dialect_of(headers[_SDK]) if _SDK in headers else sdk_versions.NATIVE,
         )
         scope["sie.call"] = call
-        # a pipelined request runs in the previous request's task, and would inherit the trace of that request
+        # A pipelined request runs in the previous request's task. Without `begin_trace`, it would inherit that
+        # request's trace.
         if self._tracer is not None or "traceparent" in headers or current_trace.TRACE_ID.get() is not None:
             telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
             connection[TRACE_ID] = call.span.trace_id if call.span is not None else None
@@ -261,7 +262,8 @@ class Edge:
         try:
             match = TABLE.match(path)
             scope["path_params"] = match.parameters
-            # if the path has no route with this method, another route of the path sets metric label and error format
+            # if the path has no route with this method, take another route of the path: it sets the metric label and
+            # the format of the error
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape
@@ -323,7 +325,7 @@ class Edge:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
-            # FastAPI has no HEAD route for its page, so it gets a GET; the HTTP server omits the body of the reply
+            # FastAPI has no HEAD route for its page, so pass a HEAD as a GET; the HTTP server omits the reply's body
             await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))

@@ -36,7 +36,7 @@ GUARDED = frozenset({"config", "admin"})
 def require_tokens(settings: Settings) -> None:
     """Raise SettingError if the auth mode is `static` and no user has a token: only administrators could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
-        raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+        raise SettingError("SIE_AUTH_MODE", "the mode `static` needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
 # pairs (pattern of paths, error message): paths that clients often try, but that no gateway serves
@@ -74,7 +74,7 @@ class Gate:
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
             raise SettingError(
-                "SIE_AUTH_MODE", "mode token requires the keys of a broker, and no other mode may use them"
+                "SIE_AUTH_MODE", "the mode `token` requires the keys of a broker; no other mode may use them"
             )
         self._guarded = settings.auth_mode != "none"
         self._is_private = not self._guarded and is_loopback(host)
@@ -105,7 +105,7 @@ class Gate:
             is_open = row is not None and row.local and self._is_private
             if self._guarded or (scope in GUARDED and not is_open):
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            # auth mode `none` needs no token, but on routes with the scope `pools` or ANY an admin token allows more
+            # auth mode `none` requires no token, but an admin token allows more on routes with scope `pools` or ANY
             elif scope in ("pools", ANY) and authorization:
                 # in auth mode `none`, all callers have the same owner key, so every caller may use the jobs, files and
                 # pools of every other caller
@@ -144,7 +144,7 @@ class Gate:
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
         """Wrap `send` of a websocket so that the credential is checked before each frame. If the credential is not
-        valid any more, a close (1008) replaces the next frame.
+        valid any more, the websocket is closed with code 1008 in place of the frame.
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:

@@ -60,8 +60,8 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file in pieces. The iteration ends after the whole form was read, so that `fields` is
-        complete. Raises the errors of `body`.
+        """Yield the bytes of the file in pieces. `fields` is complete when the iteration ends, because the iteration
+        also reads the fields after the file. Raises the errors of `body`.
         """
         async for chunk in body:
             for start in range(0, len(chunk), SLICE_BYTES):

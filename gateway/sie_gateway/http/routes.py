@@ -79,7 +79,7 @@ def _dialect(
     shape: ErrorShape,
     **more: Any,
 ) -> InferenceRoute:
-    """Build a route of another server's API. `names`: (tag, summary)."""
+    """Build a route in the API format of another server, such as Cohere. `names`: (tag, summary)."""
     return InferenceRoute(
         method="GET" if body is None else "POST",
         path=path,

@@ -2,6 +2,6 @@
 request, `chunk` splits it, `runner` publishes its chunks, `results` collects and joins the results, and `reply` writes
 the reply.
 
-Most code of the remaining modules runs only for requests that need it: images, chunks of texts, cached answers, Arrow,
-copies of requests to a second model (shadows), results in parts, traces, and clients that disconnect.
+The other modules serve only some requests: those with images, chunks of texts, cached answers, replies in Arrow, copies
+to a second model (shadows), results in parts, traces, or clients that disconnect.
 """

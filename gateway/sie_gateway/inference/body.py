@@ -27,8 +27,8 @@ from sie_gateway.inference.images import Images, Link, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
-# for warnings and errors about unknown keys: largest number of keys that are examined, and of characters that are shown
-# of a key
+# limits of warnings and errors about unknown keys: number of keys that are examined, and number of characters of a key
+# that the message shows
 MAX_KEYS, MAX_KEY = 20, 64
 ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of a token's text
 
@@ -221,7 +221,7 @@ def _item(value: Any, path: str) -> RequestItem:
         where = f"{path}.metadata"
         message = "the reply cannot repeat integers above 64 bits, NaN, infinity, or keys that are no strings"
         raise InvalidInput.at(where, message)
-    # `_is_unset` and not `entry != []`: a multivector may be an array, which `!=` would compare element by element
+    # this calls `_is_unset`, because `entry != []` would compare a multivector that is an array element by element
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()
@@ -295,7 +295,7 @@ def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
     }
     kind = next((name for name, count in counts.items() if count), "")
     if kind:
-        message = f"{model} reads the {kind} of an input that has both"
+        message = f"{model} reads the {kind} of an input that also has a text"
         return (f"text: ignored in {counts[kind]} of {len(items)} inputs; {message}",)
     return ()
 
@@ -312,8 +312,8 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have checked the depth of its
-    nesting.
+    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have limited the value's nesting
+    depth, because this function is recursive.
     """
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())

@@ -48,8 +48,9 @@ OnChunk = Callable[[int, WorkResult], None]
 Compute = Callable[
     [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
 ]
-"""Function that computes inputs at these positions of the request. It adds the results of their chunks to the
-RequestResult, calls the OnChunk function with each, and returns them.
+"""Function that computes some inputs of a request. Arguments: the call, the positions of the inputs in the request, the
+inputs, the RequestResult to which the function adds the result of each chunk, and the function that it calls with each.
+Returns the results of all chunks.
 """
 
 
@@ -85,8 +86,9 @@ requests can use.
 
 
 class CachedRuns:
-    """Runs requests with the cache of this gateway. `expected_s`: function that returns the expected seconds in a
-    queue, None if unknown. A flight is the future of an input that a request computes now.
+    """Runs requests with the cache of this gateway. `expected_s`: function that returns the expected wait in seconds in
+    the queue of a lane and priority; None if it is unknown. A flight is the future of an input that a request computes
+    now.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class CachedRuns:
         self._fleet = fleet
         self.metrics = metrics
         self._expected_s = expected_s
-        self.flights: dict[FlightKey, Flight] = {}  # inputs that requests compute now
+        self.flights: dict[FlightKey, Flight] = {}  # futures of the inputs that are being computed now
         self._fingerprints: dict[tuple[str, str], tuple[ModelEntry, str]] = {}
 
     async def run(
@@ -117,7 +119,8 @@ class CachedRuns:
         """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
         `items`: the other items. `positions`: the indices of `items` in the request.
 
-        Raises SIEError, EntryChanged. Raises NotFound (reason `not_cached`) if the client allows only cached answers.
+        Raises SIEError, EntryChanged. Raises NotFound (reason `not_cached`) if the client allows only cached answers,
+        and an item has none.
         """
         finished = RequestResult(request, refused)
         mode = cache_mode(call.headers)
@@ -163,10 +166,9 @@ class CachedRuns:
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
-        """Return the longest time, in seconds, for which a request waits for answers that other requests compute. It is
-        the expected wait of a request in the queue, but at least SHORTEST_WAIT_S seconds, and at most LONGEST_WAIT
-        times `left_s`, the seconds until the request's deadline. If the expected wait is unknown, it is LONGEST_WAIT
-        times `left_s`.
+        """Return the longest time, in seconds, for which a request waits for answers that other requests compute. This
+        time is as long as the expected wait in the queue, but at least SHORTEST_WAIT_S, and at most LONGEST_WAIT times
+        `left_s` (seconds until the request's deadline). If the expected wait is unknown, return this maximum.
         """
         expected_s = self._expected_s(request.lane, request.priority)
         longest_s = LONGEST_WAIT * max(0.0, left_s)
@@ -223,7 +225,7 @@ class _CachedRun:
             raise not_cached(len(missing))
         hits, computed, is_uniform = count - len(missing), 0, True
         try:
-            # compute further inputs only while all answers have the same fingerprint
+            # `is_uniform`: all computed answers have the fingerprint of the cached answers, so they may be mixed
             while missing and is_uniform:
                 own, joined = self._divide(missing)
                 if own and computed:

@@ -47,14 +47,14 @@ ROUTE_KEY = "X-SIE-Route-Key"
 CACHE = "X-SIE-Cache"
 MAX_KEY_CHARS = 128
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
-"""Function from an error, a request id and the failures of single inputs to the status and the JSON body in the
-format of an API.
+"""Function that converts an error for the clients of an API. Arguments: the error, the request id, and the failures of
+single inputs. Returns the HTTP status, and the JSON body in the format of the API.
 """
 
 
 def family(name: str) -> ErrorShape:
-    """Return the function that builds the body of an error in the format of an API in `errors.FAMILIES`, with the
-    error's own HTTP status.
+    """Return a function that returns the HTTP status of an error, and its body in the format of the API `name`, one of
+    `errors.FAMILIES`.
     """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
@@ -209,8 +209,8 @@ class ClientGone(Exception):
 
 
 class EntryChanged(Exception):
-    """Raised if the catalogue or a worker has another entry of the model than the parsed request. The gateway then
-    parses the request again.
+    """Raised if the request was parsed with one entry of the model, and the catalogue or a worker has another entry.
+    The gateway then parses the request again.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -223,13 +223,13 @@ MAX_HELD_BYTES = 1 << 30
 # number of copies of each byte of a body while its request runs: in the received body, the decoded values and the queue
 # messages
 COPIES = 3
-# bytes of memory that each body may occupy with all its copies without being counted; SIE_MAX_CONCURRENT_REQUESTS
-# limits the number of bodies, and so the sum of these bytes
+# number of bytes of each body, all copies included, that do not count in SIE_BODY_MEMORY_BYTES;
+# SIE_MAX_CONCURRENT_REQUESTS limits the number of bodies, and so the sum of the uncounted bytes
 FREE_BYTES = COPIES * (256 << 10)
-# limit on the bytes per second that are read of all large bodies together while small requests are in progress: a third
-# of the bytes that one core can receive
+# While small requests are in progress, the gateway reads at most this number of bytes per second of all large bodies
+# together. One core can receive three times as many.
 PACE_BYTES_S = 128 << 20
-# `BodyIntake.turn` pauses reads that are more than this number of seconds earlier than PACE_BYTES_S permits
+# `BodyIntake.turn` waits before a read only if the read is more than this number of seconds too early for PACE_BYTES_S
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
@@ -251,7 +251,7 @@ class BodyIntake:
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.memory = SharedLimit(max_bytes)
-        self.small = 0  # number of requests in progress whose bodies are not counted as memory
+        self.small = 0  # number of small requests in progress: those whose bodies are not counted in `memory`
         self._paced_until_s = 0.0
 
     def count_small(self, more: int) -> None:
@@ -265,8 +265,8 @@ class BodyIntake:
         return BodyReader(self, key, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
-        """Return a slower `receive` for a route that reads its body without BodyReader. While small requests are in
-        progress, all large bodies together are read with at most PACE_BYTES_S bytes per second.
+        """Return a `receive` with limited speed, for a route that reads its body without BodyReader. While small
+        requests are in progress, all large bodies together are read with at most PACE_BYTES_S bytes per second.
         """
         size = 0
 
@@ -282,8 +282,8 @@ class BodyIntake:
         return receive_paced
 
     async def turn(self, size: int) -> None:
-        """Count `size` received bytes of a large body, then wait until PACE_BYTES_S permits the next read. If no small
-        request is in progress, return at once.
+        """Count `size` received bytes of a large body, then wait until PACE_BYTES_S permits the next read. Do nothing
+        while no small request is in progress.
         """
         if not self.small:
             return

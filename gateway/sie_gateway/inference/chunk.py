@@ -37,7 +37,8 @@ EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for eac
 LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32  # estimated number of weights in a sparse vector for each token of a text
-# encoded options of at most this many bytes do not count: they fit into the `HEADROOM_BYTES` of a message
+# options of at most this number of encoded bytes do not count in the size of a message: they fit into its
+# `HEADROOM_BYTES`
 BARE_OPTIONS_BYTES = 64
 # largest number of bytes of the inputs of a chunk whose query takes more than half of a message; the payload store
 # holds the query and inputs of such a chunk
@@ -164,15 +165,15 @@ def plan(
             "allowed in all"
         )
         raise PayloadTooLarge(message, param=shared, extras={"limit": MAX_BODY_BYTES // len(chunks)})
-    if operation in ("tokenize", "decode"):  # these operations do not use the device: a chunk costs 1
+    if operation in ("tokenize", "decode"):  # these operations do not use the device: a chunk costs only 1 token
         chunks = [msgspec.structs.replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input: once without labels and without parts of an
-    extraction schema. With them, the model's family decides: once for each question, once for each label, or once for
-    each part of the schema and once more for all labels together.
+    """Return how many times the model reads the text of an input. A run with neither labels nor parts of an extraction
+    schema reads it once. For any other run, the model's family decides: once for each question, once for each label, or
+    once for each part of the schema and once more for all labels together.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
@@ -184,8 +185,8 @@ def _rows(entry: ModelEntry, run: RunOptions) -> int:
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
-    """Return the TextParts of each text with chunks, by the index of its input. The model reads such a text to its end,
-    even beyond its largest number of tokens.
+    """Return the TextParts of each text with chunks, by the index of its input. The model reads all of such a text,
+    even if the text has more than `max_tokens` tokens.
     """
     parts = {}
     for index, item in enumerate(items):

@@ -1,7 +1,7 @@
 """Handling of an inference request, from its route to its reply.
 
-    answer: resolve name ─► read body ─► the handler of an API format, which calls
-    run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
+    answer: resolve the model's name ─► read the body ─► handler of the API format ─► run
+    run:    choose the lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
 A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a refused request
 never makes a worker load a model.
@@ -172,7 +172,7 @@ class Inference:
         """
         self._resolve(call, route)
         _check_headers(call.headers)
-        cache_mode(call.headers)  # refuses a wrong value before the body is read
+        cache_mode(call.headers)  # raises an error for a wrong cache header before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
         self._enter(call.key, 1)
@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # To watch a client takes a further task. Most runs end soon, so `_watch` starts this task only for a run that
-        # has taken `watch_after_s` to 2 * `watch_after_s` seconds.
+        # The watch for a client's disconnect needs a task of its own. Most runs end soon, so `_watch` starts this task
+        # only for a run that has taken `watch_after_s` to 2 * `watch_after_s` seconds.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:
@@ -351,7 +351,8 @@ class Inference:
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """Return the result of `run_options`. Cache the results for bodies without parameters, by model, operation,
-        error mode and side, because the computation takes a tenth of the gateway's time for a request.
+        error mode and side (query or document), because the computation takes a tenth of the gateway's time for a
+        request.
         """
         body = request.parameters
         if any(

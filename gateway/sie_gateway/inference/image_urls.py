@@ -246,7 +246,8 @@ class ImageUrls:
             outcome = error
         except httpcore.ConnectError:
             outcome = _Unfetched("the server of the URL cannot be reached", "failed")
-        # ssl.SSLError: httpcore converts only the TLS errors of the handshake; a server may refuse a client later
+        # httpcore converts only the TLS errors of the handshake; a server that refuses the client after the handshake
+        # causes an ssl.SSLError
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError):
             outcome = _Unfetched("the server of the URL sent no complete answer", "failed")
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
@@ -298,7 +299,7 @@ class ImageUrls:
         return target
 
     def _is_listed(self, host: str, port: int) -> bool:
-        """Return True if SIE_IMAGE_URL_HOSTS lists the host and port. An entry without a port allows 80 and 443."""
+        """Return True if SIE_IMAGE_URL_HOSTS lists the host and port. An entry without a port allows ports 80, 443."""
         for host_listed in self._hosts:
             name, own = parts(host_listed)
             if (own or port in _PORTS.values()) and (name == _ANY or matches(host_listed, host, str(port))):
@@ -364,7 +365,7 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Network backend that connects only to public addresses, for one response. TLS still verifies the host name.
+    """Network backend for one response. It connects only to public addresses, and TLS verifies the host name as usual.
     `slots`: slots of `ImageUrls` that the fetch occupies. Nothing can stop the thread that resolves a host name. So if
     the fetch is cancelled during the resolution, its slots are released when the thread ends.
     """

@@ -17,7 +17,7 @@ from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
-_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that begin no frame, unlike others from 0xC0 to 0xCF
+_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that begin no frame; all others from 0xC0 to 0xCF do
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
 _FILL = re.compile(rb"\xff+")
 # largest number of JPEG segments that are read until the first frame: a segment can be as short as 4 bytes, and reading
