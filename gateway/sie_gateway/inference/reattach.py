@@ -22,9 +22,11 @@ from sie_gateway.inference.call import Call, ClientGone, EncodedReply
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 
-REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
-MAX_AWAY = 256  # largest number of runs whose client has disconnected
-MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
+REATTACH_WINDOW_S = 10.0  # seconds for which a run (request in progress) continues without a client
+# Limits of the runs that continue without a client: their number, and the bytes of all their bodies. At a limit, a run
+# is cancelled when its client disconnects.
+MAX_AWAY = 256
+MAX_AWAY_BYTES = 256 << 20
 # headers that distinguish requests, in addition to the path, the body, and all x-sie-* headers except _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
 _ID_HEADER = "x-sie-request-id"  # not compared, because a client sends another id with each attempt

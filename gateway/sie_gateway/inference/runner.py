@@ -198,10 +198,10 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
-        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds
-        whether the request may continue to wait. `was_hosted`: a worker had the model loaded when the request was
-        admitted. Raises ModelLoading if a worker is loading the model, NotProvisioned if the lane has no worker,
-        GatewayTimeout, and the argument of `OutcomeCollector.fail`.
+        """Wait for all results until the end of the budget. From `load_hold_s` on, check every CHECK_AGAIN_S seconds
+        whether the model is still loading or the lane has no worker, and then end the wait. `was_hosted`: a worker had
+        the model loaded when the request was admitted. Raises ModelLoading, NotProvisioned (no worker), GatewayTimeout,
+        and the error that was passed to `OutcomeCollector.fail`.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
@@ -209,7 +209,6 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # raises ModelLoading while a worker loads the model, and NotProvisioned if the lane has no worker
                 was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error

@@ -1,7 +1,7 @@
 """Requests of a job to its model, each with one or more items (inputs). A request waits while the cluster has no
 capacity. After a retryable error of an item, the client sends this item again in a separate request.
 
-    items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
+    items ──► Room: limit of items in flight ──► Inference.execute at priority `bulk` ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, any number of times
 
 A job never ends because the cluster is busy, scaled to zero, or unreachable. A job ends with an error only if one of
@@ -143,7 +143,7 @@ class Throttle:
         self._until_open = until_open
         self._turn = asyncio.Lock()
         self._free_s = 0.0  # time at which the next request may start
-        self._mean: float | None = None  # mean tokens of an input
+        self._mean: float | None = None  # mean number of tokens of an input; None before the first answer
 
     async def enter(self, count: int) -> float:
         """Wait until `count` inputs may start. Return their expected tokens."""
@@ -291,7 +291,7 @@ class JobClient:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # for a failed attempt; does nothing if the attempt has settled its charge
+                    call.charge.refund()  # after a failed attempt; does nothing if the attempt has settled its charge
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()

@@ -47,8 +47,8 @@ SINK_DTYPES = ("float32", "float16")
 
 @dataclass(eq=False)
 class JobEngine:
-    """Checks new jobs, and builds the objects that run jobs. `identity` returns the identity of an owner. `route_of`
-    returns the POST route of a path.
+    """Checks new jobs, and builds the objects that run jobs. `identity` takes a job's owner (an API key) and returns
+    the object with the owner's rights and quota. `route_of` takes a URL path and returns its POST route.
     """
 
     settings: Settings

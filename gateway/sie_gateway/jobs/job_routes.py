@@ -257,7 +257,7 @@ async def show_batch(gateway: Gateway, request: Request) -> Response:
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    """Cancel a batch; its files have the finished requests. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a batch; its output has the finished answers. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.cancel_batch(call_of(request), request.path_params["batch"]))
 
 

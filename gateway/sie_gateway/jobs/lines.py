@@ -103,7 +103,7 @@ class BatchJob:
         for number, span in enumerate(spans):
             if number not in shards and (shard := await self._left(number, span, state)) is not None:
                 shards[number] = shard
-        # the record has no number of rows if the batch expired before it was planned
+        # without a plan (the batch ended before it was planned), the number of rows is unknown
         fields: dict[str, Any] = {} if plan is None else {"rows": sum(plan.rows)}
         if any(shard.rows > shard.failed for shard in shards.values() if shard.error is None):
             fields["output_file"] = await self._file(job, "output", self._lines(shards, failures=False))
