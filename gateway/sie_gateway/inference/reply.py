@@ -373,7 +373,7 @@ def _chunk_slots(
     entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
 ) -> list[dict[str, Any]]:
     """Return a slot for each chunk of an input: its span, its tokens, its outputs. With `exact`, float16 values become
-    float64 like in `_exact_array_of`. Raises InternalFailure if the worker is too old to return vectors of chunks.
+    float64 (see `_exact_array_of`). Raises InternalFailure if the worker is too old to return vectors of chunks.
     """
     if chunk_tables.TABLE not in outcome.outputs:
         raise chunks_missing()

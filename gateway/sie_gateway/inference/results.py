@@ -219,8 +219,8 @@ class RequestResult:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str, **names: str) -> list[tuple[WorkResult, Ok]]:
-        """Return the value of each input, for API formats without errors of single inputs. Raises FailedRequest.
-        `names`: as in `check`.
+        """Return (result, outcome) of each input, for API formats that cannot report the error of a single input.
+        Raises FailedRequest if an input failed. `name` and `names`: see `check`.
         """
         self.check(name, **names)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
@@ -388,8 +388,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. Up to this time, queue time of `last` counts as load time, because its
-    chunk waited in the queue for the same load.
+    of the request waited for the model to load. As much of the queue time of `last` counts as load time, because the
+    chunk of `last` waited in the queue for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -503,7 +503,7 @@ class ResultInbox:
         *,
         on_late: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
-        """`on_late` is called with each result whose request has ended."""
+        """`on_late` is called with each result that arrives after its request has ended."""
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         self._on_late = on_late
         self._bus = bus

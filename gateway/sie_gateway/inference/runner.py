@@ -43,8 +43,8 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
 CHECK_AGAIN_S = 1.0  # seconds between two checks in `Runner._results`
-MAX_TAKERS = 3  # largest number of models that an error names
-CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
+MAX_TAKERS = 3  # largest number of models that an error names as an alternative
+CHUNKED_FAMILY = "text-encoder"  # only models of this family return vectors of the chunks of a text
 _logger = logging.getLogger("sie.gateway.runner")
 
 
@@ -415,7 +415,7 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
     if foreign is None:
         return None
     message = f"{entry.id} takes {', '.join(accepted)}, not {foreign}"
-    if foreign != "multivector":  # no model lists it as an input, so no model can be named
+    if foreign != "multivector":  # no entry lists `multivector` in `inputs`, so the message can name no model
         message += takers.models_of(foreign)
     return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 

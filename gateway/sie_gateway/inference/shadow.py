@@ -184,8 +184,8 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # From the client's headers, the copy uses only the mode for errors of single inputs. It does not use the
-        # client's API key, time budget and machine profile.
+        # Of the client's headers, the copy uses only x-sie-on-item-error. It does not use the client's API key, time
+        # budget and machine profile.
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)

@@ -142,7 +142,7 @@ class Throttle:
         self._clock = clock
         self._until_open = until_open
         self._turn = asyncio.Lock()
-        self._free_s = 0.0  # time at which the next request may start
+        self._free_s = 0.0  # time of `clock` at which the next request may start
         self._mean: float | None = None  # mean number of tokens of an input; None before the first answer
 
     async def enter(self, count: int) -> float:

@@ -1,6 +1,7 @@
 """Documents of a job, which are parsed to Markdown before their chunks are encoded.
 
-rows with a file ──equal files once──► requests to the parser ──► rows with a text and its pages | a fault
+    rows with document files ──► one request to the parser per distinct file ──► rows with the text and its pages, or
+    with the error
 """
 
 from __future__ import annotations

@@ -92,11 +92,9 @@ class BatchJob:
         return await asyncio.to_thread(_record, number, span, stored, rows if stored is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Join the parts into a file of answers and a file of errors. A file without lines is not created. See
-        `run.JobWork`.
-
-        First store the answers of the shards that are not stored yet. If the batch has expired, each unanswered request
-        gets an error.
+        """Store the answers of the shards that are not stored yet, then join all parts into a file of answers and a
+        file of errors (see `run.JobWork`). A file without lines is not created. If the batch has expired, each
+        unanswered request gets an error in the file of errors.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()

@@ -60,7 +60,8 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 class AnsweredShard(NamedTuple):
     """Computed but unwritten answers of a shard (rows of one output object). `data`: bytes of the object. `reused`:
-    number of answers copied from an equal row or from the cache. `unsent`: rows to write into the database, or None.
+    number of answers copied from an equal row or from the cache. `unsent`: rows that must still be written into the database, or
+    None.
     """
 
     data: bytes
@@ -227,7 +228,7 @@ class NativeJob:
         return msgspec.structs.replace(record, source=_named(span))
 
     def _fingerprint(self) -> str:
-        """Return the fingerprint of the model; for jobs with documents `MODEL+PARSER`; empty while unknown."""
+        """Return the fingerprint of the model, or `MODEL+PARSER` for a job with documents; empty while unknown."""
         model = self._values.fingerprint
         return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
 

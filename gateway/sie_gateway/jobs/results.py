@@ -64,7 +64,7 @@ class JobResults:
             return await shards.pieces_of(self.engine.output(job), name)
 
     async def rows(self, key: str, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. `key`: the key of the reader.
+        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. `key`: API key of the reader.
         Raises NotFound, QueueUnavailable, ContentConflict for a damaged part, and RateLimited or ResourceExhausted for
         too many reads at once.
         """
