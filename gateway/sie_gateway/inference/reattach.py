@@ -1,10 +1,12 @@
 """Clients that disconnect and try again. A run continues for `window_s` seconds after the disconnect of its client. If
 the same request arrives again in this time, its reply is the result of the run.
 
-    client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
-    released
-                          └─ the same body, path, token and headers (`_HEADERS`, `x-sie-*`) again ──► waits for this
-                             run and gets its reply (without a token: from the same address)
+    client disconnects ──► the run continues for `window_s` seconds
+        the same request arrives in this time ──► it waits for the run, and gets the reply of the run
+        otherwise ──► the run is cancelled, its work withdrawn from the queue, its permits released
+
+Requests are the same if their bodies, paths, and headers (`_HEADERS`, `x-sie-*`) are equal. Requests without an API
+key must also come from the same address.
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
 requests, each with its own work in the queue. A client that joins a run gets the bytes and headers of the run's reply.

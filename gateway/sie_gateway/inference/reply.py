@@ -44,7 +44,7 @@ Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a reply without an error: the offered format that Accept prefers, or JSON if Accept names no
+    """Return the format of a successful reply: the offered format that Accept prefers, or JSON if Accept names no
     offered format. If Accept is missing or has only wildcards, return the format of the request's body. `raw`: the
     route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
@@ -118,7 +118,7 @@ def _slices(values: Sequence[Any], numbers: int, row: Row | None) -> Iterator[Se
 def body_of(
     body: dict[str, Any], values: int, late: Late, *, msgpack: bool, name: str = "items", row: Row | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`. `values`: count of the numbers in the body. Above PIECE_VALUES, the list in the
+    """Encode a body, as `encode` does. `values`: count of the numbers in the body. Above PIECE_VALUES, the list in the
     field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up to 600 ms,
     and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is written.
     `late` builds the entry that is written last.

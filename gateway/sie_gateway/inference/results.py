@@ -388,8 +388,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. As much of the queue time of `last` counts as load time, because the
-    chunk of `last` waited in the queue for the same load.
+    of the request waited for the model to load. The same amount of the queue time of `last` counts as load time,
+    because the chunk of `last` waited in the queue for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -634,7 +634,7 @@ class ResultInbox:
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
         """Join the parts of a result and deliver it to its request. If the result is damaged, send the verdict `part`:
-        the sender then sends all parts again.
+        the worker then sends all parts again.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]

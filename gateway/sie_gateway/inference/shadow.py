@@ -116,7 +116,7 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
+        self._figures: dict[str, ShadowStatistics] = {}  # id of an alias -> statistics of its shadow
         self._paused_s: dict[str, float] = {}  # model -> time until which it gets no copies
         self._opening: set[str] = set()  # models that were not loaded when their running copy began
         self._tasks: set[asyncio.Task[None]] = set()

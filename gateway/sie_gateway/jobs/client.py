@@ -108,7 +108,7 @@ class Room:
             raise
 
     def leave(self, count: int, seconds: float) -> None:
-        """Release `count` items that are done, `seconds` after they entered, and adapt the limit."""
+        """Release `count` items that are done, and adapt the limit. `seconds`: time since these items entered."""
         rate = self._used / max(0.001, seconds)
         self._used -= count
         self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
@@ -210,7 +210,8 @@ class JobClient:
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `attempt`. After a retryable error, call `attempt` again. The number of calls has no
-        limit, but the ATTEMPTS-th error for lack of a worker's memory is raised. Raises SIEError, FailedRequest.
+        limit. Only an error for a lack of memory on a worker is raised when it occurs for the ATTEMPTS-th time. Raises
+        SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:

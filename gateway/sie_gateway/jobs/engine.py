@@ -1,7 +1,7 @@
 """Construction of a job from its record: where it reads and writes, its model, and its credential.
 
-JobRecord ──check──► refused, or stored. A native job is stored with the model to which its alias resolves at this time
-JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
+new JobRecord ──check()──► job is refused, or stored: a native job with the model to which its alias resolves now
+stored JobRecord ──work()──► NativeJob or BatchJob, which the gateway that leads the job runs
 """
 
 from __future__ import annotations

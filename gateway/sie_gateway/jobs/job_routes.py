@@ -56,7 +56,7 @@ class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields of a job that SIE's published SDKs send. The argument `source` of their call is sent as `src`."""
+    """Fields of a job that SIE's published SDKs send. They send their argument `source` as `src`."""
 
     model: str
     src: str = ""

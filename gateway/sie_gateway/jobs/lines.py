@@ -129,7 +129,7 @@ class BatchJob:
         """Do nothing: a batch has no open connections (see `run.JobWork`)."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
-        """Yield the output lines of answers, or with `failures` of errors, in the order of the requests."""
+        """Yield the lines with an answer, or with `failures` the lines with an error, in the order of the requests."""
         for _, shard in sorted(shards.items()):
             expected = shard.failed if failures else shard.rows - shard.failed
             if shard.error is not None:

@@ -2,8 +2,8 @@
 (part) in Parquet, JSON Lines or NumPy. A job with a sink (a vector database) also writes the vectors into this
 database.
 
-input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
-                  └ documents ──► their texts ┘
+rows of input files ──► inputs (a document is first parsed to its text) ──► each distinct input once: answer from the
+cache, or from the model (RowValues) ──► Shard ──► vectors are written to the sink ──► part, created once
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 class AnsweredShard(NamedTuple):
     """Computed but unwritten answers of a shard (rows of one output object). `data`: bytes of the object. `reused`:
-    number of answers copied from an equal row or from the cache. `unsent`: rows that must still be written into the database, or
+    number of answers copied from an equal row or from the cache. `unsent`: rows that the database does not have yet, or
     None.
     """
 

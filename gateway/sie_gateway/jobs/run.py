@@ -512,9 +512,9 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. Write the final state to the record first: if this leader dies, the
-        next leader reads the state and completes the output. After an error of the store, retry: without a limit for
-        the state `completed`, for LAST_TRIES_S for other states.
+        """Write the final state to the record, then complete the output, then end the job. If this leader dies before
+        the output is complete, the next leader reads the state and completes the output. After an error of the store,
+        retry: without a limit if the final state is `completed`, otherwise for at most LAST_TRIES_S seconds.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
@@ -551,8 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died: add its name to `lost`. If more rows are done now than at each earlier death, first remove the earlier names
-    from `lost`.
+    died, and its name is added to `lost`. Before this, `lost` is emptied if more rows are done now than at each earlier
+    death (`peak_done`).
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)

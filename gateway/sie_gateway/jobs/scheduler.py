@@ -138,7 +138,7 @@ class JobScheduler:
             entry.fence.cancel()
         await cancel_all(entry.task for entry in running.values())
         for job_id, entry in running.items():
-            # if the release fails, the lease expires later, and the next leader assumes that this gateway was killed
+            # if this fails, the lease expires later, and the next leader counts this gateway as dead (`JobRecord.lost`)
             with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 

@@ -15,7 +15,7 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-LONG_S = 120.0  # seconds for the read or write of a whole object, or the removal of all objects of a job
+LONG_S = 120.0  # time limit in seconds to read or write one object, or to remove all objects of a job
 
 
 class JobStorage:
