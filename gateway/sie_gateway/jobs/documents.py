@@ -85,7 +85,7 @@ def _checked(answer: RowAnswer) -> RowAnswer:
         return RowAnswer(error=InternalFailure("the answer of the parser has no Markdown").info())
     length = len(reply.markdown)
     if length > chunk_fields.MAX_TEXT:
-        message = f"{_FIELD}: the document has {length} code points of Markdown, but at most {chunk_fields.MAX_TEXT} are allowed"
+        message = f"{_FIELD}: {length} code points of Markdown, expected at most {chunk_fields.MAX_TEXT}"
         return RowAnswer(error=_fault(message, "too_long"))
     if not reply.markdown.strip():
         return RowAnswer(error=_fault(f"{_FIELD}: the document has no text: it is empty or has only images", "no_text"))
