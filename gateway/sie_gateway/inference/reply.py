@@ -118,8 +118,8 @@ def _slices(values: Sequence[Any], numbers: int, row: Row | None) -> Iterator[Se
 def body_of(
     body: dict[str, Any], values: int, late: Late, *, msgpack: bool, name: str = "items", row: Row | None = None
 ) -> tuple[Body, str]:
-    """Encode a body, as `encode` does. `values`: count of the numbers in the body. Above PIECE_VALUES, the list in the
-    field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up to 600 ms,
+    """Return an encoded body and its content type. `values`: count of the numbers in the body. Above PIECE_VALUES, the
+    list in the field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up to 600 ms,
     and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is written.
     `late` builds the entry that is written last.
     """

@@ -199,7 +199,7 @@ class Runner:
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
         """Wait for all results until the end of the budget. From `load_hold_s` on, check every CHECK_AGAIN_S seconds
-        whether the model is still loading or the lane has no worker, and then end the wait. `was_hosted`: a worker had
+        whether the model is still loading or the lane has no worker; if so, end the wait. `was_hosted`: a worker had
         the model loaded when the request was admitted. Raises ModelLoading, NotProvisioned (no worker), GatewayTimeout,
         and the error that was passed to `OutcomeCollector.fail`.
         """

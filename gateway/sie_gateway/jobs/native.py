@@ -88,7 +88,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Run of one native job. `cache_bytes`: size of the cache of all jobs. `policy` selects the answers to cache."""
+    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy` selects the answers to cache."""
 
     def __init__(
         self,

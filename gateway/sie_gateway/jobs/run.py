@@ -303,8 +303,8 @@ class JobRun:
     @property
     def _early_end(self) -> tuple[JobState, ErrorInfo | None] | None:
         """Return the final state and the error (or None) of a job that must end now; None if the job continues. If an
-        earlier leader has chosen the final state (`JobRecord.ending`), return that state. A job in the state
-        `finalizing` does not expire.
+        earlier leader has chosen a final state other than `completed` (`JobRecord.ending`), return that state. A job in
+        the state `finalizing` does not expire.
         """
         if self._job.ending and self._job.ending != "completed":
             return self._job.ending, self._job.error
