@@ -120,8 +120,8 @@ def body_of(
 ) -> tuple[Body, str]:
     """Return an encoded body and its content type. `values`: count of the numbers in the body. Above PIECE_VALUES, the
     list in the field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up
-    to 600 ms, and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is written.
-    `late` builds the entry that is written last.
+    to 600 ms, and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is
+    written. `late` builds the entry that is written last.
     """
     if name not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
