@@ -1,10 +1,12 @@
 """Clients that disconnect and try again. A run continues for `window_s` seconds after the disconnect of its client. If
 the same request arrives again in this time, its reply is the result of the run.
 
-    client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
-    released
-                          └─ the same body, path, token and headers (`_HEADERS`, `x-sie-*`) again ──► waits for this
-                             run and gets its reply (without a token: from the same address)
+    client disconnects ──► the run continues for `window_s` seconds
+        the same request arrives in this time ──► it waits for the run, and gets the reply of the run
+        otherwise ──► the run is cancelled, its work withdrawn from the queue, its permits released
+
+Requests are the same if their bodies, paths, and headers (`_HEADERS`, `x-sie-*`) are equal. Requests without an API
+key must also come from the same address.
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
 requests, each with its own work in the queue. A client that joins a run gets the bytes and headers of the run's reply.
@@ -22,9 +24,11 @@ from sie_gateway.inference.call import Call, ClientGone, EncodedReply
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 
-REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
-MAX_AWAY = 256  # largest number of runs whose client has disconnected
-MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
+REATTACH_WINDOW_S = 10.0  # seconds for which a run (request in progress) continues without a client
+# Limits of the runs that continue without a client: their number, and the bytes of all their bodies. At a limit, a run
+# is cancelled when its client disconnects.
+MAX_AWAY = 256
+MAX_AWAY_BYTES = 256 << 20
 # headers that distinguish requests, in addition to the path, the body, and all x-sie-* headers except _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
 _ID_HEADER = "x-sie-request-id"  # not compared, because a client sends another id with each attempt
@@ -68,7 +72,7 @@ class Attachments:
         return next((run for run in self._away.get(_identity(call), ()) if run.call.body == call.body), None)
 
     def keep(self, run: Run) -> bool:
-        """Store a run without a client, so that `find` can return it. Return False if a limit is reached."""
+        """Store a run without a client, so that `find` can return it. Return False at a limit, or after `close`."""
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.call.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.call), []).append(run)

@@ -30,7 +30,7 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 # dtype -> additional fields of a vector, from which a client computes the original values
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
-PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
+PIECE_VALUES = 50_000  # values (numbers) in one piece of a body; writing a piece as JSON takes about 5 ms
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -44,7 +44,7 @@ Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a reply without an error: the offered format that Accept prefers, or JSON if Accept names no
+    """Return the format of a successful reply: the offered format that Accept prefers, or JSON if Accept names no
     offered format. If Accept is missing or has only wildcards, return the format of the request's body. `raw`: the
     route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
@@ -118,10 +118,10 @@ def _slices(values: Sequence[Any], numbers: int, row: Row | None) -> Iterator[Se
 def body_of(
     body: dict[str, Any], values: int, late: Late, *, msgpack: bool, name: str = "items", row: Row | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`. `values`: count of the numbers in the body. Above PIECE_VALUES, the list in the
-    field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up to 600 ms,
-    and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is written.
-    `late` builds the entry that is written last.
+    """Return an encoded body and its content type. `values`: count of the numbers in the body. Above PIECE_VALUES, the
+    list in the field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up
+    to 600 ms, and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is
+    written. `late` builds the entry that is written last.
     """
     if name not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
@@ -204,9 +204,9 @@ def listed(
     after: bytes | Callable[[float], bytes] = b"]",
     row: Row | None = None,
 ) -> Body:
-    """Return JSON: the text `before`, the list `values`, and the text `after`. If the list has many numbers (`numbers`:
-    their total), the JSON is in pieces. Values may contain numpy arrays. `row` renders each value just before it is
-    written. If `after` is a function, its argument is the seconds in which the values were written.
+    """Return JSON: the text `before`, the list `values`, and the text `after`. `numbers`: count of all numbers in the
+    values; above PIECE_VALUES, the JSON is in pieces. Values may contain numpy arrays. `row` renders each value just
+    before it is written. If `after` is a function, its argument is the seconds in which the values were written.
     """
 
     def end(spent_s: float) -> bytes:
@@ -255,8 +255,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output of an input in its msgpack form, as a view of the bytes of the result. It is not built from a
-    numpy array, because the array would take longer to build than the rest of the reply.
+    """Return one output of an input in its msgpack form, as a view of the bytes of the result. No numpy array is
+    built for this, because the array would take longer to build than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -340,8 +340,8 @@ def encode_slots(
 def _outputs(
     entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
 ) -> dict[str, Any]:
-    """Return the requested outputs of one input or chunk. `read` returns an output by its name, in the form for the
-    reply's format. `array` returns the same output as a numpy array.
+    """Return the requested outputs of one input or chunk. `read` takes the name of an output and returns the value to
+    put into the reply. `array` takes the same name and returns the output as a numpy array.
     """
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
@@ -373,7 +373,7 @@ def _chunk_slots(
     entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
 ) -> list[dict[str, Any]]:
     """Return a slot for each chunk of an input: its span, its tokens, its outputs. With `exact`, float16 values become
-    float64 like in `_exact_array_of`. Raises InternalFailure if the worker is too old to return vectors of chunks.
+    float64 (see `_exact_array_of`). Raises InternalFailure if the worker is too old to return vectors of chunks.
     """
     if chunk_tables.TABLE not in outcome.outputs:
         raise chunks_missing()
@@ -392,7 +392,7 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for an input with chunks whose result from the worker has no chunks."""
+    """Return the error for an input if the client requested vectors of chunks, but the worker's result has none."""
     return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 

@@ -67,8 +67,8 @@ FOUND_VALUES = 20  # an entity or label of a reply takes as long to write as thi
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
-    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen. `inputs_field`: field
-    of the client's body with the inputs, for errors.
+    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen. `inputs_field`: name
+    of the field with the inputs in the client's body; error messages contain this name.
     """
 
     operation: Operation
@@ -98,7 +98,7 @@ class RequestResult:
         self.served_by = "local"  # "local", or the name of the remote server that computed the results
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
-        self.reported_times: Mapping[str, float] = {}  # milliseconds of the stages, as the reply reports them
+        self.reported_times: Mapping[str, float] = {}  # stage -> milliseconds in the reply; empty until `timing` ran
         # "hit", "partial", "miss" or "off"; empty if the gateway has no cache, if all inputs were refused, or if a
         # remote server computed the results
         self.cache_status = ""
@@ -147,7 +147,7 @@ class RequestResult:
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """Return the results of chunks that came from workers, without cached answers and failures of the gateway."""
+        """Return the results that workers sent, but no cached answers, and no failures that the gateway added."""
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
@@ -219,8 +219,8 @@ class RequestResult:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str, **names: str) -> list[tuple[WorkResult, Ok]]:
-        """Return the value of each input, for API formats without errors of single inputs. Raises FailedRequest.
-        `names`: as in `check`.
+        """Return (result, outcome) of each input, for API formats that cannot report the error of a single input.
+        Raises FailedRequest if an input failed. `name` and `names`: see `check`.
         """
         self.check(name, **names)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
@@ -299,8 +299,8 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
 
     def headers(self, received_s: float) -> dict[str, str]:
-        """Return the headers of the reply. If the body is sent in pieces, the gateway sends the headers first, so their
-        times exclude the time to write the body.
+        """Return the headers of the reply. If the body is sent in pieces, the gateway sends the headers first, so the
+        times in the headers exclude the time to write the body.
         """
         timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
@@ -332,7 +332,9 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks: the time of a chunk's batch, multiplied by its share of the tokens."""
+    """Return the seconds for which a device worked on chunks. For each chunk, this is the time of its batch, multiplied
+    by the chunk's share of the batch's tokens.
+    """
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -386,8 +388,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. Up to this time, queue time of `last` counts as load time, because its
-    chunk waited in the queue for the same load.
+    of the request waited for the model to load. The same amount of the queue time of `last` counts as load time,
+    because the chunk of `last` waited in the queue for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -501,7 +503,7 @@ class ResultInbox:
         *,
         on_late: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
-        """`on_late` is called with each result whose request has ended."""
+        """`on_late` is called with each result that arrives after its request has ended."""
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         self._on_late = on_late
         self._bus = bus
@@ -601,8 +603,8 @@ class ResultInbox:
         return verdict
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part of a result and return the verdict to send to its sender. Return None if all parts have arrived;
-        then `_check` sends the verdict.
+        """Store a part of a result, and return the verdict for the worker that sent the part. Return None if all parts
+        have arrived; then `_check` sends the verdict.
         """
         collector = self._open.get(part.request)
         if collector is None:
@@ -632,7 +634,7 @@ class ResultInbox:
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
         """Join the parts of a result and deliver it to its request. If the result is damaged, send the verdict `part`:
-        the sender then sends all parts again.
+        the worker then sends all parts again.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]

@@ -43,8 +43,8 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
 CHECK_AGAIN_S = 1.0  # seconds between two checks in `Runner._results`
-MAX_TAKERS = 3  # largest number of models that an error names
-CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
+MAX_TAKERS = 3  # largest number of models that an error names as an alternative
+CHUNKED_FAMILY = "text-encoder"  # only models of this family return vectors of the chunks of a text
 _logger = logging.getLogger("sie.gateway.runner")
 
 
@@ -198,10 +198,10 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
-        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds
-        whether the request may continue to wait. `was_hosted`: a worker had the model loaded when the request was
-        admitted. Raises ModelLoading if a worker is loading the model, NotProvisioned if the lane has no worker,
-        GatewayTimeout, and the argument of `OutcomeCollector.fail`.
+        """Wait for all results until the end of the budget. From `load_hold_s` on, check every CHECK_AGAIN_S seconds
+        whether the model is still loading or the lane has no worker; if so, end the wait. `was_hosted`: a worker had
+        the model loaded when the request was admitted. Raises ModelLoading, NotProvisioned (no worker), GatewayTimeout,
+        and the error that was passed to `OutcomeCollector.fail`.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
@@ -209,7 +209,6 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # raises ModelLoading while a worker loads the model, and NotProvisioned if the lane has no worker
                 was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -416,7 +415,7 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
     if foreign is None:
         return None
     message = f"{entry.id} takes {', '.join(accepted)}, not {foreign}"
-    if foreign != "multivector":  # no model lists it as an input, so no model can be named
+    if foreign != "multivector":  # no entry lists `multivector` in `inputs`, so the message can name no model
         message += takers.models_of(foreign)
     return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 

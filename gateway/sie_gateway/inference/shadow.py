@@ -1,9 +1,9 @@
 """Shadow traffic: the gateway copies a share of the requests of an alias to a second model, after the results of the
 requests have arrived. The gateway measures the results of a copy, and discards them.
 
-    request answered ──► in the configured share? ──► allowed: few copies run, the lane is not busy, the model exists
-    ──► copy runs at the priority `bulk` ──► results are compared, then discarded
-    not allowed ──► no copy: counted with the reason
+    request answered, in the configured share ──► few copies run, the lane is not busy, the model exists?
+        yes ──► copy runs at the priority `bulk` ──► results are compared, then discarded
+        no ───► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
 the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker load it. Such
@@ -45,8 +45,8 @@ MAX_ITEMS = 64  # largest number of inputs in a copy; further inputs of the requ
 # largest number of values (numbers in vectors) in the reply to a copied request: the reply stays in memory until the
 # copy has run
 MAX_VALUES = 1 << 20
-# Largest number of bytes of the inputs of a copied request. The gateway's limit on the memory of request bodies does
-# not count copies.
+# Largest number of bytes of the inputs of a copied request, and of its body. The copies need a limit of their own,
+# because the gateway's limit on the memory of request bodies does not count them.
 MAX_BYTES = 4 << 20
 BUDGET_S = 30.0  # seconds until the deadline of a copy
 LOADED_S = 0.25  # seconds of wait above which a lane is too busy for copies
@@ -116,7 +116,7 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
+        self._figures: dict[str, ShadowStatistics] = {}  # id of an alias -> statistics of its shadow
         self._paused_s: dict[str, float] = {}  # model -> time until which it gets no copies
         self._opening: set[str] = set()  # models that were not loaded when their running copy began
         self._tasks: set[asyncio.Task[None]] = set()
@@ -184,8 +184,8 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # From the client's headers, the copy uses only the mode for errors of single inputs. It does not use the
-        # client's API key, time budget and machine profile.
+        # Of the client's headers, the copy uses only x-sie-on-item-error. It does not use the client's API key, time
+        # budget and machine profile.
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
@@ -252,7 +252,8 @@ class Shadows:
     def _compare(self, finished: RequestResult, copied: RequestResult, alias: Alias, figures: ShadowStatistics) -> None:
         names = alias.id, figures.model
         sides = ("served", finished, figures.served_ms), ("shadow", copied, figures.shadow_ms)
-        for side, values, mean in () if finished.cached_items else sides:  # a cached answer has no time of the model
+        # a request with cached answers says nothing about the time of its model, so the times are not compared
+        for side, values, mean in () if finished.cached_items else sides:
             self._metrics.shadow_seconds.labels(*names, side).observe(values.waited_ms / 1000)
             mean.add(values.waited_ms)
         for value in cosines(finished, copied):

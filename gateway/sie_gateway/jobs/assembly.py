@@ -47,7 +47,7 @@ class JobParts(NamedTuple):
         tasks.start(self.sweeper.run(stop), "clean-up of jobs")
 
     def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
-        """Return how many workers the jobs of a lane (pool, machine profile and bundle) need to end before their
+        """Return how many workers a lane (pool, machine profile and bundle) needs so that its jobs end before their
         deadlines. `workers`: number of workers that the lane has.
         """
         name = str(lane)

@@ -1,7 +1,7 @@
 """Requests of a job to its model, each with one or more items (inputs). A request waits while the cluster has no
 capacity. After a retryable error of an item, the client sends this item again in a separate request.
 
-    items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
+    items ──► Room: limit of items in flight ──► Inference.execute at priority `bulk` ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, any number of times
 
 A job never ends because the cluster is busy, scaled to zero, or unreachable. A job ends with an error only if one of
@@ -108,7 +108,7 @@ class Room:
             raise
 
     def leave(self, count: int, seconds: float) -> None:
-        """Release `count` items that are done, `seconds` after they entered, and adapt the limit."""
+        """Release `count` items that are done, and adapt the limit. `seconds`: time since these items entered."""
         rate = self._used / max(0.001, seconds)
         self._used -= count
         self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
@@ -142,8 +142,8 @@ class Throttle:
         self._clock = clock
         self._until_open = until_open
         self._turn = asyncio.Lock()
-        self._free_s = 0.0  # time at which the next request may start
-        self._mean: float | None = None  # mean tokens of an input
+        self._free_s = 0.0  # time of `clock` at which the next request may start
+        self._mean: float | None = None  # mean number of tokens of an input; None before the first answer
 
     async def enter(self, count: int) -> float:
         """Wait until `count` inputs may start. Return their expected tokens."""
@@ -210,7 +210,8 @@ class JobClient:
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `attempt`. After a retryable error, call `attempt` again. The number of calls has no
-        limit, but the ATTEMPTS-th error for lack of a worker's memory is raised. Raises SIEError, FailedRequest.
+        limit. Only an error for a lack of memory on a worker is raised when it occurs for the ATTEMPTS-th time. Raises
+        SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
@@ -291,7 +292,7 @@ class JobClient:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # for a failed attempt; does nothing if the attempt has settled its charge
+                    call.charge.refund()  # after a failed attempt; does nothing if the attempt has settled its charge
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()

@@ -1,6 +1,6 @@
 """Documents of a job, which are parsed to Markdown before their chunks are encoded.
 
-rows with a file ──equal files once──► requests to the parser ──► rows with a text and its pages | a fault
+rows with document files ──► one request to the parser per distinct file ──► rows with text and pages, or an error
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
 
 
 def _checked(answer: RowAnswer) -> RowAnswer:
-    """Return the fields of an answer that a job reads, or an error if the text is missing, empty, or too long."""
+    """Return an answer with only the fields of DocumentReply; an error if its text is missing, empty, or too long."""
     if answer.error is not None:
         return answer
     try:
@@ -85,7 +85,7 @@ def _checked(answer: RowAnswer) -> RowAnswer:
         return RowAnswer(error=InternalFailure("the answer of the parser has no Markdown").info())
     length = len(reply.markdown)
     if length > chunk_fields.MAX_TEXT:
-        message = f"{_FIELD}: the document has {length} code points of Markdown, at most {chunk_fields.MAX_TEXT}"
+        message = f"{_FIELD}: {length} code points of Markdown, expected at most {chunk_fields.MAX_TEXT}"
         return RowAnswer(error=_fault(message, "too_long"))
     if not reply.markdown.strip():
         return RowAnswer(error=_fault(f"{_FIELD}: the document has no text: it is empty or has only images", "no_text"))

@@ -1,7 +1,7 @@
 """Construction of a job from its record: where it reads and writes, its model, and its credential.
 
-JobRecord ──check──► refused, or stored. A native job is stored with the model to which its alias resolves at this time
-JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
+new JobRecord ──check()──► job is refused, or stored: a native job with the model to which its alias resolves now
+stored JobRecord ──work()──► NativeJob or BatchJob, which the gateway that leads the job runs
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SINK_DTYPES = ("float32", "float16")
 
 @dataclass(eq=False)
 class JobEngine:
-    """Checks new jobs, and builds the objects that run jobs. `identity` returns the identity of an owner. `route_of`
-    returns the POST route of a path.
+    """Checks new jobs, and builds the objects that run jobs. `identity` takes a job's owner (an API key) and returns
+    the object with the owner's rights and quota. `route_of` takes a URL path and returns its POST route.
     """
 
     settings: Settings

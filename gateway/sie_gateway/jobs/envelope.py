@@ -27,7 +27,7 @@ _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract", "/v1/redact")  # endpoints 
 
 
 class LineRequest(NamedTuple):
-    """Request of a line: `path` is the path of its URL, with the model for native endpoints; `body` is JSON."""
+    """Request of a line. `path`: path of the URL; for endpoints in _NATIVE it ends with the model. `body`: JSON."""
 
     custom_id: str
     path: str

@@ -1,4 +1,4 @@
-"""Routes of files. A form with one file is read in pieces while it arrives."""
+"""Routes of files. An upload is read in pieces while it arrives, also in a form (multipart/form-data) with one file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store an upload: the whole body if the query has a purpose, else the file in the form. Raises SIEError."""
+    """Store an upload: the whole body if the URL has the query parameter `purpose`, else the file in the form. Raises
+    SIEError.
+    """
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)

@@ -39,8 +39,8 @@ UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
 # outputs
 OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
-# age in seconds of a record `writing` whose upload has surely ended: the time limit WRITE_S, and 600 s because clocks
-# differ
+# age in seconds at which the upload of a record in the state `writing` has surely ended: the time limit WRITE_S, and
+# 600 s because clocks differ
 ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
 _ID = re.compile("file-[0-9a-f]{32}")
@@ -143,8 +143,8 @@ class FileStore:
             return await self._required().range(record.id, start, end)
 
     async def create(self, owner: str, about: FileDescription, data: AsyncIterator[bytes], file: str) -> FileRecord:
-        """Store an output of a batch, of any length, as the file with the id `file`. If that file exists, return its
-        record without reading `data`.
+        """Store an output of a batch as the file with the id `file`. The output may have any length. If the file
+        exists, return its record without reading `data`.
         """
         self._required()
         with _unavailable():

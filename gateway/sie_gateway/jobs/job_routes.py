@@ -1,10 +1,11 @@
 """Routes of jobs and batches, and the conversion between the job format of the published SDKs of SIE and the format of
 this API.
 
-{src, operation, model, field_map, options} ──► requested ──► JobRequest
-                           JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
+    body from an SDK: {src, operation, model, field_map, options} ──► requested() ──► JobRequest
+    JobInfo ──► as_public() ──► reply to an SDK: {state, total_items, completed_items, ...}
 
-The routes refuse a field of the SDKs without a counterpart in this API. The error names the field and an alternative.
+The routes refuse each field of the SDKs that has no counterpart in this API. The error names the field and an
+alternative.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _STATES = {
     "expired": "failed",
 }
 """State of a job -> its name in the SDKs of the open-source SIE project, if the names differ. The SDKs poll a job until
-the name of its state is one that they take for a final state."""
+its state has a name that they take for final."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +56,7 @@ class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields of a job that SIE's published SDKs send. The argument `source` of their call is sent as `src`."""
+    """Fields of a job that SIE's published SDKs send. They send their argument `source` as `src`."""
 
     model: str
     src: str = ""
@@ -170,8 +171,8 @@ async def submit(gateway: Gateway, request: Request) -> Response:
 
 
 def _states(state: str, names: Mapping[str, str]) -> frozenset[str]:
-    """Return the states of jobs that a client selects by `state`; all states if it is empty. `names`: further names of
-    states. Raises InvalidInput.
+    """Return the states of jobs that a client selects by `state`; all states if `state` is empty. `names`: state ->
+    further name of this state that clients may use. Raises InvalidInput.
     """
     every = get_args(api.JobState)
     states = frozenset(own for own in every if state in ("", own, names.get(own)))
@@ -257,7 +258,7 @@ async def show_batch(gateway: Gateway, request: Request) -> Response:
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    """Cancel a batch; its files have the finished requests. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a batch; its output has the finished answers. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.cancel_batch(call_of(request), request.path_params["batch"]))
 
 

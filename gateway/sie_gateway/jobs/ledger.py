@@ -43,7 +43,7 @@ class JobLedger:
         return self._bucket.is_read
 
     def find(self, job_id: str) -> JobRecord:
-        """Return a job. Raises NotReady while the records have not been read, NotFound."""
+        """Return a job. Raises NotFound, and NotReady while the records have not been read."""
         self._bucket.require()
         job = self._jobs.get(job_id)
         if job is None:

@@ -92,18 +92,16 @@ class BatchJob:
         return await asyncio.to_thread(_record, number, span, stored, rows if stored is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Join the parts into a file of answers and a file of errors. A file without lines is not created. See
-        `run.JobWork`.
-
-        First store the answers of the shards that are not stored yet. If the batch has expired, each unanswered request
-        gets an error.
+        """Store the answers of the shards that are not stored yet, then join all parts into a file of answers and a
+        file of errors (see `run.JobWork`). A file without lines is not created. If the batch has expired, each
+        unanswered request gets an error in the file of errors.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()
         for number, span in enumerate(spans):
             if number not in shards and (shard := await self._left(number, span, state)) is not None:
                 shards[number] = shard
-        # the record has no number of rows if the batch expired before it was planned
+        # without a plan (the batch ended before it was planned), the number of rows is unknown
         fields: dict[str, Any] = {} if plan is None else {"rows": sum(plan.rows)}
         if any(shard.rows > shard.failed for shard in shards.values() if shard.error is None):
             fields["output_file"] = await self._file(job, "output", self._lines(shards, failures=False))
@@ -131,7 +129,7 @@ class BatchJob:
         """Do nothing: a batch has no open connections (see `run.JobWork`)."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
-        """Yield the output lines of answers, or with `failures` of errors, in the order of the requests."""
+        """Yield the lines with an answer, or with `failures` the lines with an error, in the order of the requests."""
         for _, shard in sorted(shards.items()):
             expected = shard.failed if failures else shard.rows - shard.failed
             if shard.error is not None:

@@ -2,8 +2,8 @@
 (part) in Parquet, JSON Lines or NumPy. A job with a sink (a vector database) also writes the vectors into this
 database.
 
-input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
-                  └ documents ──► their texts ┘
+rows of input files ──► inputs (a document is first parsed to its text) ──► each distinct input once: answer from the
+cache, or from the model (RowValues) ──► Shard ──► vectors are written to the sink ──► part, created once
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # tokens that `_bounds` assumes for a chunk if the chunks come from a column of the input
+SPAN_TOKENS = 16  # tokens of a chunk that `_bounds` assumes if the chunks come from a column of the input
 UNTRIMMED = 0.1  # a job removes old segments of the cache after it has written this share of the cache's size limit
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -60,7 +60,8 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 class AnsweredShard(NamedTuple):
     """Computed but unwritten answers of a shard (rows of one output object). `data`: bytes of the object. `reused`:
-    number of answers copied from an equal row or from the cache. `unsent`: rows to write into the database, or None.
+    number of answers copied from an equal row or from the cache. `unsent`: rows that the database does not have yet, or
+    None.
     """
 
     data: bytes
@@ -87,7 +88,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy`: selects the answers to cache."""
+    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy` selects the answers to cache."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class NativeJob:
         return msgspec.structs.replace(record, source=_named(span))
 
     def _fingerprint(self) -> str:
-        """Return the fingerprint of the model; for jobs with documents `MODEL+PARSER`; empty while unknown."""
+        """Return the fingerprint of the model, or `MODEL+PARSER` for a job with documents; empty while unknown."""
         model = self._values.fingerprint
         return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
 

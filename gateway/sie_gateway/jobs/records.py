@@ -95,7 +95,7 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class RecordValues(Mapping[str, T], Generic[T]):
-    """Records of one kind by id. `listeners` are called with an id and its record, None for a removed record."""
+    """Records of one kind by id. `listeners` are called with an id and its record, or None for a removed record."""
 
     def __init__(self, record: Record[_Kept], prefix: str) -> None:
         self.listeners: list[Callable[[str, T | None], None]] = []
@@ -142,7 +142,9 @@ class RecordValues(Mapping[str, T], Generic[T]):
         await retry_conflicts(attempt)
 
     def apply(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
-        """Apply a value (None: removed) from the watch or this gateway (`is_ours`). Ignore older revisions."""
+        """Store the new value of a record, or remove the record if `value` is None. `is_ours`: this gateway has written
+        the value; otherwise, the watch has delivered it. Does nothing if a later revision was applied before.
+        """
         if revision < self._revisions.get(id_, 0):
             return
         if value is not None:

@@ -31,14 +31,14 @@ class JobResults:
 
     ledger: JobLedger
     engine: JobEngine
-    # limits the reads at once, because one read may need memory for all shard records of a job, or for a whole part
+    # limits simultaneous reads, because one read may need memory for all shard records of a job, or for a whole part
     reads: KeySlots = field(
         default_factory=lambda: KeySlots(READS_AT_ONCE, READS_OF_A_KEY, "reads of results", "results")
     )
 
     async def manifest(self, key: str, job: JobRecord, after: int, limit: int) -> api.JobManifest:
-        """Return the manifest with at most `limit` parts; the first `after` parts are left out. `key`: key of the
-        reader. Raises QueueUnavailable, and RateLimited or ResourceExhausted for too many reads at once.
+        """Return the manifest with at most `limit` parts; the first `after` parts are left out. `key`: API key
+        of the reader. Raises QueueUnavailable, and RateLimited or ResourceExhausted for too many reads at once.
         """
         with self.reads.hold(key):
             async with broker_errors_mapped():
@@ -64,7 +64,7 @@ class JobResults:
             return await shards.pieces_of(self.engine.output(job), name)
 
     async def rows(self, key: str, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. `key`: the key of the reader.
+        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. `key`: API key of the reader.
         Raises NotFound, QueueUnavailable, ContentConflict for a damaged part, and RateLimited or ResourceExhausted for
         too many reads at once.
         """

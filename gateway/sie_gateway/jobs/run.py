@@ -109,7 +109,7 @@ class _ShardSums:
         self._seen = 0
 
     def add(self) -> None:
-        """Add the figures of the shards that were answered after the last call."""
+        """Add the records of the shards that were answered after the last call of `add` to the sums."""
         for number, shard in itertools.islice(self.shards.items(), self._seen, None):
             self.rows += shard.rows
             self.failed += shard.failed
@@ -302,8 +302,9 @@ class JobRun:
 
     @property
     def _early_end(self) -> tuple[JobState, ErrorInfo | None] | None:
-        """Return the final state and the error (or None) of a job that must end now; None if the job continues. An
-        earlier leader may have written the final state already. A job in the state `finalizing` does not expire.
+        """Return the final state and the error (or None) of a job that must end now; None if the job continues. If an
+        earlier leader has chosen a final state other than `completed` (`JobRecord.ending`), return that state. A job in
+        the state `finalizing` does not expire.
         """
         if self._job.ending and self._job.ending != "completed":
             return self._job.ending, self._job.error
@@ -321,7 +322,7 @@ class JobRun:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
-        # deaths of leaders during the plan do not count for the shards
+        # leaders that died while they planned do not count towards the MAX_LOST deaths at a shard
         lost = self._job.lost if self._job.is_planned else ()
         await self._note(
             state=self._state,
@@ -402,7 +403,7 @@ class JobRun:
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
         """Return the result of `attempt`. After a retryable error, call `attempt` again, for at most `for_s` seconds.
-        Raises the last error.
+        Raises the first error that is not retryable, or the last error of this time.
         """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
@@ -511,9 +512,9 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. Write the final state to the record first: if this leader dies, the
-        next leader reads the state and completes the output. After an error of the store, retry: without a limit for
-        the state `completed`, for LAST_TRIES_S for other states.
+        """Write the final state to the record, then complete the output, then end the job. If this leader dies before
+        the output is complete, the next leader reads the state and completes the output. After an error of the store,
+        retry: without a limit if the final state is `completed`, otherwise for at most LAST_TRIES_S seconds.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
@@ -550,8 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died: add its name to `lost`. If more rows are done now than at each earlier death, first remove the earlier names
-    from `lost`.
+    died, and its name is added to `lost`. Before this, `lost` is emptied if more rows are done now than at each earlier
+    death (`peak_done`).
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)

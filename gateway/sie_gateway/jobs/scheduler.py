@@ -124,9 +124,9 @@ class JobScheduler:
                 free -= 1
 
     def _jobs_to_lease(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return at most LOOKS jobs whose leases are requested now: jobs that another gateway led at the last check, as
-        that gateway may have died, and the oldest jobs not checked before. If both groups are large, the result has
-        LOOKS / 2 jobs of each.
+        """Return at most LOOKS jobs whose leases this gateway requests now. They are of two groups: jobs that another
+        gateway led at the last check, because that gateway may have died; and jobs that were never checked, oldest
+        first. If both groups are large, the result has LOOKS / 2 jobs of each.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]
@@ -138,7 +138,7 @@ class JobScheduler:
             entry.fence.cancel()
         await cancel_all(entry.task for entry in running.values())
         for job_id, entry in running.items():
-            # if the release fails, the lease expires later, and the next leader assumes that this gateway was killed
+            # if this fails, the lease expires later, and the next leader counts this gateway as dead (`JobRecord.lost`)
             with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 

@@ -15,7 +15,7 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-LONG_S = 120.0  # time limit in seconds for one long call to the store
+LONG_S = 120.0  # time limit in seconds to read or write one object, or to remove all objects of a job
 
 
 class JobStorage:
