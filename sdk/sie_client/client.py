@@ -340,7 +340,7 @@ class SIEClient:
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Send one small input, so that a worker starts and loads the model. After the reply to this input, return the
+        """Send one small input, so that a worker starts and loads the model. When the result has arrived, return the
         model's description. Waits at most `capacity_budget_s` for capacity.
         """
         return self._driver.run(cluster.warmed(model, options, self._session), options)

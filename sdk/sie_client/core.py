@@ -277,7 +277,7 @@ class Session:
 
 
 class Calls(Generic[D]):
-    """Group of methods of a client. `driver`: driver that runs the plans of these methods."""
+    """Group of methods of a client, such as `jobs`. `driver`: driver that runs the plans of these methods."""
 
     def __init__(self, driver: D, session: Session) -> None:
         self._driver = driver
@@ -436,8 +436,8 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """Send `body` as JSON, if any. Return the JSON reply as `type`. Raises the errors of `call`, InvalidInputError if
-    `body` cannot be encoded, and ServerError if the reply is not valid JSON of this type.
+    """Send `body` as JSON, unless it is None. Return the JSON reply as `type`. Raises the errors of `call`,
+    InvalidInputError if `body` cannot be encoded, and ServerError if the reply is not valid JSON of this type.
     """
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""

@@ -174,7 +174,7 @@ class Arriving:
         self._sha256 = sha256
         self._tell = tell
         self._file: BinaryIO | None = None
-        self._is_own = False  # set by `_close`: True if no other download has replaced the hidden file
+        self._is_own = False  # set by `_close`: True if no other download has replaced `_partial`
         self._digest = hashlib.sha256()
         self._come = 0
 

@@ -20,7 +20,8 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = {"document": document, "audio": sound, "video": media}
 _OUTPUTS = ("dense", "sparse", "multivector")
-# Bytes of UTF-8 per token of English text, to decide where a list is split; the server counts the real tokens.
+# UTF-8 bytes per token of English text. The client splits a list into requests by this estimate; the server counts the
+# real tokens.
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
 # upper limit of the estimated tokens of one text: most models truncate texts at this length or earlier

@@ -197,7 +197,7 @@ class CatalogueFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the last request to the config service failed; False before the first export is read."""
+        """Return whether the last read from the config service failed; False until the first export has been read."""
         return self._trouble.lasting
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -1,11 +1,9 @@
 """Metrics of a process, as `metrics_table` defines them, with a limited number of label sets (combinations of label
-values). Values that other objects store are read only at a scrape.
+values). Values that other objects store are read only at a scrape. A name is the value of a metric's first label: a
+model or a key.
 
-    each request of a name ── met(name) ──► MetricMaker.traffic
-    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own; series of
-    other names are removed
-
-A name is the value of a metric's first label: a model or a key.
+    each request for a name ── met(name) ──► MetricMaker.traffic counts it
+    after a scrape, at most every TURN_S: the busiest names get series of their own; series of other names are removed
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Remove all label sets except `present`, so that new label sets are within the limit."""
+        """Remove all label sets except `present`, so that the limit allows new label sets."""
         self._known.intersection_update(present)
         self._folded.clear()
 
@@ -136,8 +134,8 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series of their own to the busiest names (values of the first label) of those that have or need series.
-        All other names lose their series. A name keeps its series until another name is KEEPS times as busy.
+        """Rank the names (values of the first label) that have series of their own or need them. The busiest names get
+        such series; all other names lose theirs. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return

@@ -63,9 +63,9 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Number of bytes that the parser gets at a time from a chunked body. From any other received input, the parser first
-# gets this number of bytes, then the rest. If the parser finds no bytes of the body in such a slice of the input, the
-# whole slice counts towards MAX_HEAD_BYTES.
+# Number of bytes (a slice) that the parser gets at a time from a chunked body. From any other received input, it gets
+# one slice, then all other bytes. If the parser finds no bytes of a body in a slice, the whole slice counts towards
+# MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
 # Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
 # may return tens of thousands of chunks of one byte.
@@ -95,8 +95,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
         return None
     lines = [b": ".join(pair) for pair in headers]
     text = b"".join(lines)
-    # unusual: names with bytes that are not in _NAME_BYTES, or control characters. `translate` finds these bytes twice
-    # as fast as a regular expression.
+    # Unusual are header names with bytes that are not in _NAME_BYTES, and control characters in a name or value.
+    # `translate` finds these bytes twice as fast as a regular expression.
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
@@ -202,7 +202,7 @@ class Protocol(HttpToolsProtocol):
     _is_chunked = False
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
-    _body_bytes = 0  # bytes of all bodies of this connection
+    _body_bytes = 0  # bytes of request bodies that this connection has received
     _body_pieces = 0  # number of calls of `on_body` on this connection
     _unread: bytes | None = None  # input that is not parsed yet; None if there is no such input
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
@@ -441,8 +441,8 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
         """Send an error, after the responses to earlier requests, and close the connection: its input is malformed or
-        too slow, or there are too many connections. Send no error if the response to this request has begun, or if the
-        last request was read completely and awaits its response: the client would take the error for this response.
+        too slow, or there are too many connections. Send no error if the response to the newest request has begun, or
+        if this request was read completely and awaits its response: the client would take the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()

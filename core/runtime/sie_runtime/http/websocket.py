@@ -164,8 +164,8 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Context manager that counts one open websocket. `key`: id of the client's API key; empty: no limit for a key.
-        Raises ResourceExhausted above a limit.
+        """Context manager that counts one open websocket. `key`: id of the client's API key; if empty, no limit per key
+        applies. Raises ResourceExhausted above a limit.
         """
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
