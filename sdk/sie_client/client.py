@@ -62,8 +62,8 @@ class Job(SeenJob[ThreadDriver]):
         return self
 
     def pause(self) -> Job:
-        """Pause the job. Parts of the input that are running are stopped, and run again after `resume`. The output of
-        finished parts is not lost.
+        """Pause the job. Running parts of its input are stopped, and start again from their beginning after `resume`.
+        The output of finished parts is not lost.
         """
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self

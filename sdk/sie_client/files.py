@@ -162,9 +162,9 @@ class Fetching:
 
 class Arriving:
     """BodySink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to
-    `path`. `tell` is called with the bytes of each piece, and before a new attempt with minus the bytes of the failed
-    attempt. If another download to `path` begins meanwhile, that download replaces the hidden file, and only that
-    download can finish.
+    `path`. `tell` is called with the number of bytes of each piece, and before a new attempt with minus the number of
+    bytes of the failed attempt. If another download to `path` begins meanwhile, that download replaces the hidden file,
+    and only that download can finish.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:

@@ -171,7 +171,7 @@ class _EncodeReply(_EncodedItems):
 _decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
 _DTYPES = {msgspec.msgpack.encode(name): np.dtype(name) for name in sorted(arrays.EMITTED)}
 _TRUE, _EMPTY = b"\xc3", b"\xc4\x00"
-# first byte of a msgpack byte string (bin 8, bin 16, bin 32) -> bytes before its content
+# first byte of a msgpack byte string (bin 8, bin 16, bin 32) -> number of bytes before its content
 _HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 
 

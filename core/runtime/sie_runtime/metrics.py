@@ -77,8 +77,8 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Halve the numbers of requests for every HALF_LIFE_S since the last reduction. Returns False, without a
-        reduction, if the last reduction was less than TURN_S ago.
+        """Reduce the numbers of requests, by half for every HALF_LIFE_S since the last reduction. If the last reduction
+        was less than TURN_S ago, change nothing and return False.
         """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
@@ -221,7 +221,7 @@ class MetricMaker:
 
 
 class Scrape:
-    """Builds metric families at a scrape from values of other objects. `_folds` keeps label sets between scrapes."""
+    """Builds metric families at a scrape from values of other objects. `_folds` stores label sets between scrapes."""
 
     def __init__(self, process: Process) -> None:
         self._table = TABLE[process]

@@ -414,7 +414,7 @@ class Protocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
 
     def _body_late(self, before_bytes: int) -> None:
-        """Refuse a request whose body arrived below the minimum rate in the last RATE_S seconds."""
+        """Refuse a request if its body arrived more slowly than the minimum rate in the last RATE_S seconds."""
         self._body_timer = None
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
@@ -433,7 +433,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
 
     def _rest(self) -> None:
-        """Start the keep-alive timer, because no request is being received or answered."""
+        """Start the keep-alive timer; called while no request is being received or answered."""
         if self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -580,8 +580,8 @@ _MAX_CACHED_HOST = 255
 
 class HostNames:
     """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If `allowed` is None, a
-    listener on a loopback address accepts only names of loopback and of this machine; any other listener accepts every
-    name.
+    listener on a loopback address accepts only names of loopback addresses and the host name of this machine; any other
+    listener accepts every name.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:

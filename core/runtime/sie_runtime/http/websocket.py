@@ -119,7 +119,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def handle_text(self, event: Frame) -> None:
-        """Discard a part of a message. uvicorn would store the parts of a message that does not end."""
+        """Discard a part of a message. uvicorn would store the parts until the message ends."""
 
     handle_bytes = handle_cont = handle_text
 
