@@ -290,9 +290,9 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. A
-    file that the folder already has with the right digest is not downloaded. Raises InvalidInputError if the output is
-    at a URL, or the folder has the output of another job, and ServerError for invalid file names.
+    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. A file that
+    the folder already has with the right digest is not downloaded. Raises InvalidInputError if the output is at a URL,
+    or the folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):

@@ -76,9 +76,8 @@ class HttpServer:
     ) -> None:
         """Bind the port. Raises SettingError, which names `setting`, if this fails.
 
-        `websockets`: class of the websocket protocol; if None, the server ignores a request's upgrade and
-        answers it as plain HTTP.
-        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
+        `websockets`: class of the websocket protocol; if None, the server ignores a request's upgrade and answers it as
+        plain HTTP. `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
         `refusals.REFUSED`, for each request that this server itself refuses or breaks off. `min_rate`: see
         `SharedState`.
         """
