@@ -62,8 +62,8 @@ class Job(SeenJob[ThreadDriver]):
         return self
 
     def pause(self) -> Job:
-        """Pause the job. Parts of the input that are running are stopped, and run again after `resume`. The output of
-        finished parts is not lost.
+        """Pause the job. Running parts of its input are stopped, and start again from their beginning after `resume`.
+        The output of finished parts is not lost.
         """
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
@@ -340,7 +340,7 @@ class SIEClient:
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Send one small input, so that a worker starts and loads the model. After the reply to this input, return the
+        """Send one small input, so that a worker starts and loads the model. When the result has arrived, return the
         model's description. Waits at most `capacity_budget_s` for capacity.
         """
         return self._driver.run(cluster.warmed(model, options, self._session), options)

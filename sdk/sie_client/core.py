@@ -277,7 +277,7 @@ class Session:
 
 
 class Calls(Generic[D]):
-    """Group of methods of a client. `driver`: driver that runs the plans of these methods."""
+    """Group of methods of a client, such as `jobs`. `driver`: driver that runs the plans of these methods."""
 
     def __init__(self, driver: D, session: Session) -> None:
         self._driver = driver
@@ -302,7 +302,7 @@ def call(request: Send, session: Session, patience: Patience | None = None) -> P
     """
     patience = patience or Patience()
     mark = patience.mark
-    # keys: True for waits without a connection, False for waits without capacity
+    # by `is_away`: True for waits without a connection, False for waits without capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -436,8 +436,8 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """Send `body` as JSON, if any. Return the JSON reply as `type`. Raises the errors of `call`, InvalidInputError if
-    `body` cannot be encoded, and ServerError if the reply is not valid JSON of this type.
+    """Send `body` as JSON, unless it is None. Return the JSON reply as `type`. Raises the errors of `call`,
+    InvalidInputError if `body` cannot be encoded, and ServerError if the reply is not valid JSON of this type.
     """
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""

@@ -20,7 +20,7 @@ SIEError
 │   ├── UnsupportedMediaTypeError     UNSUPPORTED_MEDIA_TYPE
 │   ├── ValidationFailedError         VALIDATION_ERROR
 │   ├── IdempotencyMismatchError      IDEMPOTENCY_MISMATCH
-│   └── RateLimitedError              RATE_LIMITED: a limit of the key was reached for as long as the client waited
+│   └── RateLimitedError              RATE_LIMITED: a limit of the API key was reached for as long as the client waited
 ├── JobFailedError                  a job that the client waited for failed, expired or was cancelled
 ├── JobTimeoutError                 a job has not ended within the `timeout_s` of `wait`; the job continues
 ├── AllItemsFailedError             ALL_ITEMS_FAILED: every item failed, for different causes; see `details["errors"]`
@@ -142,7 +142,7 @@ class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
 
 
 class PoolConflictError(ConflictError, code="POOL_CONFLICT"):
-    """The name belongs to a pool that is not a reservation, or to a reservation of another key."""
+    """The name belongs to a pool that is not a reservation, or to a reservation of another API key."""
 
 
 class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
@@ -152,8 +152,8 @@ class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
 
 
 class PayloadTooLargeError(RequestError, code="PAYLOAD_TOO_LARGE"):
-    """The body, one item or the reply is too large, or the call needs more tokens than the key may use in a minute.
-    `details` has `limit`.
+    """The body, one item or the reply is too large, or the call needs more tokens than the API key may use in a
+    minute. `details` has `limit`.
     """
 
 

@@ -162,9 +162,9 @@ class Fetching:
 
 class Arriving:
     """BodySink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to
-    `path`. `tell` is called with the bytes of each piece, and before a new attempt with minus the bytes of the failed
-    attempt. If another download to `path` begins meanwhile, that download replaces the hidden file, and only that
-    download can finish.
+    `path`. `tell` is called with the number of bytes of each piece, and before a new attempt with minus the number of
+    bytes of the failed attempt. If another download to `path` begins meanwhile, that download replaces the hidden file,
+    and only that download can finish.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -174,7 +174,7 @@ class Arriving:
         self._sha256 = sha256
         self._tell = tell
         self._file: BinaryIO | None = None
-        self._is_own = False  # set by `_close`: True if no other download has replaced the hidden file
+        self._is_own = False  # set by `_close`: True if no other download has replaced `_partial`
         self._digest = hashlib.sha256()
         self._come = 0
 

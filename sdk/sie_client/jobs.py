@@ -43,8 +43,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 PAGE = 100  # largest number of jobs in one page of the list of jobs
 PARTS = 4  # largest number of output files that are downloaded at the same time
 MANIFEST = "manifest.json"
-# Seconds until the server deletes an input file that was uploaded for a job. This is the longest time that the server
-# accepts; a job may run for many days.
+# Seconds until the server deletes an input file that was uploaded for a job: the longest time that the server accepts,
+# because a job may run for many days.
 INPUT_LIFE_S = 30 * 86_400
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -54,7 +54,7 @@ _logger = logging.getLogger("sie_client")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
-    """A job as the server describes it. Accepts unknown states and request fields, so that newer servers work too."""
+    """A job as the server describes it. It may have unknown states and request fields, which newer servers send."""
 
     state: str  # type: ignore[assignment]
     request: dict[str, Any]  # type: ignore[assignment]
@@ -290,9 +290,9 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Do not
-    download files that the folder already has with the right digest. Raises InvalidInputError if the output is at a
-    URL, or the folder has the output of another job, and ServerError for invalid file names.
+    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. A file that
+    the folder already has with the right digest is not downloaded. Raises InvalidInputError if the output is at a URL,
+    or the folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):

@@ -66,7 +66,7 @@ def media(value: Any, path: str, *, urls: bool = False, is_document: bool = Fals
 
 
 def document(value: Any, path: str) -> Any:
-    """Convert a document to the field of a request body, see `media`."""
+    """Convert a document to the form of a request, see `media`."""
     return media(value, path, is_document=True)
 
 

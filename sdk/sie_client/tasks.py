@@ -49,8 +49,8 @@ class TaskDriver:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that stops the plan and waits for its end, at most
-        `timeout_s`.
+        """Run a plan in the background. Return a function `end(timeout_s)`, which stops the plan and waits at most
+        `timeout_s` seconds for its end.
         """
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")

@@ -27,7 +27,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a thread, and return its future. The interpreter does not wait for the thread at its exit."""
+    """Run a function in a thread, and return its future. An exit of the interpreter does not wait for the thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -100,8 +100,8 @@ class ThreadDriver:
             return self._drive(plan, meter, threading.Event(), own)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that stops the plan and waits for its end, at most
-        `timeout_s`.
+        """Run a plan in the background. Return a function `end(timeout_s)`, which stops the plan and waits at most
+        `timeout_s` seconds for its end.
         """
         stop = threading.Event()
         running = _spawn(

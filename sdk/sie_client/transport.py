@@ -100,8 +100,8 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
 
 
 def address(base_url: str | None) -> str:
-    """Return the base URL without a slash at its end. None means SIE_BASE_URL of the environment, or without it a URL
-    on this machine. Raises ValueError if the URL does not begin with http:// or https://.
+    """Return the base URL without a slash at its end. None means SIE_BASE_URL of the environment; if this is not set, a
+    URL on this machine. Raises ValueError if the URL does not begin with http:// or https://.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"
@@ -133,7 +133,7 @@ def _is_refused_by_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Answer) -> bool:
-    """Return True if the answer is a success, so that the driver waits for no other copy (`hedge_after_s`)."""
+    """Return True for a success. The driver then waits for no other copy of the request (see `hedge_after_s`)."""
     return isinstance(answer, Received) and answer.status == 200
 
 
@@ -176,7 +176,9 @@ def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item
 
 
 def _column_of_texts(table: Any) -> object:
-    """Return the name of a table's first column of texts (pandas, pyarrow or polars), else of its first column."""
+    """Return the name of the first column of texts in a table of pandas, pyarrow or polars; if no column has texts, the
+    name of the first column.
+    """
     if hasattr(table, "iloc"):
         kinds = dict(zip(table.columns, table.dtypes, strict=True))
     elif hasattr(table, "column_names"):

@@ -48,8 +48,8 @@ Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 class Item(TypedDict, total=False):
     """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, dimension] of
     an encoded text, sent instead of the text. `chunks`: chunks of the text, each with its own vectors. With `context`
-    True (the default), the whole text is encoded, and the vectors of a chunk are computed from its token vectors; with
-    False, each chunk is encoded alone.
+    True (the default), the vectors of a chunk are computed from the token vectors of the whole text; with False, each
+    chunk is encoded alone.
     """
 
     id: str
@@ -325,7 +325,7 @@ class ScoreEntry(TypedDict, total=False):
 
 class ScoreResult(Shared, total=False):
     """Result of score. `scores`: one entry for each item, the best first, failed items last. `query_id`: the query's
-    id, None if it has none. `usage` is for the whole call.
+    id, None for a query without one. `usage` is for the whole call.
     """
 
     query_id: str | None
@@ -392,7 +392,7 @@ class SchemaResult(ItemReply, Generic[M], total=False):
 
 class ModelFilters(TypedDict, total=False):
     """Filters for a list of models. `task`: only models that support this task. `output`: only models that return this
-    output. `loaded` True: only models that are loaded now. `variants` False: only models, without their other profiles.
+    output. `loaded` True: only models that are loaded now. `variants` False: no entries for profiles (`model:profile`).
     """
 
     task: Literal["encode", "score", "extract"] | None

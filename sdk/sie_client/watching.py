@@ -57,7 +57,7 @@ class _Url:
             "max_size": MAX_FRAME_BYTES,
             "open_timeout": SILENCE_S,
             "close_timeout": CLOSE_S,
-            # version 14 of websockets has no parameter `proxy` and uses no proxy
+            # use no proxy for a server on this machine; version 14 of websockets lacks this parameter and uses no proxy
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 

@@ -20,7 +20,8 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = {"document": document, "audio": sound, "video": media}
 _OUTPUTS = ("dense", "sparse", "multivector")
-# Bytes of UTF-8 per token of English text, to decide where a list is split; the server counts the real tokens.
+# UTF-8 bytes per token of English text. The client splits a list into requests by this estimate; the server counts the
+# real tokens.
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
 # upper limit of the estimated tokens of one text: most models truncate texts at this length or earlier
@@ -170,7 +171,7 @@ class _EncodeReply(_EncodedItems):
 _decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
 _DTYPES = {msgspec.msgpack.encode(name): np.dtype(name) for name in sorted(arrays.EMITTED)}
 _TRUE, _EMPTY = b"\xc3", b"\xc4\x00"
-# first byte of a msgpack byte string (bin 8, bin 16, bin 32) -> bytes before its content
+# first byte of a msgpack byte string (bin 8, bin 16, bin 32) -> number of bytes before its content
 _HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 
 

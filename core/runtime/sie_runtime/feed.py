@@ -40,8 +40,8 @@ FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to t
 # reads the epoch, so that processes do not all read at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a valid delta. "untrusted": its sender is not trusted. "gap": an earlier delta is missing. "stale": the
-# snapshot already contains the write
+# What `_apply` returns for a valid delta. "untrusted": its sender is not trusted. "gap": an earlier delta is missing.
+# "stale": the snapshot already contains the write.
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
@@ -197,7 +197,7 @@ class CatalogueFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the last request to the config service failed; False before the first export is read."""
+        """Return whether the last read from the config service failed; False until the first export has been read."""
         return self._trouble.lasting
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -128,7 +128,7 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
         try:
             keys.append((decode(entry), entry.revision))
         except UNDECODABLE as error:
-            _logger.warning("record %s cannot be read and is left out: %s", entry.key, error)
+            _logger.warning("API key %s cannot be read and is left out: %s", entry.key, error)
     return keys
 
 
@@ -168,8 +168,8 @@ class KeyBuckets:
 
     async def read(self) -> list[tuple[Key, int]]:
         """Return (key, revision of its record in the bucket) for all keys. The revision is 0 if only the copy has the
-        key. If bucket and copy have different records of a key, the stricter record is returned, as at gateways. A
-        record in the bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
+        key. If bucket and copy have different records of a key, the `stricter` record is returned; gateways use it
+        too. The revision is right even if the record in the bucket cannot be decoded, so that `write` can replace it.
         """
         keys = {key.id: key for key, _ in readable(await self.copy.entries())}
         entries = await self.bucket.entries()

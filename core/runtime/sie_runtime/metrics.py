@@ -1,11 +1,9 @@
 """Metrics of a process, as `metrics_table` defines them, with a limited number of label sets (combinations of label
-values). Values that other objects store are read only at a scrape.
+values). Values that other objects store are read only at a scrape. A name is the value of a metric's first label: a
+model or a key.
 
-    each request of a name ── met(name) ──► MetricMaker.traffic
-    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own; series of
-    other names are removed
-
-A name is the value of a metric's first label: a model or a key.
+    each request for a name ── met(name) ──► MetricMaker.traffic counts it
+    after a scrape, at most every TURN_S: the busiest names get series of their own; series of other names are removed
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Remove all label sets except `present`, so that new label sets are within the limit."""
+        """Remove all label sets except `present`, so that the limit allows new label sets."""
         self._known.intersection_update(present)
         self._folded.clear()
 
@@ -79,8 +77,8 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Halve the numbers of requests for every HALF_LIFE_S since the last reduction. Returns False, without a
-        reduction, if the last reduction was less than TURN_S ago.
+        """Reduce the numbers of requests, by half for every HALF_LIFE_S since the last reduction. If the last reduction
+        was less than TURN_S ago, change nothing and return False.
         """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
@@ -136,8 +134,8 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series of their own to the busiest names (values of the first label) of those that have or need series.
-        All other names lose their series. A name keeps its series until another name is KEEPS times as busy.
+        """Rank the names (values of the first label) that have series of their own or need them. The busiest names get
+        such series; all other names lose theirs. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return
@@ -223,7 +221,7 @@ class MetricMaker:
 
 
 class Scrape:
-    """Builds metric families at a scrape from values of other objects. `_folds` keeps label sets between scrapes."""
+    """Builds metric families at a scrape from values of other objects. `_folds` stores label sets between scrapes."""
 
     def __init__(self, process: Process) -> None:
         self._table = TABLE[process]

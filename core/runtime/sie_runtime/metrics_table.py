@@ -68,7 +68,8 @@ _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
 _COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
-_ENDPOINTS = 26  # number of values of the label `endpoint` at a gateway
+# number of values of the label `endpoint` at a gateway: as many label sets are reserved for `other` (`Metric.rest`)
+_ENDPOINTS = 26
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
     "Requests that the HTTP server itself refused or broke off: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), "

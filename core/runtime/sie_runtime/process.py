@@ -73,7 +73,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of a log line. The default trace id is the trace id of the current task."""
+    """Return the fields of a log line. A record without a trace id gets the trace id of the current task."""
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
@@ -161,7 +161,7 @@ async def wait_set(event: asyncio.Event, seconds: float | None) -> bool:
             await event.wait()
     except TimeoutError:
         pass
-    # Before Python 3.11.4, a timeout raises this error, not TimeoutError, if the task was cancelled before this call.
+    # Python before 3.11.4 raises CancelledError, not TimeoutError, at the timeout of a task that was cancelled earlier.
     except asyncio.CancelledError:
         if not limit.expired() or task.cancelling() > cancels:
             raise

@@ -178,7 +178,7 @@ def _exporter(name: str, settings: Tracing) -> SpanExporter:
 
 
 class _LastLog(logging.Filter):
-    """Filter that drops the exporter's log messages and stores the last one."""
+    """Filter that drops the exporter's log messages and stores the last one, which `_SpanCollector` logs."""
 
     last = ""
 
@@ -197,7 +197,7 @@ class _SpanCollector(SpanExporter):
         self._trouble = Trouble(
             _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not accept them"
         )
-        # user name and password of the URL, which the exporter's messages quote
+        # user name and password of the URL; the exporter's messages quote them, and logged messages get `***` instead
         self._credentials = urlsplit(endpoint).netloc.rpartition("@")[0]
         self._inner: SpanExporter
         if protocol == "grpc":

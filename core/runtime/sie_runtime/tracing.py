@@ -88,7 +88,9 @@ def begin_request(
 
 
 def end_request(span: Span, operation: str, status: int, code: str = "") -> None:
-    """End the span after the response was sent. `operation` and the error `code` must not contain a client's text."""
+    """End the span of a request, whose response was sent. `operation` and the error `code` must contain no text of the
+    client.
+    """
     span.rename(f"{span.name} {operation}")
     span.set({"http.response.status_code": status})
     if status >= _FAULT:

@@ -63,9 +63,9 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Number of bytes that the parser gets at a time from a chunked body. From any other received input, the parser first
-# gets this number of bytes, then the rest. If the parser finds no bytes of the body in such a slice of the input, the
-# whole slice counts towards MAX_HEAD_BYTES.
+# Number of bytes (a slice) that the parser gets at a time from a chunked body. From any other received input, it gets
+# one slice, then all other bytes. If the parser finds no bytes of a body in a slice, the whole slice counts towards
+# MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
 # Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
 # may return tens of thousands of chunks of one byte.
@@ -95,8 +95,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
         return None
     lines = [b": ".join(pair) for pair in headers]
     text = b"".join(lines)
-    # unusual: names with bytes that are not in _NAME_BYTES, or control characters. `translate` finds these bytes twice
-    # as fast as a regular expression.
+    # Unusual are header names with bytes that are not in _NAME_BYTES, and control characters in a name or value.
+    # `translate` finds these bytes twice as fast as a regular expression.
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
@@ -202,7 +202,7 @@ class Protocol(HttpToolsProtocol):
     _is_chunked = False
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
-    _body_bytes = 0  # bytes of all bodies of this connection
+    _body_bytes = 0  # bytes of request bodies that this connection has received
     _body_pieces = 0  # number of calls of `on_body` on this connection
     _unread: bytes | None = None  # input that is not parsed yet; None if there is no such input
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
@@ -414,7 +414,7 @@ class Protocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
 
     def _body_late(self, before_bytes: int) -> None:
-        """Refuse a request whose body arrived below the minimum rate in the last RATE_S seconds."""
+        """Refuse a request if its body arrived more slowly than the minimum rate in the last RATE_S seconds."""
         self._body_timer = None
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
@@ -433,7 +433,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
 
     def _rest(self) -> None:
-        """Start the keep-alive timer, because no request is being received or answered."""
+        """Start the keep-alive timer; called while no request is being received or answered."""
         if self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -441,8 +441,8 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
         """Send an error, after the responses to earlier requests, and close the connection: its input is malformed or
-        too slow, or there are too many connections. Send no error if the response to this request has begun, or if the
-        last request was read completely and awaits its response: the client would take the error for this response.
+        too slow, or there are too many connections. Send no error if the response to the newest request has begun, or
+        if this request was read completely and awaits its response: the client would take the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -580,8 +580,8 @@ _MAX_CACHED_HOST = 255
 
 class HostNames:
     """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If `allowed` is None, a
-    listener on a loopback address accepts only names of loopback and of this machine; any other listener accepts every
-    name.
+    listener on a loopback address accepts only names of loopback addresses and the host name of this machine; any other
+    listener accepts every name.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:

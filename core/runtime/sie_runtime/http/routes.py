@@ -22,7 +22,7 @@ from sie_contracts.errors import UnsupportedMediaType
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # value of `Route.scope`: the route needs no token
-ANY = "any"  # value of `Route.scope`: the route needs a valid token with any scopes
+ANY = "any"  # value of `Route.scope`: the route needs a valid token, whatever its scopes
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
@@ -99,7 +99,7 @@ class Match(NamedTuple, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):
-    """Path with one placeholder, between the literals `head` and `tail`. `is_rest`: its value may contain slashes."""
+    """Path with one placeholder, between the literals `head` and `tail`. `is_rest`: the value may contain slashes."""
 
     head: str
     tail: str

@@ -76,8 +76,8 @@ class HttpServer:
     ) -> None:
         """Bind the port. Raises SettingError, which names `setting`, if this fails.
 
-        `websockets`: class of the websocket protocol; if None, an upgrade is ignored, and the request is a plain one.
-        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
+        `websockets`: class of the websocket protocol; if None, the server ignores a request's upgrade and answers it as
+        plain HTTP. `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
         `refusals.REFUSED`, for each request that this server itself refuses or breaks off. `min_rate`: see
         `SharedState`.
         """
@@ -164,7 +164,7 @@ def accepts_json(accept: str) -> bool:
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
     """Return (metrics, content type): OpenMetrics with exemplars if the Accept header names this format, else the plain
-    text format of Prometheus. Afterwards, call `registry.scraped`.
+    text format of Prometheus. Before it returns, it calls `registry.scraped`.
     """
     encode, content_type = choose_encoder(accept)
     text = encode(registry)

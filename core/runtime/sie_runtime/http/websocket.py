@@ -119,7 +119,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def handle_text(self, event: Frame) -> None:
-        """Discard a part of a message. uvicorn would store the parts of a message that does not end."""
+        """Discard a part of a message. uvicorn would store the parts until the message ends."""
 
     handle_bytes = handle_cont = handle_text
 
@@ -164,8 +164,8 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Context manager that counts one open websocket. `key`: id of the client's API key; empty: no limit for a key.
-        Raises ResourceExhausted above a limit.
+        """Context manager that counts one open websocket. `key`: id of the client's API key; if empty, no limit per key
+        applies. Raises ResourceExhausted above a limit.
         """
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
