@@ -76,7 +76,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: the workers that a page shows now."""
+        """Set the workers that `run` checks: the workers that the page at `/` shows now, in any browser."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -234,8 +234,8 @@ class ClusterStatus:
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
         data_dir: Path | None = None,
     ) -> None:
-        """Create the status. `visible(grant)(pool)` returns True if the credential may read the pool's name. Raises
-        SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
+        """Create the status. `visible(grant)(pool)` returns True if the credential of `grant` may read the name `pool`.
+        Raises SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
         """
         self._settings = settings
         self._data_dir = data_dir
@@ -294,7 +294,7 @@ class ClusterStatus:
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), workers)
 
     def health(self, grant: Grant) -> Health:
-        """Return the body of `/health`, with the pool names that the credential may read."""
+        """Return the body of `/health`. Names of pools that the credential may not read are replaced by HIDDEN."""
         settings = self._settings
         workers, cluster, models = self.view()
         visible = self._visible(grant)
@@ -386,8 +386,8 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the hosts of each model in each lane, for at most MAX_SHOWN models with `text` in their name. Models
-        with waiting messages come first.
+        """Return the workers that host each model, by lane (pool, machine profile and bundle): of each lane, at most
+        MAX_SHOWN models with `text` in their name, first the models with waiting messages.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}

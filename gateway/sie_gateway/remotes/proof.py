@@ -145,8 +145,8 @@ class Proof:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # a text that is truncated must have no suffix: this cluster adds the suffix after the truncation, but a remote
-        # server truncates the suffix as well
+        # if the prompt has a suffix, no text may be truncated: this cluster adds the suffix after the truncation, but a
+        # remote server would cut the suffix off as well
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
@@ -164,7 +164,7 @@ def fits(text: str, max_tokens: int) -> bool:
     stands for at least one byte of the normalised text.
     """
     most = max_tokens - SPECIAL_TOKENS
-    # normalisation never reduces the number of characters, so check the length first
+    # check the length first, which is cheaper: normalisation never reduces the number of characters
     return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
 
 

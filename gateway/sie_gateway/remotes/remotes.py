@@ -57,7 +57,7 @@ CHECK_S = 1.0
 PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next probe
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
+DEVIATES_S = 3600.0  # seconds to the next probe after a probe in which the server's vectors deviate
 # shortest time in seconds between two probes of a server that has lost its proof because of failed or wrong replies
 AGAIN_S = 60.0
 # largest number of stored model names of a server; replicas behind its address may report different names
@@ -125,8 +125,8 @@ class Remote:
 
 
 class Remotes:
-    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` returns the broker's time in
-    seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is not set, or if
+    """All remote servers of a gateway. The argument `run` executes a request in this cluster; `now_s` returns the
+    broker's time in seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is not set, or if
     the token is not valid in a header.
     """
 
@@ -375,7 +375,7 @@ class Remotes:
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the stored reference vectors of this entry. If workers have loaded the model, but none of them reports
         the fingerprint of the stored vectors, a worker computes new vectors. Return None if no vectors are stored and
-        no worker has the model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest,
+        no worker has the model loaded in a precision that BOUNDS lists. Raises BrokerError, SIEError, FailedRequest,
         EntryChanged.
         """
         entry = resolved.entry
@@ -387,7 +387,7 @@ class Remotes:
         if current is not None and (not statuses or current.fingerprint in fingerprints):
             return current
         served = {status.precision.served for status in statuses if status.precision is not None}
-        # of several loaded precisions, use the precision with the strictest bound
+        # of the precisions in which workers have loaded the model, use the one with the highest required cosine
         precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
         if not precision:
             return current

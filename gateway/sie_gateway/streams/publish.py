@@ -1,8 +1,8 @@
 """Publishing of work: the streams, their durable consumers (for one model, or for all models of a slot), acknowledged
 messages, and the withdrawal of messages.
 
-Each model has its own consumer for its work of a lane and priority. A stream has a limit of consumers of single models.
-When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
+Each model has its own consumer for its work of a lane and priority. A stream may have a limited number of such consumers.
+When this limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
 Consumers are created when a request needs them, and deleted when they are unused:
 
     publish ──► route: the model's own consumer, or the consumer of its slot; needed until the deadline of the request
@@ -82,7 +82,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """Return two routes: one to the model's own consumer, and one to the consumer that the models of its slot share."""
+    """Return two routes: one to the model's own consumer, and one to the consumer that it shares with other models."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -155,7 +155,7 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # add the name before the consumer exists, so that the next requests respect the limit; if the creation
+            # add the name before the consumer exists, so that the next requests respect `_limit`; if the creation
             # fails, the next refresh removes the name
             self._own.add(name)
         spec = route.consumer
@@ -383,8 +383,8 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes reserved in addition to a message: for the NATS headers of the publish, or for the error and ids in a dead
-# letter
+# bytes by which a message must be below the broker's max_payload: room for the NATS headers of the publish, or for the
+# error and ids in a dead letter with this message
 ENVELOPE_BYTES = 4 << 10
 # smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
 # for the heartbeat of a worker with a few hundred models
@@ -413,8 +413,8 @@ class StreamPosition(NamedTuple):
 
 
 class WorkQueue:
-    """Work streams of the pools. The gateway creates these streams and their consumers; workers only check them. On a
-    broker with users, the gateway asks the config service to create a stream.
+    """Work streams of the pools. The gateway creates these streams and their consumers; workers only check them. If the
+    broker has users, the gateway's user may not create streams: the gateway then asks the config service to do so.
     """
 
     def __init__(
@@ -557,7 +557,7 @@ class WorkQueue:
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # publish nothing to an ended reservation: nobody would remove its messages
+            self._require(lane.pool)  # nobody would remove messages for an ended reservation
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
@@ -663,14 +663,15 @@ class WorkQueue:
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or their dead letter exceeds the broker's limit."""
+        """Return True if the inputs exceed `payload_bytes`, or a dead letter of the item exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Call `attempt` until the broker replies, at most for PUBLISH_PATIENCE_S and until `deadline_s`. The last
-        attempt may take LAST_ATTEMPT_S more. After a failed attempt, create the stream again if the broker has lost it.
+        """Call `attempt` again and again until the broker replies. Stop after PUBLISH_PATIENCE_S seconds, or earlier at
+        `deadline_s`; the last attempt may take LAST_ATTEMPT_S seconds more. After an attempt without a connection,
+        create the pool's stream again if the broker has lost it.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
