@@ -25,7 +25,7 @@ MAX_FINDINGS = 50
 # largest accepted difference in seconds between the clocks of a worker and the broker; above it, times in the worker's
 # log mislead
 CLOCK_S = 2.0
-WINDOW_S = 300.0  # refusals are counted over this number of seconds of the request history
+WINDOW_S = 300.0  # refusals of this number of past seconds are counted, from the request history
 REFUSED_SHARE = 0.01
 # a queue whose oldest message is older than this number of seconds is reported; the alert SIEQueueStuck has the same
 # limit
@@ -67,10 +67,10 @@ _ENTRY = (
 # error class -> what an operator can do about a failed load; {name} is replaced by the name of the model
 _LOADS: Mapping[LoadErrorClass, str] = {
     "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
-    "NETWORK": "the reason names the source of the weights: let the worker reach this source and write to its disk, "
-    "or put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models load "
-    "{name}`",
-    "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of the accepting account, restart them",
+    "NETWORK": "the reason names the source of the weights: let the worker reach this source and write to its "
+    "disk, or put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models "
+    "load {name}`",
+    "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of the same account, restart them",
     "NOT_FOUND": "put its weights at a place that the reason names, then `sie models load {name}`; if "
     "they are elsewhere, name that place in its entry (`sie models set {name}`)",
     "DEPENDENCY": "install the package that the reason names beside the adapter, and start the adapter again",
@@ -136,7 +136,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
-    """List the failed loads, one for each worker and message. `errors`: pairs (worker, load errors by model)."""
+    """List the failed loads, one finding for each worker and message. `errors`: pairs (worker, errors by model)."""
     # profiles of a model that share its weights have the same error: one finding lists all of them
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
@@ -167,14 +167,14 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each error code of _REFUSALS with which more than the share REFUSED_SHARE of the requests ended. `requests`:
-    number of all requests. `errors`: code -> number of requests. If `has_loads`, `of_loads` lists failed loads, and
+    """List each error code of _REFUSALS that more than the share REFUSED_SHARE of the requests got. `requests`: number
+    of all requests. `errors`: code -> number of requests. If `has_loads`, `of_loads` lists failed loads, and
     this function leaves MODEL_LOAD_FAILED out.
     """
     return [
         ClusterFinding(
             check="refusals",
-            wrong=f"{count} of {requests} requests of the last {WINDOW_S / 60:.0f} minutes were answered {code}",
+            wrong=f"{count} of {requests} requests of the last {WINDOW_S / 60:.0f} minutes were answered with {code}",
             fix=_REFUSALS[code],
         )
         for code, count in Counter(errors).most_common()

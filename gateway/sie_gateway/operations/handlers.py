@@ -185,7 +185,9 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model. The status is 200 if a worker of each lane has it loaded, else 202. Raises SIEError."""
+    """Request the load of a model. The status is 200 if each lane has a worker with the model loaded, else 202.
+    Raises SIEError.
+    """
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)

@@ -71,7 +71,7 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
     caps = _counts(body.gpu_caps, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
-            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least {gpus[profile]}, the count in gpus, got {cap}")
+            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least {gpus[profile]} (see gpus), got {cap}")
     bundle = body.bundle or ""
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:

@@ -58,7 +58,7 @@ class ParityBound(NamedTuple):
 
 
 # precision of the reference vectors -> bound. For 16 and 8 bits, `difference` is the distance of two unit vectors whose
-# cosine is `cosine`. For float32, `difference` is smaller than this distance, because servers agree better there.
+# cosine is `cosine`. For float32, `difference` is smaller than this distance, because float32 servers agree better.
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -83,8 +83,8 @@ class Prompt(NamedTuple):
 
 
 class ProbeAgreement(NamedTuple):
-    """Agreement of a vector with its reference vector: cosine and relative difference, as in ParityBound. `probe`:
-    index of the probe text.
+    """Agreement of a vector with its reference vector. `difference`: norm of (vector - reference vector), divided by
+    the norm of the reference vector. `probe`: index of the probe text.
     """
 
     cosine: float
@@ -214,7 +214,7 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     if not cases:
         return None
     vectors = np.array([case["vector"] for case in cases], np.float32)
-    # golden vectors are float32, so use the bound of float32 for workers of any precision
+    # golden vectors are float32, so use the bound of float32, whatever the precision of this cluster's workers is
     return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
 
 

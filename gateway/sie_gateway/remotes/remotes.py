@@ -126,8 +126,8 @@ class Remote:
 
 class Remotes:
     """All remote servers of a gateway. The argument `run` executes a request in this cluster; `now_s` returns the
-    broker's time in seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is not set, or if
-    the token is not valid in a header.
+    broker's time in seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is
+    not set, or if the token is not valid in a header.
     """
 
     def __init__(
