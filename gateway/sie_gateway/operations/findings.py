@@ -22,8 +22,8 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# largest accepted difference in seconds between the clocks of a worker and the broker; above it, times in the worker's
-# log mislead
+# largest difference in seconds between the clocks of a worker and the broker that is not reported; with a larger
+# difference, times in the worker's log mislead
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # refusals of this number of past seconds are counted, from the request history
 REFUSED_SHARE = 0.01

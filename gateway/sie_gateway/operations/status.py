@@ -197,7 +197,7 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Return the error message of the first failed load of each model."""
+    """Return model -> error message of its failed load, at the first of `workers` that reports one."""
     errors: dict[str, str] = {}
     for worker in workers:
         for name, error in worker.failures.items():

@@ -21,7 +21,7 @@ from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import ModelBacklog, in_order, model_of
 from sie_gateway.fleet.pool_rules import HIDDEN
 
-COST_SHARE = 0.002  # part of a CPU core that the builds of one summary may take
+COST_SHARE = 0.002  # largest share of one CPU core's time for the builds of one summary
 MAX_SHOWN = 50  # largest number of workers, and largest number of models, on the page
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)

@@ -16,7 +16,7 @@ from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, 
 from sie_gateway.redaction.spans import SensitiveSpan
 
 MASK = "*****"  # the same for every value, so that the mask does not show the length of the value
-HASH_DIGITS = 16  # hexadecimal digits of a hash in a replacement
+HASH_DIGITS = 16  # number of hexadecimal digits of a hash in a replacement
 _NAME_CHARACTERS = 64
 _FIRST_NAMES = (
     "Alex",

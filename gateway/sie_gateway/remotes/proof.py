@@ -105,7 +105,7 @@ class Deviates(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Texts that a remote server must encode, and their vectors. `long`: index of the long text, or None."""
+    """Texts of a probe, and the vectors that a remote server must return. `long`: index of the long text, or None."""
 
     texts: tuple[str, ...]
     vectors: Vectors

@@ -56,8 +56,8 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds without a message after which a gateway may delete a consumer of a stream with too many consumers. Nearly all
-# requests end in less time. The gateway of a longer request creates the consumer again.
+# When a stream has nearly as many consumers as allowed, a gateway may delete a consumer after this number of seconds
+# without a message. Nearly all requests end sooner; the gateway of a longer request creates its consumer again.
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -72,8 +72,8 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time
-    since which the consumer is unused.
+    """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time,
+    by the gateway's clock, from which on the consumer is unused.
     """
 
     delivered: int
@@ -204,7 +204,7 @@ class StreamConsumers:
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Mark all consumers as unchecked, so that their next use checks them: notices of deletions may be lost."""
+        """Mark all consumers as unchecked, because notices of deletions may be lost. Their next use checks them."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -406,7 +406,7 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A recreated stream starts at sequence 1 again, under a new `created`."""
+    """Position of a message in a stream. A recreated stream has a new `created` and starts at sequence 1 again."""
 
     created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
@@ -429,9 +429,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called with a pool whose stream was lost with its work, `on_publish` with work items before they
-        are published. `offload` stores inputs that are too large for a message. `serves` returns True if a pool exists,
-        `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
+        """`on_lost` is called with a pool whose stream and work the broker has lost; `on_publish`, with work items
+        before they are published. `offload` stores inputs that are too large for a message. `serves` returns True if a
+        pool exists, `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
         """
         self._broker = broker
         self._settings = settings
@@ -551,8 +551,8 @@ class WorkQueue:
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish the chunks of one request and return their positions. If the broker does not store a chunk, remove
-        the stored chunks. Meanwhile, create the consumer if it is missing: a stream stores messages even before the
-        consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        the stored chunks. Create the consumer at the same time if it is missing: a stream stores messages even before
+        the consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
@@ -712,8 +712,8 @@ class WorkQueue:
         """Remove the waiting and leased messages of an ended request. Ignore positions in an earlier stream that the
         broker has lost. If the broker fails, the age limit of the stream removes the messages later.
 
-        With `request`, then send a cancellation of this request to the workers. A cancellation before the removal would
-        let a worker drop its messages of the request and pull further messages of the request.
+        If `request` is set, send a cancellation of this request to the workers after the removal. An earlier
+        cancellation would let a worker drop its messages of the request and pull further messages of the request.
         """
         if stored and self._serves(pool):
             try:
