@@ -106,7 +106,9 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of an API key. Each key has its own records, so that it displaces no records of others."""
+        """Return the records of an API key. Up to MAX_OWNERS keys have records that no other key displaces; further
+        keys share `remaining`.
+        """
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining

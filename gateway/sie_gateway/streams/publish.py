@@ -557,7 +557,7 @@ class WorkQueue:
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # nobody would remove messages for an ended reservation
+            self._require(lane.pool)  # publish nothing for an ended reservation: nobody would remove it
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
