@@ -68,7 +68,7 @@ FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
 # seconds by which a drain may exceed the longest time limit of a request: time to send the last responses
 _LATE_S = 1.0
-# field of a stream's configuration -> setting that the error names if an existing stream has another value
+# field in which an existing stream may differ from the configured stream -> setting that the error then names
 _SETTINGS = {
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",

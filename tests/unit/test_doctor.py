@@ -353,7 +353,7 @@ class Gateway(http.server.BaseHTTPRequestHandler):
 
     findings = (
         ClusterFinding(check="loads", wrong="worker w0 cannot load bad: CERTIFICATE", fix="`sie models set bad`"),
-        ClusterFinding(check="refusals", wrong="9 of 10 requests were answered QUEUE_FULL", fix="add workers"),
+        ClusterFinding(check="refusals", wrong="9 of 10 requests were answered with QUEUE_FULL", fix="add workers"),
         ClusterFinding(check="queue", wrong="the queue of a.b.c has 7 messages", fix="add workers"),
     )
 

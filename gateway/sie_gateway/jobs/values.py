@@ -25,10 +25,10 @@ from sie_store.datasets.answers import RowAnswer
 
 MODEL_CHANGED = "MODEL_CHANGED"
 GROUP_ITEMS = 256  # largest number of inputs in a request of a job
-GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job; a token has about four bytes
+GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job, about 65,000 tokens
 GROUP_FILES = 16  # largest number of files in a request of a job
 SHARD_BYTES = 256 << 20  # expected number of bytes of the answers of a full shard
-TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed tokens of a text, and of an image
+TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed number of tokens of a text, and of an image
 TOKEN_BYTES = 4  # assumed bytes of text for one token
 CODE_POINT_BYTES = 4  # largest number of bytes of a code point in memory
 _SIZES = {"float32": 4, "float16": 2}
@@ -42,7 +42,7 @@ class ModelInput(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Return the digest of the input: its key in the cache of answers."""
+        """Return the digest of the input. The cache of answers uses this digest as key."""
         (digest,) = digests_of((self.item,), self.query_item)
         return digest
 
@@ -87,8 +87,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
 
 
 def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
-    """Return the limits of a shard of documents. Each document counts as the longest text that may have chunks, because
-    its text is unknown before the parser has run.
+    """Return the limits of a shard of documents. The text of a document is unknown before the parser has run, so each
+    document counts as a text of MAX_TEXT code points, the longest text that can be split into chunks.
     """
     fit = bounds(understood, has_images=False, chunk_tokens=chunk_tokens)
     longest = MAX_TEXT * CODE_POINT_BYTES

@@ -30,7 +30,7 @@ _logger = logging.getLogger("sie.gateway.cache")
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the size of this gateway's cache, and the number of answers of at most MAX_LISTED (model, key) pairs."""
+    """Return the size of this gateway's cache, and the number of answers by (model, API key), at most MAX_LISTED."""
     memory = gateway.memory
     models = [api.CachedModel(model=model, key=owner, answers=count) for (model, owner), count in memory.counts()]
     return json_response(

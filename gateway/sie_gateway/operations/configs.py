@@ -100,7 +100,7 @@ def _own(route: Route) -> GatewayRoute:
 
 
 CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
-# value of the field `source` of each entry: this gateway does not know who wrote an entry
+# field `source` of each listed entry; always the same, because this gateway does not know who wrote an entry
 SOURCE = "catalogue"
 
 

@@ -28,13 +28,13 @@ from sie_gateway.fleet.lag import lane_of
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 
-LOOK_S = 10.0  # time limit in seconds for a list of letters, and for the search for one letter
+LOOK_S = 10.0  # time limit in seconds for reading a list of letters, and for the search for one letter
 EXAMINED = 1000  # largest number of letters that one call of `page` reads from the broker
 EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # seconds after which `purge_all` stops and returns the number of letters removed so far
 REPLAY_S = 110.0  # seconds for which a replay of several letters waits for results; below the time-outs of clients
 LETTER_S = 60.0  # default time in seconds for which the replay of one letter waits for its result
-AROUND_S = 15.0  # seconds that a replay may take, beyond the wait for its result, for requests to the broker
+AROUND_S = 15.0  # seconds for the broker requests of a replay, in addition to the wait for its result
 # largest number of simultaneous replays; each has a letter in memory, which may be as large as a NATS message
 AT_ONCE = 4
 MAX_PLACES = 4096

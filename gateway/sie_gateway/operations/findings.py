@@ -22,10 +22,10 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# largest accepted difference in seconds between the clocks of a worker and the broker; above it, times in the worker's
-# log mislead
+# largest difference in seconds between the clocks of a worker and the broker that is not reported; with a larger
+# difference, times in the worker's log mislead
 CLOCK_S = 2.0
-WINDOW_S = 300.0  # refusals are counted over this number of seconds of the request history
+WINDOW_S = 300.0  # number of seconds, up to now, of the request history whose refusals are counted
 REFUSED_SHARE = 0.01
 # a queue whose oldest message is older than this number of seconds is reported; the alert SIEQueueStuck has the same
 # limit
@@ -50,11 +50,11 @@ _REFUSALS = {
     "QUEUE_FULL": _CAPACITY,
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
     "QUEUE_UNAVAILABLE": _BROKER,
-    "NOT_READY": "GET /readyz on SIE_GATEWAY_METRICS_PORT of the gateway names what it waits for",
+    "NOT_READY": "GET /readyz on SIE_GATEWAY_METRICS_PORT of the gateway says why the gateway is not ready",
     "RESOURCE_EXHAUSTED": "release memory on the workers, or make room in the payload store; `sie doctor` on the "
     "machine of the store tests its disk",
     "GATEWAY_TIMEOUT": _CAPACITY,
-    "MODEL_LOAD_FAILED": "the models are loaded now, or the worker that failed has left: `sie models list` shows each",
+    "MODEL_LOAD_FAILED": "no load fails now: the models are loaded, or the worker has left; see `sie models list`",
     "INFERENCE_ERROR": "the log of the adapter has the traceback",
     "INTERNAL_ERROR": "the log of the gateway has the traceback",
 }
@@ -67,9 +67,10 @@ _ENTRY = (
 # error class -> what an operator can do about a failed load; {name} is replaced by the name of the model
 _LOADS: Mapping[LoadErrorClass, str] = {
     "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
-    "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
-    "put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models load {name}`",
-    "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of that account, start them again",
+    "NETWORK": "the reason names the source of the weights: let the worker reach this source and write to its "
+    "disk, or put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models "
+    "load {name}`",
+    "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of the same account, restart them",
     "NOT_FOUND": "put its weights at a place that the reason names, then `sie models load {name}`; if "
     "they are elsewhere, name that place in its entry (`sie models set {name}`)",
     "DEPENDENCY": "install the package that the reason names beside the adapter, and start the adapter again",
@@ -87,7 +88,7 @@ def _of_load(error_class: str, model: str) -> str:
 
 # first words of the reason why a worker is not healthy -> what an operator can do
 _UNHEALTHY = {
-    "preloading": "it serves as soon as these models of its SIE_PRELOAD_MODELS are loaded or given up",
+    "preloading": "it serves as soon as each model of its SIE_PRELOAD_MODELS is loaded or given up",
     "draining": "it was told to shut down, and gets no more work: start it again, or another worker",
     "its heartbeats have stopped": "see whether it runs: the log of `sie sidecar` says why it ended; `sie doctor` on "
     "its machine looks at its socket",
@@ -135,7 +136,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
-    """List the failed loads, one for each worker and message. `errors`: pairs (worker, load errors by model)."""
+    """List the failed loads, one finding for each worker and message. `errors`: pairs (worker, errors by model)."""
     # profiles of a model that share its weights have the same error: one finding lists all of them
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
@@ -166,14 +167,14 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each error code of _REFUSALS with which more than the share REFUSED_SHARE of the requests ended. `requests`:
-    number of all requests. `errors`: code -> number of requests. If `has_loads`, `of_loads` lists failed loads, and
+    """List each error code of _REFUSALS that more than the share REFUSED_SHARE of the requests got. `requests`: number
+    of all requests. `errors`: code -> number of requests. If `has_loads`, `of_loads` lists failed loads, and
     this function leaves MODEL_LOAD_FAILED out.
     """
     return [
         ClusterFinding(
             check="refusals",
-            wrong=f"{count} of {requests} requests of the last {WINDOW_S / 60:.0f} minutes were answered {code}",
+            wrong=f"{count} of {requests} requests of the last {WINDOW_S / 60:.0f} minutes were answered with {code}",
             fix=_REFUSALS[code],
         )
         for code, count in Counter(errors).most_common()

@@ -101,7 +101,7 @@ def flag(query: QueryParams, name: str, *, default: bool) -> bool:
 
 async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
     """Return the models that the query selects. If the query has `limit`, also return `total`, the number of models
-    without this limit. `fields`: values that replace those of each model.
+    without this limit. `fields`: fields of each returned model that get these values.
     """
     query = request.query_params
     infos, total = await model_list(
@@ -185,7 +185,9 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model. The status is 200 if each lane has it loaded, else 202. Raises SIEError."""
+    """Request the load of a model. The status is 200 if each lane has a worker with the model loaded, else 202.
+    Raises SIEError.
+    """
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)

@@ -106,7 +106,9 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of a key. Keys have separate records, so that no key displaces the records of another."""
+        """Return the records of an API key. Up to MAX_OWNERS keys have records that no other key displaces; further
+        keys share `remaining`.
+        """
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining
@@ -267,10 +269,10 @@ class RequestLogger:
     """Writer of the log lines of requests. Only the gateway's event loop may call its methods."""
 
     def __init__(self) -> None:
-        self._refused = 0  # number of refused requests in this interval, with or without a log line
+        self._refused = 0  # number of refused requests in the running interval, logged or not
         # "endpoint status code" -> number of refused requests without a log line; the set of these keys is small
         self._left_out: Counter[str] = Counter()
-        self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
+        self._timer: asyncio.TimerHandle | None = None  # ends an interval of INTERVAL_S; None between intervals
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
         """Log a request. After MAX_REFUSED_LINES lines in an interval, only count refused requests."""

@@ -179,8 +179,8 @@ async def model_list(
     limit: int | None = None,
     figures: Measured,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return (at most `limit` models, number of models without `limit`). The models are in the order of their names,
-    each followed by its variants; the aliases are last.
+    """Return (at most `limit` matching models, number of all matching models). The models are ordered by name, each
+    followed by its variants; the aliases are last.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
     inputs or outputs, in upper or lower case. If `task`, `output` and `loaded` are not set, models beyond `limit` are

@@ -71,7 +71,7 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
     caps = _counts(body.gpu_caps, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
-            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least {gpus[profile]}, as in gpus, got {cap}")
+            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least {gpus[profile]} (see gpus), got {cap}")
     bundle = body.bundle or ""
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:
@@ -109,8 +109,8 @@ def _name(value: object) -> str:
 
 
 def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Return machine profile -> checked count. A name that is not in `profiles` stands for its spot variant (`-spot`).
-    Raises InvalidInput if `profiles` does not have this variant.
+    """Return machine profile -> checked number of GPUs. A name that is not in `profiles` means its spot variant
+    (`-spot`). Raises InvalidInput if `profiles` does not have this variant.
     """
     if counts is None:
         return {}

@@ -80,7 +80,7 @@ class Replays:
             self.inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the poison marks of the work's inputs, because workers refuse marked inputs."""
+        """Remove the poison marks (records of crashed adapters) of the work's inputs: workers refuse marked inputs."""
         marks = await self.broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:

@@ -56,7 +56,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 # largest number of workers that the probe checks every EVERY_S seconds, because a check takes 0.1 ms of CPU
 MAX_ASKED = 16
-# seconds after the last request from a page during which the probe checks the workers on the page
+# seconds for which the probe checks the workers that a page shows, from the last request of the page
 LOOKED_S = 5.0
 # seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
 HEARD_S = 0.5
@@ -76,7 +76,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: the workers that a page shows now."""
+        """Set the workers that `run` checks: the workers that the page at `/` shows now, in any browser."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -197,7 +197,7 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Return the error message of the first failed load of each model."""
+    """Return model -> error message of its failed load, at the first of `workers` that reports one."""
     errors: dict[str, str] = {}
     for worker in workers:
         for name, error in worker.failures.items():
@@ -234,8 +234,8 @@ class ClusterStatus:
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
         data_dir: Path | None = None,
     ) -> None:
-        """Create the status. `visible(grant)(pool)` returns True if the credential may read the pool's name. Raises
-        SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
+        """Create the status. `visible(grant)(pool)` returns True if the credential of `grant` may read the name `pool`.
+        Raises SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
         """
         self._settings = settings
         self._data_dir = data_dir
@@ -294,7 +294,7 @@ class ClusterStatus:
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), workers)
 
     def health(self, grant: Grant) -> Health:
-        """Return the body of `/health`, with the pool names that the credential may read."""
+        """Return the body of `/health`. Names of pools that the credential may not read are replaced by HIDDEN."""
         settings = self._settings
         workers, cluster, models = self.view()
         visible = self._visible(grant)
@@ -386,8 +386,8 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the hosts of each model in each lane, for at most MAX_SHOWN models with `text` in their name. Models
-        with waiting messages come first.
+        """Return the workers that host each model, by lane (pool, machine profile and bundle): of each lane, at most
+        MAX_SHOWN models with `text` in their name, first the models with waiting messages.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}

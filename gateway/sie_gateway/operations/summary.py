@@ -21,7 +21,7 @@ from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import ModelBacklog, in_order, model_of
 from sie_gateway.fleet.pool_rules import HIDDEN
 
-COST_SHARE = 0.002  # part of a CPU core that the builds of one summary may take
+COST_SHARE = 0.002  # largest share of one CPU core's time for the builds of one summary
 MAX_SHOWN = 50  # largest number of workers, and largest number of models, on the page
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
@@ -136,7 +136,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN models with `text` in their name. `visible`: see `of_pool`."""
+        """Return the first MAX_SHOWN of `rows` with `text` in the model's name. `visible`: see `of_pool`."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

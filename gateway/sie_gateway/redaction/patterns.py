@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-Range = tuple[int, int]  # start and end of a value, in code points
-# returns how many characters of a candidate belong to the value; 0 if the candidate is not a value of this kind
+Range = tuple[int, int]  # start and end of a piece of personal data (a value), in code points
+# gets a candidate (text that matches the regular expression of a kind), and returns how many of its first characters
+# are the value; 0 if the candidate is not a value of this kind
 Check = Callable[[str], int]
 # returns the ranges of a kind in a text; the second argument is the region in which national phone numbers are valid
 Finder = Callable[[str, str], Iterator[Range]]
@@ -168,6 +169,6 @@ def is_region(region: str) -> bool:
 
 
 def ranges_of(text: str, pattern: str, region: str) -> Iterator[Range]:
-    """Yield the ranges of all values of a kind in KINDS. The ranges may overlap."""
+    """Yield the ranges of all values in `text` of the kind `pattern`, a key of KINDS. The ranges may overlap."""
     for finder in KINDS[pattern]:
         yield from finder(text, region)

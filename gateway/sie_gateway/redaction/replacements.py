@@ -16,7 +16,7 @@ from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, 
 from sie_gateway.redaction.spans import SensitiveSpan
 
 MASK = "*****"  # the same for every value, so that the mask does not show the length of the value
-HASH_DIGITS = 16  # hexadecimal digits of a hash in a replacement
+HASH_DIGITS = 16  # number of hexadecimal digits of a hash in a replacement
 _NAME_CHARACTERS = 64
 _FIRST_NAMES = (
     "Alex",
@@ -66,7 +66,7 @@ class Replacer:
             digest = hmac.digest(self._key, f"{name}\0{value}".encode(), hashlib.sha256)
             return f"[{name}_{digest.hex()[:HASH_DIGITS]}]"
         write = _stand_in_of(kind) if self._style == "synthetic" else None
-        # kinds with the same function share the numbers, so that two values never get the same made-up value
+        # kinds with the same `write` share the numbers, so that two values never get the same made-up value
         numbers = self._numbers.setdefault(write or name, {})
         number = numbers.setdefault(value, len(numbers) + 1)
         if write is not None:
@@ -89,8 +89,8 @@ def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> t
     return "".join([*pieces, text[end:]]), parts
 
 
-# The functions below return made-up values, which are valid but assigned to nobody. `number`: number of the value among
-# the different values of its kind, from 1.
+# The functions below return made-up values, which are valid but assigned to nobody. `number`: serial number of the
+# original value, from 1, among the values that the function replaces.
 
 
 def _email(value: str, number: int) -> str:

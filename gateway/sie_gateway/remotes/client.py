@@ -28,9 +28,9 @@ Vectors = NDArray[np.float32]
 
 
 class RemoteAnswer(NamedTuple):
-    """Vectors of a remote server. `tokens`: number of tokens that the server reports, or None. `models`: names that the
-    server reports. A server of SIE reports its fingerprint; a server of the kind `openai`, its model; a TEI server, its
-    revision, precision and model. There are several names if replicas behind one address differ.
+    """Vectors of a remote server. `tokens`: number of tokens that the server reports, or None. `models`: names of the
+    model that the server reports. A server of SIE reports a fingerprint; a server of the kind `openai`, a name; a TEI
+    server, a revision, precision and name. There are several names if replicas behind one address differ.
     """
 
     vectors: Vectors

@@ -58,7 +58,7 @@ class ParityBound(NamedTuple):
 
 
 # precision of the reference vectors -> bound. For 16 and 8 bits, `difference` is the distance of two unit vectors whose
-# cosine is `cosine`. For float32, `difference` is smaller than this distance, because servers agree better there.
+# cosine is `cosine`. For float32, `difference` is smaller than this distance, because float32 servers agree better.
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -83,8 +83,8 @@ class Prompt(NamedTuple):
 
 
 class ProbeAgreement(NamedTuple):
-    """Agreement of a vector with its reference vector: cosine and relative difference, as in ParityBound. `probe`:
-    index of the probe text.
+    """Agreement of a vector with its reference vector. `difference`: norm of (vector - reference vector), divided by
+    the norm of the reference vector. `probe`: index of the probe text.
     """
 
     cosine: float
@@ -105,7 +105,7 @@ class Deviates(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Texts that a remote server must encode, and their vectors. `long`: index of the long text, or None."""
+    """Texts of a probe, and the vectors that a remote server must return. `long`: index of the long text, or None."""
 
     texts: tuple[str, ...]
     vectors: Vectors
@@ -145,8 +145,8 @@ class Proof:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # a text that is truncated must have no suffix: this cluster adds the suffix after the truncation, but a remote
-        # server truncates the suffix as well
+        # if the prompt has a suffix, no text may be truncated: this cluster adds the suffix after the truncation, but a
+        # remote server would cut the suffix off as well
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
@@ -164,7 +164,7 @@ def fits(text: str, max_tokens: int) -> bool:
     stands for at least one byte of the normalised text.
     """
     most = max_tokens - SPECIAL_TOKENS
-    # normalisation never reduces the number of characters, so check the length first
+    # check the length first, which is cheaper: normalisation never reduces the number of characters
     return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
 
 
@@ -214,7 +214,7 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     if not cases:
         return None
     vectors = np.array([case["vector"] for case in cases], np.float32)
-    # golden vectors are float32, so use the bound of float32 for workers of any precision
+    # golden vectors are float32, so use the bound of float32, whatever the precision of this cluster's workers is
     return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
 
 

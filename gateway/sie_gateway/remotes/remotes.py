@@ -57,8 +57,8 @@ CHECK_S = 1.0
 PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next probe
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
-# shortest time in seconds between two probes of a server that has lost its proof because of failed or wrong replies
+DEVIATES_S = 3600.0  # seconds to the next probe after a probe in which the server's vectors deviate
+# shortest time in seconds from a probe to the next one, if a failed or wrong reply to a request causes the next probe
 AGAIN_S = 60.0
 # largest number of stored model names of a server; replicas behind its address may report different names
 MAX_MODELS = 16
@@ -71,7 +71,7 @@ MIN_LEFT_S = 0.05
 MAX_BYTES = 4 << 20
 KEY = "_remote"  # name of the API key of requests for reference vectors
 MAYBE_TRUNCATED = (
-    "truncated_items: a remote server answered, which does not report truncated texts; long texts may be truncated"
+    "truncated_items: a remote server answered, and it does not report truncated texts: long texts may be truncated"
 )
 UNTESTED = "it has not been probed yet"
 _PINNED = ("x-sie-remote", "x-sie-pool", "x-sie-machine-profile")
@@ -111,7 +111,7 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds from `now_s` to the earliest next probe, AGAIN_S after the last probe; at least 0."""
+        """Return the seconds from `now_s` until AGAIN_S have passed since the last probe; 0 if they have passed."""
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
@@ -125,9 +125,9 @@ class Remote:
 
 
 class Remotes:
-    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` returns the broker's time in
-    seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is not set, or if
-    the token is not valid in a header.
+    """All remote servers of a gateway. The argument `run` executes a request in this cluster; `now_s` returns the
+    broker's time in seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is
+    not set, or if the token is not valid in a header.
     """
 
     def __init__(
@@ -241,8 +241,8 @@ class Remotes:
             _logger.warning("the charge for a call of remote %s stays an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
-        """Count a failed call, and probe the server again soon. After MAX_FAILURES failed calls in a row, the server
-        gets no requests until it passes a probe.
+        """Count a failed call. If the server is at fault, probe it again soon. After MAX_FAILURES such calls in a row,
+        the server gets no requests until it passes a probe.
         """
         self._count(remote, "failed")
         if not failure.is_fault:
@@ -375,7 +375,7 @@ class Remotes:
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the stored reference vectors of this entry. If workers have loaded the model, but none of them reports
         the fingerprint of the stored vectors, a worker computes new vectors. Return None if no vectors are stored and
-        no worker has the model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest,
+        no worker has the model loaded in a precision that BOUNDS lists. Raises BrokerError, SIEError, FailedRequest,
         EntryChanged.
         """
         entry = resolved.entry
@@ -387,7 +387,7 @@ class Remotes:
         if current is not None and (not statuses or current.fingerprint in fingerprints):
             return current
         served = {status.precision.served for status in statuses if status.precision is not None}
-        # of several loaded precisions, use the precision with the strictest bound
+        # of the precisions in which workers have loaded the model, use the one with the highest required cosine
         precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
         if not precision:
             return current

@@ -1,7 +1,7 @@
 """Payload store for inputs that are too large for a message. If a chunk (part of a request) is too large, the gateway
 writes its inputs to the store, and sends a message with their key. The gateway removes old payloads.
 
-    chunk above the inline limit ──► inputs and query ──put──► key ──► message with the key, without inputs and query
+    chunk too large for a message ──► inputs and query ──put──► key ──► message with the key, without inputs and query
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Publishing of work: the streams, their durable consumers (for one model, or for all models of a slot), acknowledged
 messages, and the withdrawal of messages.
 
-Each model has its own consumer for its work of a lane and priority. A stream has a limit of consumers of single models.
-When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
+Each model has its own consumer for its work of a lane and priority. A stream may have only a limited number of them.
+At this limit, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
 Consumers are created when a request needs them, and deleted when they are unused:
 
     publish ──► route: the model's own consumer, or the consumer of its slot; needed until the deadline of the request
@@ -56,8 +56,8 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds without a message after which a gateway may delete a consumer of a stream with too many consumers. Nearly all
-# requests end in less time. The gateway of a longer request creates the consumer again.
+# When a stream has nearly as many consumers as allowed, a gateway may delete a consumer after this number of seconds
+# without a message. Nearly all requests end sooner; the gateway of a longer request creates its consumer again.
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -72,8 +72,8 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time
-    since which the consumer is unused.
+    """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time,
+    by the gateway's clock, from which on the consumer is unused.
     """
 
     delivered: int
@@ -82,7 +82,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """Return two routes: one to the model's own consumer, and one to the consumer that the models of its slot share."""
+    """Return two routes: one to the model's own consumer, and one to the consumer that it shares with other models."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -155,7 +155,7 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # add the name before the consumer exists, so that the next requests respect the limit; if the creation
+            # add the name before the consumer exists, so that the next requests respect `_limit`; if the creation
             # fails, the next refresh removes the name
             self._own.add(name)
         spec = route.consumer
@@ -204,7 +204,7 @@ class StreamConsumers:
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Mark all consumers as unchecked, so that their next use checks them: notices of deletions may be lost."""
+        """Mark all consumers as unchecked, because notices of deletions may be lost. Their next use checks them."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -383,8 +383,8 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes reserved in addition to a message: for the NATS headers of the publish, or for the error and ids in a dead
-# letter
+# bytes by which a message must be below the broker's max_payload: room for the NATS headers of the publish, or for the
+# error and ids in a dead letter with this message
 ENVELOPE_BYTES = 4 << 10
 # smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
 # for the heartbeat of a worker with a few hundred models
@@ -406,15 +406,15 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A recreated stream starts at sequence 1 again, under a new `created`."""
+    """Position of a message in a stream. A recreated stream has a new `created` and starts at sequence 1 again."""
 
     created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
 
 
 class WorkQueue:
-    """Work streams of the pools. The gateway creates these streams and their consumers; workers only check them. On a
-    broker with users, the gateway asks the config service to create a stream.
+    """Work streams of the pools. The gateway creates these streams and their consumers; workers only check them. If the
+    broker has users, the gateway's user may not create streams: the gateway then asks the config service to do so.
     """
 
     def __init__(
@@ -429,9 +429,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called with a pool whose stream was lost with its work, `on_publish` with work items before they
-        are published. `offload` stores inputs that are too large for a message. `serves` returns True if a pool exists,
-        `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
+        """`on_lost` is called with a pool whose stream and work the broker has lost; `on_publish`, with work items
+        before they are published. `offload` stores inputs that are too large for a message. `serves` returns True if a
+        pool exists, `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
         """
         self._broker = broker
         self._settings = settings
@@ -551,13 +551,13 @@ class WorkQueue:
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish the chunks of one request and return their positions. If the broker does not store a chunk, remove
-        the stored chunks. Meanwhile, create the consumer if it is missing: a stream stores messages even before the
-        consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        the stored chunks. Create the consumer at the same time if it is missing: a stream stores messages even before
+        the consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # publish nothing to an ended reservation: nobody would remove its messages
+            self._require(lane.pool)  # publish nothing for an ended reservation: nobody would remove it
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
@@ -663,14 +663,15 @@ class WorkQueue:
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or their dead letter exceeds the broker's limit."""
+        """Return True if the inputs exceed `payload_bytes`, or a dead letter of the item exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Call `attempt` until the broker replies, at most for PUBLISH_PATIENCE_S and until `deadline_s`. The last
-        attempt may take LAST_ATTEMPT_S more. After a failed attempt, create the stream again if the broker has lost it.
+        """Call `attempt` again and again until the broker replies. Stop after PUBLISH_PATIENCE_S seconds, or earlier at
+        `deadline_s`; the last attempt may take LAST_ATTEMPT_S seconds more. After an attempt without a connection,
+        create the pool's stream again if the broker has lost it.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
@@ -711,8 +712,8 @@ class WorkQueue:
         """Remove the waiting and leased messages of an ended request. Ignore positions in an earlier stream that the
         broker has lost. If the broker fails, the age limit of the stream removes the messages later.
 
-        With `request`, then send a cancellation of this request to the workers. A cancellation before the removal would
-        let a worker drop its messages of the request and pull further messages of the request.
+        If `request` is set, send a cancellation of this request to the workers after the removal. An earlier
+        cancellation would let a worker drop its messages of the request and pull further messages of the request.
         """
         if stored and self._serves(pool):
             try:
