@@ -182,7 +182,7 @@ async def serve(
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
     """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load the
-    pinned models of the pool at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
+    pinned models of the pool immediately, and again every AHEAD_AGAIN_S seconds if they are not loaded.
     """
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:

@@ -37,7 +37,8 @@ SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
 # that is given up if all work items of a full batch are urgent. If a part x of its tokens is urgent, x times this part.
 MAX_LOSS = 0.5
-# an urgent batch is sealed this number of seconds before the device is predicted to be free, so that it stays busy
+# an urgent batch is sealed this number of seconds before the device is predicted to be free, so that the device stays
+# busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -154,7 +155,7 @@ class Quantum:
             self.p50_s = statistics.median(taken_s for at_s, taken_s in self._answers if now_s - at_s <= WINDOW_S)
 
     def seconds(self, now_s: float) -> float:
-        """Return for how many seconds deliveries are gathered at this time."""
+        """Return the quantum at this time, in seconds."""
         if self.p50_s is None or now_s - self._answers[-1][0] > WINDOW_S:
             return self.shortest_s
         headroom = max(0.0, 1.0 - self.p50_s / self._target_p50_s)

@@ -295,7 +295,7 @@ class Pulling:
         # consumers whose creation the broker reported since the last listing began: the listing may lack these
         # consumers
         self._announced: set[str] = set()
-        self._open = False  # true if the last refill allowed pulls
+        self._open = False  # true if the last call of `refill` allowed pull requests
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
@@ -567,8 +567,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Context manager: pull nothing from these consumers in its block, in which the worker waits for newer
-        catalogue entries of the consumers' models.
+        """Context manager: pull nothing from these consumers until the block ends. The block waits for newer catalogue
+        entries of the consumers' models.
         """
         self._paused += Counter(consumers)
         for consumer in consumers:

@@ -68,8 +68,8 @@ class TokenRow:
 
     @property
     def cost(self) -> int:
-        """Return the number of tokens on the device: after truncation, with special tokens. An image costs the patches
-        of its encoder and its ids in the row. The time of attention, which grows with the square of the length, is not
+        """Return the number of tokens on the device: after truncation, with special tokens. An image costs its patches
+        in the encoder plus its ids in the row. The time of attention, which grows with the square of the length, is not
         part of this cost; see `BatchNote`.
         """
         return max(len(self.ids), self.expanded)
@@ -128,7 +128,7 @@ def checked_work(
         query, pixels = item.query, item.images.get(OF_QUERY)
         if query.audio or query.document or (query.images and layout.layout != "pieces"):
             param = "audio" if query.audio else "document" if query.document else "images"
-            error = _unsupported(param, "accepts none in a query")
+            error = _unsupported(param, f"accepts no {param} in a query")
         else:
             error = pixels if isinstance(pixels, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
     for index, source in enumerate(item.inputs):
