@@ -382,9 +382,9 @@ class Waiting(Generic[T]):
     def seal(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Seal and return the next batch of `queue`. If the device is busy and an urgent deadline forbids sealing the
-        batch (`binds`), return WaitUntil instead, so that work items can join until the device is nearly free; None if
-        no batch of the model was measured yet.
+        """Seal and return the next batch of `queue`. If the device is busy and `binds` forbids sealing, let work items
+        join until the device is nearly free: return WaitUntil with this time, or None if no batch of the model was
+        measured, so that the time is unknown.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (

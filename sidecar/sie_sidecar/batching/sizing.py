@@ -35,7 +35,8 @@ from sie_contracts.settings import Settings
 # part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
 SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
-# that is given up if all work items of a full batch are urgent. If a part x of its tokens is urgent, x times this part.
+# that is given up if all work items of a full batch are urgent. If only a part x of the tokens is urgent, the largest
+# part that is given up is x * MAX_LOSS.
 MAX_LOSS = 0.5
 # an urgent batch is sealed this number of seconds before the device is predicted to be free, so that the device stays
 # busy
@@ -85,7 +86,8 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
     """Return the largest cost of a batch with which the urgent work items (`asking`) are in time. `full`: cost of the
-    full batch. The two rules of this module limit how small the result may be.
+    full batch. MAX_LOSS limits how small the batch may become. A work item that would be late even in the smaller batch
+    does not make the batch smaller.
     """
     smallest_cost = full
     asking_cost = 0.0

@@ -114,7 +114,7 @@ class HostAssignment:
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Read the table, and watch it. Raises BrokerError."""
+        """Read the placement table, and watch it. Raises BrokerError."""
         await self._record.follow()
         if self.table is None:
             self._await_table()
@@ -346,7 +346,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Record a delivery, valid or not: its consumer is active, and may need more credit."""
+        """Record a delivery, valid or not: its consumer is active, and `refill` may let it deliver more messages."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -375,7 +375,7 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Raise the credit of all consumers whose credit may be too low."""
+        """Raise the credit (number of messages to deliver) of all consumers whose credit may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:

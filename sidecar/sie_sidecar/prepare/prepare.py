@@ -71,7 +71,7 @@ class Prepare:
             return False
         with self._settle.answering([flight], "fetching the input"):
             await self._fetching.fetch(flight)
-        # the work item was settled during the read, so nothing else releases the memory of its inputs
+        # if the work item was settled during the read, nothing else releases the memory of its inputs
         if flight.settled:
             self._fetching.let_go(flight)
             return False

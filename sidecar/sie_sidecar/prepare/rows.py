@@ -118,7 +118,7 @@ def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
     """Return three values: the work item, with empty texts in place of the unfit inputs; the error of the whole work
-    item, or None; by index of an unfit input, its error.
+    item, or None; the error of each unfit input, by the index of the input.
     """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
@@ -379,7 +379,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the request that makes the adapter run these work items. `fingerprint`: the one of the loaded model."""
+    """Return the request that makes the adapter run these work items. `fingerprint` identifies the loaded model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []
