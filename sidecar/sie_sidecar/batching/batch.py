@@ -419,7 +419,7 @@ def next_batch(
         return WaitUntil(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
     if not bulk.models:
         return waiting.seal(first, now_s, limits, device)
-    # bulk work may not be overtaken: the priority with the older work item comes first
+    # if bulk work may not be overtaken, the priority with the older work item comes first
     if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
         return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)

@@ -379,7 +379,7 @@ class Pulling:
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Adapt the credit of the active consumers. The broker applies a lower credit only after some seconds."""
+        """Raise or lower the credit (number of messages to deliver) of the active consumers. See `Pulls.want`."""
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:

@@ -511,7 +511,7 @@ def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
 
 
 # seconds without use until a batch or `relieve` may evict a model, because a model in steady use must not be loaded
-# again and again. A load may evict any model that no work item needs
+# again and again. A load need not wait for these seconds: it may evict any model that has been idle for NEXT_CHUNK_S
 IDLE_S = 1.0
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5

@@ -188,9 +188,9 @@ def _unfit_chunks(layout: Rows, source: Input, options: RunOptions) -> InvalidIn
     if not source.text:
         return bad_chunks("only an input with a text may have chunks", "unsupported_modality")
     if not layout.chunks:
-        return bad_chunks("this model does not support them", "unsupported_modality")
+        return bad_chunks("this model does not support chunks", "unsupported_modality")
     if options.is_query:
-        return bad_chunks("a query cannot have any", "unsupported_modality")
+        return bad_chunks("a query cannot have chunks", "unsupported_modality")
     is_pooled = source.chunks.context and "dense" in options.outputs and options.muvera is None
     pooling = options.pooling or layout.pooling
     if is_pooled and not is_joinable(pooling):

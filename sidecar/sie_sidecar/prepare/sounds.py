@@ -195,7 +195,7 @@ _LEVELS: Mapping[Levels, Callable[[Float64], Float64]] = {
 
 
 def _shape(recipe: SoundRecipe) -> Float64:
-    """Return the weight of each sample of a frame, [samples]."""
+    """Return the window function: the weight of each sample of a frame, [samples]."""
     if not recipe.span:
         return _hann(recipe.fft)
     before = (recipe.fft - recipe.span) // 2
