@@ -329,7 +329,7 @@ class Inventory:
         """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # a consumer delivers nothing more while an item waits for the load of its model: it may deliver again now
+            # while this item waited, the consumer delivered no other item of a model that is not loaded: it may now
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)

@@ -136,7 +136,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _convert_clear_level(image: ImageFile.ImageFile) -> None:
-    """Convert the sample value that a PNG file declares as transparent in the same way as `load` converts samples."""
+    """Convert the sample value that a PNG file declares as transparent, as `load` will convert the samples."""
     clear = image.info.get("transparency")
     convert = _CLEAR_LEVELS.get(image.tile[0].args) if image.format == "PNG" and image.tile else None
     if convert is not None and clear is not None:
