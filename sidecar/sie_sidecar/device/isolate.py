@@ -62,9 +62,9 @@ class Isolate:
         self._settle = settle
         self._metrics = metrics
         self._work = work
-        # Work items that wait to run alone, each with the function that `Loading.park` returned. While a work item
-        # waits, its model may be evicted, because the item before it may need the memory for another model. The
-        # function forbids the eviction again.
+        # Work items that wait to run alone, each with the function that `Loading.park` returned. The credit of the
+        # consumers limits how many items wait. While an item waits, its model may be evicted, because the item before
+        # it may need the memory for another model. The function forbids the eviction again.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0

@@ -379,7 +379,9 @@ class Pulling:
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Raise or lower the credit (number of messages to deliver) of the active consumers. See `Pulls.want`."""
+        """Raise or lower the credit of the active consumers. The broker may still deliver the old number of messages
+        for some seconds after the credit was lowered.
+        """
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:
