@@ -182,7 +182,7 @@ async def serve(
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
     """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load the
-    pinned models of the pool at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
+    pinned models of the pool immediately, and again every AHEAD_AGAIN_S seconds if they are not loaded.
     """
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
@@ -289,8 +289,8 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Every second, adjust the credit of the consumers. If the devices of a model cannot keep up with its work, load
-    the model on one more device. Every ten seconds, also list the consumers.
+    """Every second, set how many messages each consumer may deliver, and load a model on one more device if its devices
+    cannot keep up with its work. Every ten seconds, also list the consumers.
     """
     trouble = Trouble(_logger, "the consumers or the placement table cannot be checked")
     rounds = 0

@@ -168,8 +168,8 @@ class Worker:
 
     async def start(self, stop: Stop) -> None:
         """Start the loops of all stages. If an earlier process of this worker was killed, first return its deliveries
-        to the queue. If the broker is unreachable, try to subscribe to messages of gateways until `stop`. No work
-        arrives before `WorkSource.pull`.
+        to the queue. If the broker is unreachable, repeat the subscription to messages of gateways until it succeeds or
+        `stop` is set. No work arrives before `WorkSource.pull`.
         """
         with contextlib.suppress(BrokerError):  # without a reply of the broker, use the clock of this machine
             await self.broker_clock.measure()

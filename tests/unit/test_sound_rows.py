@@ -141,7 +141,7 @@ def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: 
     (both,) = layouts.make(tokenizer, LAYOUT, [work(Input(audio=FILE, images=(b"x",)), _0=heard(0))])
     assert both.unfit[0].reason == "unsupported_modality"
     work_item = WorkItemInput([Input("river")], Input(audio=FILE), RunOptions())
-    assert "audio: the model accepts none in a query" in str(layouts.make(tokenizer, LAYOUT, [work_item])[0].error)
+    assert "audio: the model accepts no audio in a query" in str(layouts.make(tokenizer, LAYOUT, [work_item])[0].error)
 
 
 def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTokenizer) -> None:

@@ -176,8 +176,8 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if an urgent deadline forbids sealing the next batch while the device is busy: work items that
-        arrive until the device is free must still be able to join the batch. See `sizing.binds`.
+        """Return True if the next batch must not be sealed while the device is busy, because time limits are short:
+        work items that arrive until the device is free must be able to join the batch. See `sizing.binds`.
         """
         return binds(self._asks(self._together(limits), begins_s), times)
 
@@ -382,9 +382,9 @@ class Waiting(Generic[T]):
     def seal(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Seal and return the next batch of `queue`. If the device is busy and an urgent deadline forbids sealing the
-        batch (`binds`), return WaitUntil instead, so that work items can join until the device is nearly free; None if
-        no batch of the model was measured yet.
+        """Seal and return the next batch of `queue`. If the device is busy and `binds` forbids sealing, let work items
+        join until the device is nearly free: return WaitUntil with this time, or None if no batch of the model was
+        measured, so that the time is unknown.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (
@@ -419,7 +419,7 @@ def next_batch(
         return WaitUntil(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
     if not bulk.models:
         return waiting.seal(first, now_s, limits, device)
-    # bulk work may not be overtaken: the priority with the older work item comes first
+    # if bulk work may not be overtaken, the priority with the older work item comes first
     if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
         return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)

@@ -35,9 +35,11 @@ from sie_contracts.settings import Settings
 # part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
 SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
-# that is given up if all work items of a full batch are urgent. If a part x of its tokens is urgent, x times this part.
+# that is given up if all work items of a full batch are urgent. If only a part x of the tokens is urgent, the largest
+# part that is given up is x * MAX_LOSS.
 MAX_LOSS = 0.5
-# an urgent batch is sealed this number of seconds before the device is predicted to be free, so that it stays busy
+# an urgent batch is sealed this number of seconds before the device is predicted to be free, so that the device stays
+# busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -84,7 +86,8 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
     """Return the largest cost of a batch with which the urgent work items (`asking`) are in time. `full`: cost of the
-    full batch. The two rules of this module limit how small the result may be.
+    full batch. MAX_LOSS limits how small the batch may become. A work item that would be late even in the smaller batch
+    does not make the batch smaller.
     """
     smallest_cost = full
     asking_cost = 0.0
@@ -154,7 +157,7 @@ class Quantum:
             self.p50_s = statistics.median(taken_s for at_s, taken_s in self._answers if now_s - at_s <= WINDOW_S)
 
     def seconds(self, now_s: float) -> float:
-        """Return for how many seconds deliveries are gathered at this time."""
+        """Return the quantum at this time, in seconds."""
         if self.p50_s is None or now_s - self._answers[-1][0] > WINDOW_S:
             return self.shortest_s
         headroom = max(0.0, 1.0 - self.p50_s / self._target_p50_s)

@@ -220,7 +220,7 @@ class DeviceQueue:
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = asyncio.Event()
-            # no request waits for the text after its deadline, so the adapter then stops and frees the memory
+            # the request does not wait beyond its deadline: then the adapter stops generating, which frees memory
             timer = asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - time.monotonic()), _LONGEST_S), abandoned.set
             )

@@ -1,12 +1,13 @@
 """Work item in flight: one object with one stage, and functions that join the outcomes of its inputs. No I/O.
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
-        ▲                                             │  └── isolated: its inputs run alone, because a batch ──► settled
-        └── model evicted, or adapter lost ◄──────────┘      with them crashed an adapter
+        ▲                                              │   │
+        └─────────model evicted, or adapter lost───────┘   └──adapter crashed──► isolated ──► settled
 
-A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. A cancelled
-work item in a running batch still runs, and its result is sent. The adapter stops a cancelled work item that generates
-text. If an isolated work item is cancelled, its remaining inputs do not run.
+The inputs of an isolated work item run alone, one at a time. A work item may become settled in every stage: its result
+was sent, or it was cancelled, refused or late. If a cancelled work item is in a running batch, the adapter stops the
+item only if it generates text; otherwise the item runs, and its result is sent. If an isolated work item is cancelled,
+its remaining inputs do not run.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -328,7 +329,7 @@ class Inventory:
         """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # let the consumer deliver again: further work items no longer wait for the load that this item waited for
+            # while this item waited, the consumer delivered no other item of a model that is not loaded: it may now
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)

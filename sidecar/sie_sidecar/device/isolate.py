@@ -2,7 +2,7 @@
 input at a time, while nothing else is at the device. If the adapter dies again, the input that ran is the cause. There
 is no search if the adapter only stopped replying and the sidecar closed the connection.
 
-    batch during which an adapter died ──► its inputs, one by one ──► it succeeds: not the cause
+    batch during which an adapter died ──► its inputs, one by one ──► input succeeds: it is not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
                                                           from now on
 
@@ -35,7 +35,7 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # maximum seconds that the next input waits for the end of the batch that runs between two inputs
+BATCH_BETWEEN_S = 1.0  # after SLICE_S, a waiting batch runs; the next input waits for its end at most these seconds
 
 
 class Isolate:
@@ -62,9 +62,9 @@ class Isolate:
         self._settle = settle
         self._metrics = metrics
         self._work = work
-        # Work items that wait to run alone, at most as many as the credit allows. While a work item waits, its model
-        # may be evicted, because the next item may need the memory. The function in the entry, from `Loading.park`,
-        # forbids the eviction again.
+        # Work items that wait to run alone, each with the function that `Loading.park` returned. The credit of the
+        # consumers limits how many items wait. While an item waits, its model may be evicted, because the item before
+        # it may need the memory for another model. The function forbids the eviction again.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0

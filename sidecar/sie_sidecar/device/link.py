@@ -203,7 +203,7 @@ class AdapterLink:
             if isinstance(description, ipc.Refused):
                 raise AdapterGone(f"{self.path}: the adapter cannot describe itself: {description.error.message}")
             if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
-                raise AdapterGone(f"{self.path}: the adapter has another protocol than this sidecar ({ipc.PROTOCOL})")
+                raise AdapterGone(f"{self.path}: the adapter does not speak version {ipc.PROTOCOL} of the protocol")
             size = self._size_of(description.lanes)
             while len(opened) <= size:
                 opened.append(await _connect(self.path))

@@ -142,8 +142,8 @@ class WorkIntake:
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
         """Wait for a delivery, then a short time for more deliveries. Return the work items that are not settled. The
-        wait ends when the work items fill a batch. It also ends when no earlier work is being tokenised
-        (`is_tokenising`) and no more messages may come from the broker (`more_expected`).
+        wait ends when the work items fill a batch, or when two conditions hold: no earlier work is being tokenised
+        (`is_tokenising`), and the broker will send no more messages now (`more_expected` is false).
         """
         await self._arrival.wait()
         began_s = last_s = time.monotonic()

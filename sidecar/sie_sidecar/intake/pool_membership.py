@@ -73,8 +73,8 @@ class PoolMembership:
         return admitted(self._own, self._answered, time.monotonic() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """Request the pools again after a hint of a gateway. A message with `reply` only checks whether this worker is
-        connected.
+        """Request the pools again: a gateway sends this hint when it has assigned another pool. A message with `reply`
+        only checks whether this worker is connected.
         """
         if not message.reply:
             self._again.set()

@@ -114,7 +114,7 @@ class HostAssignment:
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Read the table, and watch it. Raises BrokerError."""
+        """Read the placement table, and watch it. Raises BrokerError."""
         await self._record.follow()
         if self.table is None:
             self._await_table()
@@ -295,7 +295,7 @@ class Pulling:
         # consumers whose creation the broker reported since the last listing began: the listing may lack these
         # consumers
         self._announced: set[str] = set()
-        self._open = False  # true if the last refill allowed pulls
+        self._open = False  # true if the last call of `refill` allowed pull requests
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
@@ -346,7 +346,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Record a delivery, valid or not: its consumer is active, and may need more credit."""
+        """Record a delivery, valid or not: its consumer is active, and `refill` may let it deliver more messages."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -375,11 +375,13 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Raise the credit of all consumers whose credit may be too low."""
+        """Raise the credit (number of messages to deliver) of all consumers whose credit may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Adapt the credit of the active consumers. The broker applies a lower credit only after some seconds."""
+        """Raise or lower the credit of the active consumers. The broker may still deliver the old number of messages
+        for some seconds after the credit was lowered.
+        """
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:
@@ -567,8 +569,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Context manager: pull nothing from these consumers in its block, in which the worker waits for newer
-        catalogue entries of the consumers' models.
+        """Context manager: pull nothing from these consumers until the block ends. The block waits for newer catalogue
+        entries of the consumers' models.
         """
         self._paused += Counter(consumers)
         for consumer in consumers:

@@ -177,9 +177,9 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Wait until the config service has restored an earlier catalogue entry of the model, which could be loaded.
-        The wait ends at the latest RESTORED_S seconds after the failed load. Return True if the catalogue then has a
-        later revision number.
+        """If an earlier catalogue entry of the model was loaded here, wait until the config service has restored an
+        earlier entry, at most until RESTORED_S seconds after the failed load. Return True if the catalogue then has a
+        later revision of the model.
         """
         left_s = hosted.failed_s + RESTORED_S - time.monotonic()
         if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:

@@ -72,7 +72,7 @@ SPARE_TOKENIZER_BYTES = 1 << 30
 # largest number of states (`ModelState`) on a device. It is limited because each heartbeat contains all states. Above
 # it, `remove_unused` removes the least recently used states of models that are not loaded
 MAX_STATES = 1000
-UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task keeps an unused state for longer
+UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task refers to an unused state so long
 # largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
 # while another model needs its memory. A request for the other model waits for these seconds and then for the load of
 # that model; the gateway limits this wait (SIE_LOAD_HOLD_S)
@@ -511,7 +511,7 @@ def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
 
 
 # seconds without use until a batch or `relieve` may evict a model, because a model in steady use must not be loaded
-# again and again. A load may evict any model that no work item needs
+# again and again. A load need not wait for these seconds: it may evict any model that has been idle for NEXT_CHUNK_S
 IDLE_S = 1.0
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
@@ -716,8 +716,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # the adapter has already loaded these models for the earlier process, so this process's loads of them end at
-        # once. After that, each of these models has work or can be evicted
+        # the adapter has already loaded these models for the earlier process, so this process's loads of them end
+        # immediately. After that, each of these models has work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -882,7 +882,7 @@ class WorkerModels:
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
-        """Return the states of the residency of this name on all devices that know it."""
+        """Return the states of the residency `residency` on all devices that know this residency."""
         return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:

@@ -137,7 +137,7 @@ class _TextTokens:
         return spans
 
     def ranges(self, spans: Spans) -> NDArray[np.int64]:
-        """Return for each chunk the indexes of its first token and after its last token, [chunks, 2]."""
+        """Return for each chunk the index of its first token and the index after its last token, [chunks, 2]."""
         bounds = np.searchsorted(self.ends, spans[:, :2], side="right")
         bounds[spans[:, 0] == 0, 0] = 0
         return bounds

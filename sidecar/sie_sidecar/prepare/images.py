@@ -56,8 +56,8 @@ _STRIP_PIXELS = 1 << 20
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 _LEVELS_12 = [min(255, round(level * 255 / 4095)) for level in range(1 << 16)]
 _BITS, _WHITE = 0x0102, 0x0106  # numbers of the TIFF tags for the bits of a sample, and for the meaning of 0
-# raw mode of a PNG file's samples -> conversion of its transparent level to 8 bits. Pillow converts only the samples,
-# not this level. Of a level of 16 bits, only the upper 8 bits can be compared.
+# A PNG file may declare one sample value (its transparent level) as transparent. Pillow converts only the samples to 8
+# bits, not this level. Raw mode of the samples -> conversion of the level. Of 16 bits, only the upper 8 are compared.
 _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
     "L;2": lambda level: level % 4 * 85,
     "L;4": lambda level: level % 16 * 17,
@@ -136,7 +136,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _convert_clear_level(image: ImageFile.ImageFile) -> None:
-    """Convert the transparent level of a PNG file before `load`, in the way in which `load` converts the samples."""
+    """Convert the sample value that a PNG file declares as transparent, as `load` will convert the samples."""
     clear = image.info.get("transparency")
     convert = _CLEAR_LEVELS.get(image.tile[0].args) if image.format == "PNG" and image.tile else None
     if convert is not None and clear is not None:

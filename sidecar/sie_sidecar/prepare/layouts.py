@@ -270,7 +270,7 @@ def _hypotheses(
         tokens = sum(int(np.minimum(limit, len(left.ids) + beside).sum()) for left in lefts)
         if tokens > MAX_TOKENS:
             results.append(
-                WorkRows([], error=too_many(f"the items have {tokens} tokens with each of their labels", MAX_TOKENS))
+                WorkRows([], error=too_many(f"the items have {tokens} tokens, counted once for each label", MAX_TOKENS))
             )
             continue
         rows = [_joined(template, left, right, room, truncate, cut_first=True) for left in lefts for right in rights]
@@ -352,8 +352,9 @@ def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Return one row for each input: the pieces of the prompt template with query and document, each tokenised alone.
-    If these are too long, truncate the document's piece. QUERY_SHARE of `limit` is reserved for the query. The end
-    of the template stays whole, because the model's output follows it. Source: README of Qwen3-Reranker, mxbai-rerank.
+    If a row is too long, truncate the piece with the document. QUERY_SHARE of `limit` is reserved for the query. The
+    end of the template stays whole, because the model's output follows it. Source: README of Qwen3-Reranker and of
+    mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -474,7 +475,7 @@ def _raw(
         shared = int(item.query is not None)
         costs = _costs_with_questions(tokenizer, layout, item, contents)
         if sum(costs) > MAX_TOKENS:
-            message = f"the items have {sum(costs)} tokens with each of their questions"
+            message = f"the items have {sum(costs)} tokens, counted once for each of their questions"
             results.append(WorkRows([], error=too_many(message, MAX_TOKENS)))
             continue
         rows = []

@@ -366,7 +366,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process, even while it runs a job: no data can be lost."""
+        """Kill the process, even while it runs a job: the process stores nothing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

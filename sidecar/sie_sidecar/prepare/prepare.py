@@ -1,8 +1,8 @@
 """Second stage of a worker: it prepares work items that were delivered. It reads large inputs from the payload store,
 has the model loaded, and tokenises the texts.
 
-    group ──► same revision of the model as at the gateway ──► model loaded ──► images, sounds ──► tokens ──► returned
-       │                                                             └──► tokenize, decode: result sent by this stage
+    group ──► same revision of the model as at the gateway ──► model loaded ──► images, sounds ──► tokens ──► device
+       │                                                             └──► operations tokenize, decode: send the result
        ├──► this worker's catalogue is older: wait, then return the work items to the queue for other workers
        └──► this worker's catalogue is newer: send an error, after which the gateway publishes the work again
 """
@@ -71,7 +71,7 @@ class Prepare:
             return False
         with self._settle.answering([flight], "fetching the input"):
             await self._fetching.fetch(flight)
-        # the work item was settled during the read, so nothing else releases the memory of its inputs
+        # if the work item was settled during the read, nothing else releases the memory of its inputs
         if flight.settled:
             self._fetching.let_go(flight)
             return False

@@ -68,8 +68,8 @@ class TokenRow:
 
     @property
     def cost(self) -> int:
-        """Return the number of tokens on the device: after truncation, with special tokens. An image costs the patches
-        of its encoder and its ids in the row. The time of attention, which grows with the square of the length, is not
+        """Return the number of tokens on the device: after truncation, with special tokens. An image costs its patches
+        in the encoder plus its ids in the row. The time of attention, which grows with the square of the length, is not
         part of this cost; see `BatchNote`.
         """
         return max(len(self.ids), self.expanded)
@@ -118,7 +118,7 @@ def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
     """Return three values: the work item, with empty texts in place of the unfit inputs; the error of the whole work
-    item, or None; by index of an unfit input, its error.
+    item, or None; the error of each unfit input, by the index of the input.
     """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
@@ -128,7 +128,7 @@ def checked_work(
         query, pixels = item.query, item.images.get(OF_QUERY)
         if query.audio or query.document or (query.images and layout.layout != "pieces"):
             param = "audio" if query.audio else "document" if query.document else "images"
-            error = _unsupported(param, "accepts none in a query")
+            error = _unsupported(param, f"accepts no {param} in a query")
         else:
             error = pixels if isinstance(pixels, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
     for index, source in enumerate(item.inputs):
@@ -188,9 +188,9 @@ def _unfit_chunks(layout: Rows, source: Input, options: RunOptions) -> InvalidIn
     if not source.text:
         return bad_chunks("only an input with a text may have chunks", "unsupported_modality")
     if not layout.chunks:
-        return bad_chunks("this model does not support them", "unsupported_modality")
+        return bad_chunks("this model does not support chunks", "unsupported_modality")
     if options.is_query:
-        return bad_chunks("a query cannot have any", "unsupported_modality")
+        return bad_chunks("a query cannot have chunks", "unsupported_modality")
     is_pooled = source.chunks.context and "dense" in options.outputs and options.muvera is None
     pooling = options.pooling or layout.pooling
     if is_pooled and not is_joinable(pooling):
@@ -379,7 +379,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the request that makes the adapter run these work items. `fingerprint`: the one of the loaded model."""
+    """Return the request that makes the adapter run these work items. `fingerprint` identifies the loaded model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []

@@ -1,7 +1,7 @@
 """Decoding of sound files to the features that a model reads, with libsndfile and soxr. Only the media worker processes
 import this module, because decoders are C code that reads the data of clients.
 
-    first bytes ──► header ──► limits ──► decode ──► one channel ──► the model's rate ──► its length ──► features
+    first bytes ──► header ──► limits ──► decode ──► one channel ──► model's rate ──► model's length ──► features
 
 FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
 those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, the
@@ -195,7 +195,7 @@ _LEVELS: Mapping[Levels, Callable[[Float64], Float64]] = {
 
 
 def _shape(recipe: SoundRecipe) -> Float64:
-    """Return the weight of each sample of a frame, [samples]."""
+    """Return the window function: the weight of each sample of a frame, [samples]."""
     if not recipe.span:
         return _hann(recipe.fft)
     before = (recipe.fft - recipe.span) // 2

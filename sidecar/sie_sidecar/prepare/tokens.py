@@ -25,9 +25,9 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, GROWTH, SE
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# texts that were gathered together are tokenised on the event loop if they have at most this number of characters in
-# all. This takes up to 1.5 ms. In a thread, it would take longer and block the event loop for the same time
-# (bench/results/tokens.md)
+# texts that were gathered together are tokenised on the event loop, not in a thread, if they have at most this number
+# of characters in all. This blocks the event loop for up to 1.5 ms. A thread would take longer, and would also block
+# the event loop, because it needs the interpreter lock (bench/results/tokens.md)
 INLINE_CHARACTERS = 4096
 # number of characters that `prefix_of` first reads for each token: nearly all texts have fewer characters per token
 _CHARACTERS_PER_TOKEN = 64

@@ -6,7 +6,7 @@ acknowledges the message. `Leases` renews the leases of the messages.
                                                                          └──► _deliver_parts ──► _deliver: each part
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
-    larger result ──► parts, one after the other, each repeated until it is confirmed ──► verdict on the last: taken
+    larger result ──► parts, one after the other, each repeated until confirmed ──► verdict on the last part: taken
                       if that verdict is `part`, the gateway lacks parts or the data is damaged: all parts are sent
                       again, MAX_ROUNDS times in all
 
@@ -363,8 +363,8 @@ class Settle:
         self._inventory.remove(flight)
 
 
-# maximum number of leases in the file; if the process is killed, the broker redelivers the messages of further leases
-# only after the ack wait
+# maximum number of leases in the file. A lease beyond this number is not recorded: if the process is killed, the broker
+# redelivers its message only after the ack wait
 SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"

@@ -71,7 +71,7 @@ def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str)
         at_ns = span.ns_before(stages.worker_ms / 1000)
         for name in _STAGES:
             if stage_times[f"{name}_ms"] > 0:
-                # the timing that a client gets counts `fetch` as `queue`, and names the other stages as here
+                # in the timing that a client gets, `fetch` is a part of `queue`; the other stages have the same names
                 stage = "queue" if name == "fetch" else name
                 at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
         span.set({f"sie.{name}": value for name, value in stage_times.items()})
