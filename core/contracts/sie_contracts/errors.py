@@ -163,7 +163,7 @@ class ContentConflict(SIEError):
 
 class PayloadTooLarge(SIEError):
     """The body, a file, one input or the expected reply has more than `limit` bytes, or the images have more than
-    `limit` pixels. Or one request needs more tokens than the key may use in a minute, which is then `limit`.
+    `limit` pixels. Or one request needs more than `limit` tokens, the number that the key may use in a minute.
     """
 
     code, status = "PAYLOAD_TOO_LARGE", 413
@@ -219,8 +219,8 @@ class InternalFailure(SIEError):
 
 
 class AllItemsFailed(SIEError):
-    """Every input failed, or with `on_item_error: fail` several inputs failed, and their codes differ. The status is
-    503 if one of these errors may be retried, otherwise 500 if one of them has a status of 5xx, otherwise 400.
+    """Inputs failed with different codes: all inputs, or with `on_item_error: fail` at least two. The status is 503 if
+    one of these errors may be retried, otherwise 500 if one of them has a status of 5xx, otherwise 400.
     """
 
     code, status = "ALL_ITEMS_FAILED", 500
@@ -374,20 +374,22 @@ class Member(NamedTuple):
     reader: str
 
 
-_CODE = Member("code", "code", "the TypeScript client of SIE, and what reads the errors of all routes alike")
+_CODE = Member(
+    "code", "code", "the TypeScript client of SIE, and clients that read the errors of all routes in the same way"
+)
 _ERROR = Member("error", "all", "the Python client of SIE")
-_RAW = Member("error", "all", "raw HTTP: `reason` and `param` stand nowhere else")
+_RAW = Member("error", "all", "raw HTTP: no other member has `reason` and `param`")
 _COHERE = (Member("message", "message", "Cohere"), Member("id", "request id", "Cohere"))
-_JINA = Member("detail", "code and message", "Haystack's components for Jina, which raise it")
+_JINA = Member("detail", "code and message", "Haystack's components for Jina, which put it into their exceptions")
 FAMILIES: dict[str, tuple[Member, ...]] = {
-    "native": (_ERROR, Member("detail", "all", "raw HTTP and calls of pools, which want a map"), _CODE),
+    "native": (_ERROR, Member("detail", "all", "raw HTTP and calls of pools, which expect a map"), _CODE),
     "openai": (_ERROR._replace(reader="OpenAI, LangChain, LlamaIndex, LiteLLM"), _JINA, _CODE),
     "jina": (_RAW, _JINA, *_COHERE, _CODE),
     "cohere": (_RAW, *_COHERE, _CODE),
     "voyage": (
         # the client of Voyage 0.3 raises AttributeError if `error` is a map
         Member("error", "message", "raw HTTP, as on the routes of Text Embeddings Inference"),
-        Member("detail", "message", "Voyage, which prints a text"),
+        Member("detail", "message", "Voyage, whose client prints it"),
         _RAW._replace(name="error_details"),
         _CODE,
     ),

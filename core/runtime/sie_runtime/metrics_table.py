@@ -25,14 +25,14 @@ LABELS = {
     "alias": "an alias of the catalogue",
     "bundle": "the bundle of a lane",
     "device": (
-        "a device of a worker, as torch names it, with a number if several have one name; empty before its adapter "
-        "is there"
+        "a device of a worker, as torch names it, with a number if several have the same name; empty until its adapter "
+        "has started"
     ),
     "endpoint": (
         "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode"
     ),
-    "engine": "what computes the hidden states of a model",
-    "event": "what became of a reservation",
+    "engine": "the engine that computes the hidden states of a model: openvino, sglang, torch",
+    "event": "what happened to a reservation",
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`; `_shadow` for "
     "copies to a shadow, `_remote` for the reference vectors of remote servers",
     "kind": "put, removal, unknown",
@@ -47,7 +47,7 @@ LABELS = {
     "phase": "total and its parts: queue, tokenize, batch_wait, inference, postprocess",
     "pool": "the pool of a lane",
     "priority": "interactive, bulk",
-    "reason": "why it was refused",
+    "reason": "the reason of the refusal",
     "redelivered": "true, false",
     "remote": "the name of a remote server in SIE_REMOTES",
     "result": "the outcome",
@@ -109,7 +109,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_request_latency_seconds",
         "histogram",
-        "Time from the head of a request to its reply",
+        "Time from the arrival of a request's headers until its reply",
         ("endpoint", "machine_profile"),
         36,
         _ENDPOINTS,
@@ -117,7 +117,9 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_requests_in_progress", "gauge", "Requests now in progress"),
     Metric(
-        "sie_gateway_qps", "gauge", "Inference requests that all gateways answer per second, the same at every gateway"
+        "sie_gateway_qps",
+        "gauge",
+        "Inference requests that all gateways answer per second; every gateway reports the same",
     ),
     Metric(
         "sie_gateway_rejected_requests",
@@ -131,15 +133,21 @@ _GATEWAY = (
     Metric(
         "sie_gateway_provisioning_responses", "counter", "Requests that were told to wait until a worker has started"
     ),
-    Metric("sie_gateway_reattached", "counter", "Clients that came back to a run that they had started"),
     Metric(
-        "sie_gateway_abandoned", "counter", "Runs cancelled because their clients disconnected and did not come back"
+        "sie_gateway_reattached",
+        "counter",
+        "Clients that disconnected, sent their request again, and joined the run of the first request",
+    ),
+    Metric(
+        "sie_gateway_abandoned",
+        "counter",
+        "Requests cancelled because their clients disconnected and did not send them again",
     ),
     Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48, series_per_name=1),
     Metric(
         "sie_gateway_key_device_seconds",
         "counter",
-        "Device time of a key: its share, by tokens, of each batch that its work ran in",
+        "Device time charged to a key: the time of each batch, times the key's share of the batch's tokens",
         ("key",),
         48,
         series_per_name=1,
@@ -153,11 +161,11 @@ _GATEWAY = (
         3,
     ),
     Metric("sie_gateway_cache_answers", "gauge", "Answers in the cache of this gateway"),
-    Metric("sie_gateway_cache_bytes", "gauge", "Memory of these answers, at most SIE_CACHE_BYTES"),
+    Metric("sie_gateway_cache_bytes", "gauge", "Memory of the answers in the cache, at most SIE_CACHE_BYTES"),
     Metric("sie_gateway_cache_evictions", "counter", "Answers removed from the cache for lack of room"),
     # Jobs; every gateway exports the same values
-    Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
-    Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),
+    Metric("sie_gateway_jobs", "gauge", "Stored jobs and batches, by state", ("state",), 9, 3),
+    Metric("sie_gateway_job_rows_waiting", "gauge", "Rows without an answer, of all jobs that have not ended"),
     Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
     # Queue of a lane (pool, machine profile and bundle)
     Metric(
@@ -179,7 +187,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_model_queue_oldest_seconds",
         "gauge",
-        "Age of a model's oldest message, of the models with the most or the oldest work",
+        "Age of a model's oldest message; only for the models with the most or the oldest work",
         ("model", "pool", "machine_profile", "bundle", "priority"),
         40,
         2,
@@ -187,7 +195,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_model_queue_messages",
         "gauge",
-        "Messages of a model, of the models with the most or the oldest work",
+        "Messages of a model in the queue; only for the models with the most or the oldest work",
         ("model", "pool", "machine_profile", "bundle", "priority"),
         40,
         2,
@@ -195,7 +203,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_queue_publish_seconds",
         "histogram",
-        "From publish to the broker's ack",
+        "Time from a publish to the broker's acknowledgement",
         ("operation",),
         6,
         1,
@@ -204,7 +212,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_queue_result_wait_seconds",
         "histogram",
-        "From publish to last result",
+        "Time from the publish of a request's messages to the last result",
         ("operation",),
         6,
         1,
@@ -213,7 +221,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_queue_ack_failures",
         "counter",
-        "Publishes that the broker refused or did not acknowledge, each attempt",
+        "Attempts to publish a message that the broker refused or did not acknowledge",
     ),
     Metric("sie_gateway_queue_payload_offloads", "counter", "Chunks whose inputs went through the payload store"),
     Metric(
@@ -224,14 +232,26 @@ _GATEWAY = (
         3,
         3,
     ),
-    Metric("sie_gateway_chunk_deliveries", "histogram", "Deliveries that a chunk took", (), 1, 1, (1, 2, 3, 4, 5, 10)),
+    Metric(
+        "sie_gateway_chunk_deliveries",
+        "histogram",
+        "How many times a chunk was delivered until its result",
+        (),
+        1,
+        1,
+        (1, 2, 3, 4, 5, 10),
+    ),
     Metric("sie_gateway_outcomes", "counter", "Results of chunks, by what was done with them", ("verdict",), 12),
     Metric("sie_gateway_inbox_dropped", "counter", "Results dropped unread: the inbox was full"),
-    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Memory of results that lack parts"),
+    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Memory of results of which parts have not arrived yet"),
     Metric("sie_gateway_permits_held_tokens", "gauge", "Tokens that requests of this gateway have in the queue"),
     Metric("sie_gateway_permits_held_messages", "gauge", "Messages that requests of this gateway have in the queue"),
-    Metric("sie_gateway_waiting_bytes", "gauge", "Inputs that wait for their turn, bytes"),
-    Metric("sie_gateway_dlq_events", "counter", "Work given up in all pools, the same at every gateway"),
+    Metric(
+        "sie_gateway_waiting_bytes",
+        "gauge",
+        "Inputs that wait in this gateway for permission to enter the queue, bytes",
+    ),
+    Metric("sie_gateway_dlq_events", "counter", "Work items given up in all pools; every gateway reports the same"),
     Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
     Metric("sie_gateway_workers", "gauge", "Workers by health", ("status",), 2),
     Metric("sie_gateway_worker_queue_depth", "gauge", "Work items that a worker holds", ("worker",), 48),
@@ -240,7 +260,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_pending_demand",
         "gauge",
-        "1 while clients ask for a worker of the lane",
+        "1 if clients lately asked for a model that no worker of the lane has loaded",
         ("machine_profile", "bundle"),
         16,
     ),
@@ -254,12 +274,16 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_config_deltas", "counter", "Config deltas, by result", ("kind", "result"), 20),
     Metric(
-        "sie_gateway_alias_requests", "counter", "Answers by alias and the model that gave them", ("alias", "model"), 40
+        "sie_gateway_alias_requests",
+        "counter",
+        "Answers to requests for an alias, by the model that answered",
+        ("alias", "model"),
+        40,
     ),
     Metric(
         "sie_gateway_shadows",
         "counter",
-        "Copies of requests for a shadow, by result",
+        "Requests copied to a shadow model, by result",
         ("alias", "model", "result"),
         48,
         12,
@@ -267,7 +291,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_shadow_seconds",
         "histogram",
-        "Time from the publish to the last result, of the served request and of its copy",
+        "Time from the publish of the messages to the last result, of the served request and of its copy",
         ("alias", "model", "side"),
         8,
         2,
@@ -276,7 +300,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_shadow_cosine",
         "histogram",
-        "Cosine of a dense vector that was served and that of its copy",
+        "Cosine between a served dense vector and the vector of the copied request",
         ("alias", "model"),
         5,
         1,
@@ -285,7 +309,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_shadow_rank_correlation",
         "histogram",
-        "Spearman's correlation of the scores that were served and those of the copy",
+        "Spearman's correlation between served scores and the scores of the copied request",
         ("alias", "model"),
         5,
         1,
@@ -295,35 +319,47 @@ _GATEWAY = (
     Metric(
         "sie_gateway_remote_requests",
         "counter",
-        "Refused requests that a remote server could answer, by result: served, failed, unproven, budget",
+        "Requests refused here that a remote server could answer, by result: served, failed, unproven, budget",
         ("remote", "result"),
         32,
     ),
-    Metric("sie_gateway_remote_tokens", "counter", "Tokens of served requests", ("remote",), 8),
-    Metric("sie_gateway_remote_ready", "gauge", "1 if the remote server is proven, else 0", ("remote",), 8),
+    Metric(
+        "sie_gateway_remote_tokens", "counter", "Tokens of requests that the remote server answered", ("remote",), 8
+    ),
+    Metric(
+        "sie_gateway_remote_ready",
+        "gauge",
+        "1 if the vectors of the remote server were compared and agree, else 0",
+        ("remote",),
+        8,
+    ),
     Metric(
         "sie_gateway_remote_cosine",
         "gauge",
-        "Lowest cosine of the last comparison; of a failed one that of the probe that differs most",
+        "Lowest cosine of all probes in the last comparison; if it failed, the cosine of the probe that differs most",
         ("remote",),
         8,
     ),
     Metric(
         "sie_gateway_remote_difference",
         "gauge",
-        "Largest relative difference of a probe of the last comparison",
+        "Largest relative difference of all probes in the last comparison",
         ("remote",),
         8,
     ),
     Metric("sie_gateway_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_gateway_websockets", "gauge", "Websockets that are open"),
-    Metric("sie_gateway_gateways", "gauge", "Gateways that share the windows of keys, this one included"),
+    Metric(
+        "sie_gateway_gateways",
+        "gauge",
+        "Gateways that share SIE_KEY_WINDOW_TOKENS of each API key, this one included",
+    ),
 )
 
 OOM = {
-    "recoveries_attempted": "passes that ran out of memory",
-    "recoveries_succeeded": "passes that succeeded when they were retried",
-    "terminal_failures": "passes that failed after all retries",
+    "recoveries_attempted": "forward passes that ran out of memory",
+    "recoveries_succeeded": "forward passes that succeeded when they were retried",
+    "terminal_failures": "forward passes that failed after all retries",
     "cache_clears": "caches cleared",
     "evictions_triggered": "models evicted",
     "batch_splits": "batches split",
@@ -343,7 +379,15 @@ _WORKER = (
     ),
     Metric("sie_queue_depth", "gauge", "Chunks in flight at the worker", ("model",), 24),
     Metric("sie_deliveries", "counter", "Deliveries taken in", ("redelivered",), 2),
-    Metric("sie_gathered_deliveries", "histogram", "Deliveries read from the connection together", (), 1, 1, _COUNTS),
+    Metric(
+        "sie_gathered_deliveries",
+        "histogram",
+        "Number of deliveries that were read from the connection at once",
+        (),
+        1,
+        1,
+        _COUNTS,
+    ),
     Metric(
         "sie_settlements",
         "counter",
@@ -351,31 +395,33 @@ _WORKER = (
         ("outcome",),
         12,
     ),
-    Metric("sie_dead_letters", "counter", "Work given up, by whether its dead letter was stored", ("result",), 2),
+    Metric(
+        "sie_dead_letters", "counter", "Work items given up, by whether their dead letters were stored", ("result",), 2
+    ),
     Metric(
         "sie_images",
         "counter",
-        "Images by what became of them: `prepared`, a cause of `invalid_media`, or `failed` where it was not the file",
+        "Images, by result: `prepared`; a cause of `invalid_media`; `failed` for another reason than the file",
         ("result",),
         6,
     ),
     Metric(
         "sie_sounds",
         "counter",
-        "Sounds by what became of them: `prepared`, a cause of `invalid_media`, or `failed` where it was not the file",
+        "Sounds, by result: `prepared`; a cause of `invalid_media`; `failed` for another reason than the file",
         ("result",),
         6,
     ),
-    Metric("sie_poisoned_inputs", "counter", "Inputs refused because they killed two adapters"),
+    Metric("sie_poisoned_inputs", "counter", "Inputs refused because each of them made an adapter process die twice"),
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, series_per_name=1),
-    Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by the maximum", (), 1, 1, _SHARES),
-    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapters"),
+    Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by SIE_MAX_BATCH_COST", (), 1, 1, _SHARES),
+    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapters and not answered yet"),
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, series_per_name=1),
     Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, series_per_name=1),
     Metric(
         "sie_device_seconds",
         "counter",
-        "Time that batches took at the device, of all lanes together",
+        "Device time of batches, summed over the lanes of the device",
         ("model",),
         24,
         series_per_name=1,
@@ -411,14 +457,14 @@ _WORKER = (
     Metric(
         "sie_tower_outputs",
         "counter",
-        "Images that a tower was to read: `hit` if its output was kept, `miss` if the tower ran",
+        "Images for a vision tower: `hit` if its output for the image was in memory, `miss` if the tower ran",
         ("result",),
         2,
     ),
     Metric(
         "sie_tower_output_bytes",
         "gauge",
-        "Memory of what towers made of images, absent without an adapter",
+        "Memory of stored outputs of vision towers, absent without an adapter",
         ("device",),
         MAX_DEVICES,
     ),
@@ -429,11 +475,17 @@ _WORKER = (
     Metric("sie_model_loaded", "gauge", "1 while the model is loaded", ("model", "device"), 24),
     Metric("sie_model_memory_bytes", "gauge", "Measured memory of a loaded model", ("model",), 24),
     Metric("sie_model_engine", "gauge", "1 for the engine of a loaded model", ("model", "engine"), 24),
-    Metric("sie_model_loads", "counter", "Loads that succeeded", ("model",), 24, series_per_name=1),
-    Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16, series_per_name=1),
-    Metric("sie_model_swaps", "counter", "Models closed to new work for the load of another one"),
+    Metric("sie_model_loads", "counter", "Successful loads of a model", ("model",), 24, series_per_name=1),
+    Metric("sie_model_load_failures", "counter", "Failed attempts to load a model", ("model",), 16, series_per_name=1),
+    Metric("sie_model_swaps", "counter", "Times that a model stopped taking new work to make room for another one"),
     Metric("sie_idle_evictions", "counter", "Models evicted because nobody used them"),
-    Metric("sie_certificates", "counter", "Loads, by the result of the certificate", ("result",), 2),
+    Metric(
+        "sie_certificates",
+        "counter",
+        "Loads, by whether the model passed the checks of its certificate",
+        ("result",),
+        2,
+    ),
     Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
@@ -455,7 +507,7 @@ _CONFIG = (
     Metric(
         "sie_config_request_seconds",
         "histogram",
-        "From the head of a request to its reply",
+        "Time from the arrival of a request's headers until its reply",
         ("route",),
         12,
         1,

@@ -46,7 +46,9 @@ from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW,
 
 
 def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
-    not_yet = "PROVISIONING, to public SDKs below 0.6.5: not yet, come again after Retry-After"
+    not_yet = (
+        "Only for public SDKs below 0.6.5: no worker is ready yet (PROVISIONING); repeat the request after Retry-After"
+    )
     return InferenceRoute(
         method="POST",
         path=f"/v1/{verb}/{{model:path}}",
@@ -142,7 +144,7 @@ DIALECTS = (
         rerank.either,
         (
             _RERANK,
-            "Documents, ranked by relevance; with `texts` in place of `documents` as Text Embeddings Inference does it",
+            "Documents, ranked by relevance to a query; with `texts`, in the form of Text Embeddings Inference",
         ),
         Content((api.Rerank, tei_api.TeiRerank), example=tei_api.TeiRerank.EXAMPLE),
         (api.Ranked, list[tei_api.TeiRank]),
@@ -186,7 +188,7 @@ DIALECTS = (
             (
                 "translations",
                 transcriptions.translations,
-                "What is said in a recording, in English",
+                "What is said in a recording, translated into English",
                 api.TranslationForm,
             ),
         )
@@ -219,7 +221,7 @@ OLLAMA = (
 _MAIN = (
     "main_task",
     tei.main_task,
-    "The operation of the model, as Text Embeddings Inference reports it",
+    "Result of the model's main operation, or the similarities of sentences",
     Content((tei_api.TeiEmbed, tei_api.TeiPredict, tei_api.TeiSimilarity, tei_api.TeiRerank)),
     Content(list[Any], example=[[0.02, -0.07]]),
 )
@@ -292,14 +294,19 @@ _MODEL_QUERY = (
     Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that support this operation."),
     Parameter("output", "query", str, "Only models with this output."),
     Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
-    Parameter("variants", "query", _FLAG, "Whether the list has profiles too, as `model:profile`."),
+    Parameter("variants", "query", _FLAG, "Whether the reply also lists profiles, as `model:profile`."),
     Parameter(
         "filter",
         "query",
         str,
         "Only models with each of these words in their name, description, licence, tasks, inputs or outputs.",
     ),
-    Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most; `total` tells how many fit."),
+    Parameter(
+        "limit",
+        "query",
+        Annotated[int, Meta(ge=1, le=1000)],
+        "Maximum number of models in the reply; `total` counts all that match.",
+    ),
 )
 _MODELS = control(
     "GET",
@@ -426,9 +433,9 @@ OPERATIONS = (
         handlers.metrics,
         scope="metrics",
     ),
-    _operated("/docs", "This document as a page", HTML),
-    _operated("/docs/static/{file}", "Files of that page", "*/*"),
-    _operated("/openapi.json", "This document", JSON),
+    _operated("/docs", "The OpenAPI document as a web page", HTML),
+    _operated("/docs/static/{file}", "Scripts and styles of the page `/docs`", "*/*"),
+    _operated("/openapi.json", "The OpenAPI document", JSON),
     _socket(CLUSTER_PATH, "The status of workers and models, every second"),
     _socket(WORKER_PATH, "The status of a worker of this gateway, every 200 ms"),
 )

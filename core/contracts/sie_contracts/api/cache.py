@@ -50,8 +50,11 @@ class CacheErasure(Struct, kw_only=True, forbid_unknown_fields=True):
     EXAMPLE: ClassVar[Any] = {"model": MINI}
 
     model: Annotated[Text, Meta(description="Id of a model.")] = ""
-    key: Annotated[Text, Meta(description="API key whose answers are erased: its id, as in metrics.")] = ""
-    text: Annotated[str | None, Meta(description="Text of an input that has no other content, such as images.")] = None
+    key: Annotated[Text, Meta(description="Id of an API key, as in metrics. Only answers of this key are erased.")] = ""
+    text: Annotated[
+        str | None,
+        Meta(description="Text of the input. An input with other content, such as images, cannot be selected."),
+    ] = None
     query: Annotated[str | None, Meta(description="Query of a score in which `text` is the scored document.")] = None
     all: Annotated[Flag, Meta(description="True: every answer.")] = False
 

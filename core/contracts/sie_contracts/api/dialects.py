@@ -95,7 +95,8 @@ class EmbeddingsRequest(Struct, kw_only=True):
     prompt_name: Annotated[
         Text,
         Meta(
-            description="Prompt of the model. Without it, `input_type`, `task` and `is_query`: its library's default."
+            description="Name of a prompt of the model. If `input_type`, `task` and `is_query` are absent too, the "
+            "model's default prompt is used, if it has one."
         ),
     ] = UNSET
     instruction: Text = UNSET
@@ -111,9 +112,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
     truncation: Flag = UNSET
     token_encoding: Annotated[
         Literal["model", "cl100k_base", "o200k_base"] | UnsetType,
-        Meta(
-            description="Vocabulary of the token ids; default `openai_token_encoding` of the entry, or `cl100k_base`."
-        ),
+        Meta(description="Vocabulary of token ids. Default: `openai_token_encoding` of the entry, else `cl100k_base`."),
     ] = UNSET
     late_chunking: Annotated[
         Flag, Meta(description="The texts are chunks of one document; each is encoded within the whole document.")
@@ -211,7 +210,7 @@ class ContextualizedReply(Reply, kw_only=True):
 class _RecordingForm(Struct, kw_only=True):
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
     model: Text = UNSET
-    prompt: Annotated[Text, Meta(description="Words in their right spelling, such as names.")] = UNSET
+    prompt: Annotated[Text, Meta(description="Words of the recording in their right spelling, such as names.")] = UNSET
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | UnsetType = UNSET
     temperature: Annotated[Number, Meta(description="Only 0 is supported.")] = UNSET
     granularities: list[Literal["segment", "word"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)

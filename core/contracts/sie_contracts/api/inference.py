@@ -85,7 +85,7 @@ class EncodeParams(_Params, kw_only=True):
 
     prompt_name: Annotated[
         str | UnsetType | None,
-        Meta(description="Prompt of the model, in place of the prompt for queries or documents. Null: no prompt."),
+        Meta(description="Name of a prompt of the model. Unset: the prompt for queries or documents. Null: no prompt."),
     ] = UNSET
     output_types: list[Literal["dense", "sparse", "multivector"]] | UnsetType = UNSET
     output_dtype: Dtype | UnsetType = UNSET
@@ -111,7 +111,7 @@ class ScoreParams(_Params, kw_only=True):
 
 
 class ExtractExample(Struct, kw_only=True):
-    """A text and the labels that it has. With `label_groups` the labels may be a map of groups."""
+    """A text and the labels that it has. With `label_groups`, `labels` may map each group to its label or labels."""
 
     text: str
     labels: list[str] | dict[str, str | list[str]]
@@ -122,7 +122,8 @@ class ExtractParams(_Params, kw_only=True):
 
     labels: Texts = UNSET
     threshold: Annotated[
-        Number, Meta(description="The least score, from 0 to 1. A detector reads it in place of its own thresholds.")
+        Number,
+        Meta(description="The least score, from 0 to 1. For a detector it replaces the other thresholds."),
     ] = UNSET
     box_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a box.")] = UNSET
     text_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a label.")] = UNSET
@@ -132,7 +133,9 @@ class ExtractParams(_Params, kw_only=True):
     merge_adjacent_entities: Flag = UNSET
     precompute_labels: Flag = UNSET
     raw_scores: Flag = UNSET
-    hypothesis_template: Annotated[Text, Meta(description="Contains `{}` in place of the label.")] = UNSET
+    hypothesis_template: Annotated[
+        Text, Meta(description="Sentence that the model checks for each label, with `{}` in place of the label.")
+    ] = UNSET
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
@@ -148,16 +151,16 @@ class ExtractParams(_Params, kw_only=True):
     task: Annotated[
         Text,
         Meta(
-            description="Readers: the task, such as `<s_docvqa>` or `translate`. GLiNER2: the name of a classification."
-            " Laya: `score` for labels that are the levels of a scale."
+            description="Families `document-reader` and `sound-reader`: the task, such as `<s_docvqa>` or `translate`. "
+            "GLiNER2: the name of a classification. Laya: `score` for labels that are the levels of a scale."
         ),
     ] = UNSET
-    language: Annotated[Text, Meta(description="Readers of sounds: the spoken language, such as `en`.")] = UNSET
+    language: Annotated[Text, Meta(description="Family `sound-reader`: the spoken language, such as `en`.")] = UNSET
     max_new_tokens: Annotated[
-        Whole, Meta(description="Readers: maximum number of tokens that the model writes; for a sound, in each 30 s.")
+        Whole, Meta(description="Maximum number of tokens that a model writes; for a sound, per 30 s of it.")
     ] = UNSET
     word_times: Annotated[
-        Flag, Meta(description="Readers of sounds: true adds `words` with their times to `data`.")
+        Flag, Meta(description="Family `sound-reader`: true adds `words` with their times to `data`.")
     ] = UNSET
     ocr: Annotated[Flag, Meta(description="Docling: only false is supported; text in images is not read.")] = UNSET
     tree: Annotated[Flag, Meta(description="Docling: false leaves `document` out of `data`.")] = UNSET
@@ -172,7 +175,7 @@ class ExtractParams(_Params, kw_only=True):
     ] = UNSET
     label_thresholds: Annotated[
         dict[str, float] | UnsetType,
-        Meta(description="Lowest score by label, or by path of a property. It replaces `threshold` for this label."),
+        Meta(description="Lowest score of a label, or of a property by its path. It replaces `threshold` there."),
     ] = UNSET
 
 
@@ -181,14 +184,17 @@ Offsets = Literal["code_points", "utf16"]
 
 
 class RedactParams(_Params, kw_only=True):
-    """Parameters of a redaction. Those of an extract with the same model are allowed too, except `labels`."""
+    """Parameters of a redaction. The parameters of extract are allowed too, except `labels`."""
 
-    truncate: Annotated[Literal["NONE"] | UnsetType, Meta(description="A text that is too long is refused.")] = UNSET
+    truncate: Annotated[
+        Literal["NONE"] | UnsetType, Meta(description="Only `NONE`: a text that is too long is refused.")
+    ] = UNSET
     kinds: Annotated[
         Texts,
         Meta(
-            description="Kinds of values to replace. A model with fixed kinds always replaces all of them. Patterns: "
-            "`card_number`, `iban`, `email`, `ip_address`, `phone_number`; without `kinds` all of these are replaced."
+            description="Kinds of values to replace. A model with fixed kinds always replaces all its kinds. The kinds "
+            "`card_number`, `iban`, `email`, `ip_address` and `phone_number` are found by patterns; without `kinds`, "
+            "all five patterns apply."
         ),
     ] = UNSET
     models: Annotated[
@@ -471,8 +477,8 @@ class Extracted(_Native, kw_only=True):
 
 
 class RedactedSpan(Struct, kw_only=True):
-    """A part of the text that was replaced. `start` and `end`: positions in the original text. `score` is null for a
-    pattern.
+    """A part of the text that was replaced. `start` and `end`: positions in the original text. `score` is null if a
+    pattern found the part.
     """
 
     start: int

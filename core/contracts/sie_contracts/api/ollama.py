@@ -48,7 +48,7 @@ class OllamaEmbedded(Reply, kw_only=True):
 
 
 class OllamaPrompt(Struct, kw_only=True):
-    """Request with one text."""
+    """Request for the vector of one text."""
 
     EXAMPLE: ClassVar[Any] = {"model": _NAME, "prompt": "Hello"}
 

@@ -18,7 +18,8 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 ManyTexts = Annotated[list[str], Meta(min_length=1)]
 Timing = Annotated[
-    dict[str, float], Meta(description="Milliseconds of stages: keys with `_time`, and shorter ones with `_ms`.")
+    dict[str, float],
+    Meta(description="Milliseconds of the stages of a request: a full list with `_time`, a shorter one with `_ms`."),
 ]
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}

@@ -9,7 +9,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sie_contracts import __version__
 from sie_contracts.api.shapes import MINI, Flag, ManyTexts, Number, Text, TokenIds, Whole, one_of
 
-PromptName = Annotated[Text, Meta(description="Prompt of the model. Unset: the default prompt of the model's library.")]
+PromptName = Annotated[
+    Text, Meta(description="Name of a prompt of the model. Unset: the model's default prompt, if it has one.")
+]
 
 
 class _Truncated(Struct, kw_only=True):

@@ -14,14 +14,14 @@ class BatchingSettings:
         64,
         "sidecar",
         whole(1),
-        "Maximum number of requests per batch. In queue mode SIE_BATCHER_MAX_BATCH_REQUESTS applies.",
+        "Maximum number of requests per batch, with --standalone. In queue mode SIE_BATCHER_MAX_BATCH_REQUESTS applies.",
         mode="standalone",
     )
     max_batch_wait_ms: int = row(
         10,
         "sidecar",
         whole(0),
-        "Maximum time that a batch waits to fill, milliseconds. In queue mode SIE_BATCHER_COALESCE_MS applies.",
+        "Maximum time that a batch waits to fill, milliseconds, with --standalone. In queue mode SIE_BATCHER_COALESCE_MS applies.",
         mode="standalone",
     )
     max_batch_cost: int = row(
@@ -41,8 +41,7 @@ class BatchingSettings:
         2,
         "sidecar",
         whole(1, 8),
-        "One less than this many batches are ready at the adapter, beside one that runs on each lane of the device. The "
-        "name is historical.",
+        "Number of batches that wait at the adapter of a device, plus 1. With 2, one batch waits there while each lane of the device runs a batch. The name is historical.",
     )
     batcher_coalesce_ms: int = row(
         5,
@@ -62,16 +61,16 @@ class BatchingSettings:
         2,
         "sidecar",
         whole(0),
-        "Minimum time for which deliveries are gathered before they are tokenised together, milliseconds.",
+        "Minimum time for which a worker gathers delivered messages before it tokenises them together, milliseconds.",
     )
     adaptive_max_quantum_ms: int = row(
-        15, "sidecar", whole(0), "Maximum time for which deliveries are gathered, milliseconds."
+        15, "sidecar", whole(0), "Maximum time for which a worker gathers delivered messages, milliseconds."
     )
     adaptive_target_p50_ms: float = row(
         50.0,
         "sidecar",
         number(0, open_low=True),
-        "Target for the median latency at the worker, milliseconds. The further the median is below it, the longer deliveries are gathered.",
+        "Target for the median latency at the worker, milliseconds. The further the median is below it, the longer a worker gathers delivered messages.",
     )
     chunk_cost: int = row(
         4096, "gateway", whole(1), "Tokens per queue message. A request is split into messages of about this cost."
@@ -86,11 +85,11 @@ class BatchingSettings:
         2000,
         "gateway",
         whole(0),
-        "Age of a model's oldest waiting work above which the model gets one more host, milliseconds.",
+        "Age of a model's oldest waiting work above which one more worker loads the model, milliseconds.",
     )
     swap_after_ms: int = row(
         1000,
         "sidecar",
         whole(0),
-        "How long work of a model that is not loaded waits before another model is evicted for it, milliseconds. The evicted model has been loaded for at least this time, and for at least as long as its load took, of which at most 5 s count.",
+        "How long work of a model that is not loaded waits before another model is evicted for it, milliseconds. A model is not evicted for this reason until it has been loaded for this time, and for as long as its load took (at most 5 s).",
     )

@@ -37,7 +37,7 @@ class ClusterSettings:
         None,
         "gateway sidecar config",
         NATS,
-        "Address of the broker; USER@HOST:PORT if it requires SIE_NATS_PASSWORD. Credentials in the address are never shown.",
+        "Address of the broker, with a user name (USER@HOST:PORT) if SIE_NATS_PASSWORD is set. Credentials in the address are never shown.",
     )
     nats_password: Secret | None = row(
         None,
@@ -49,7 +49,7 @@ class ClusterSettings:
         None,
         "config",
         PASSWORD,
-        "Password of the user `streams`, at the servers of SIE_NATS_URL: the only one that makes streams and buckets, for all processes. Without it each process makes those that it needs, which a broker with users refuses.",
+        "Password of the broker's user `streams`, with which the config service creates the streams and buckets of all processes. Unset: each process creates those that it needs, which a broker with separate users refuses.",
     )
     gateway_health_mode: str = row(
         "ws",
@@ -61,7 +61,7 @@ class ClusterSettings:
         None,
         "gateway",
         LIST,
-        "Machine profiles that requests may be routed to, even if none of their workers runs. For a request that names none, one with the model loaded is preferred, then one with a worker of the bundle; of several, the first in the list.",
+        "Machine profiles that requests may be routed to, even while they have no workers. A request that names no profile goes to one where a worker has the model loaded, else to one with a worker of the bundle. Of several such profiles, the first in the list is used.",
     )
     config_service_url: str | None = row(
         None,
@@ -73,7 +73,7 @@ class ClusterSettings:
         None,
         "gateway sidecar",
         PAYLOAD_STORE,
-        "Store for inputs that no queue message can hold and for files, shared by gateways and workers. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: such inputs are refused, and so are files.",
+        "Store that gateways and workers share, for files and for inputs that are too large for a queue message. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: files and such inputs are refused.",
     )
     inline_payload_bytes: int | None = row(
         None,
@@ -94,13 +94,13 @@ class ClusterSettings:
         None,
         "gateway sidecar config",
         SECRET,
-        "Bearer token that may read the catalogue at the config service, its epoch and export at a gateway, the pools to which workers are assigned, and /ws/status of a worker. It can change nothing.",
+        "Bearer token that can read, but change nothing: the catalogue at the config service, the epoch and export of the catalogue at a gateway, the pools to which workers are assigned, and /ws/status of a worker.",
     )
     auth_mode: str = row(
         "none",
         "gateway config",
         choice("none", "static", "token"),
-        "Authentication. Gateway: none; static tokens; or token, API keys that are stored hashed in the broker. Config service: with token it accepts API keys in addition to the admin token.",
+        "Authentication. none: a gateway requires no token. static: it accepts the tokens of SIE_AUTH_TOKEN and SIE_AUTH_TOKENS. token: it accepts API keys, which the broker stores hashed. The config service accepts the admin token, and with token also API keys.",
     )
     auth_token: Secret | None = row(
         None, "gateway", SECRET, "An accepted bearer token, with the scopes infer, read and pools."
@@ -109,19 +109,22 @@ class ClusterSettings:
         None, "gateway", SECRETS, "Several accepted bearer tokens, for rotation."
     )
     nats_config_trusted_producers: tuple[str, ...] = row(
-        ("sie-config",), "gateway sidecar", LIST, "Producers whose config deltas are applied."
+        ("sie-config",),
+        "gateway sidecar",
+        LIST,
+        "Names of the senders whose messages about changes of the catalogue are applied.",
     )
     gateway_workers: tuple[str, ...] | None = row(
         None,
         "gateway",
         WORKERS,
-        "URLs of workers. With SIE_GATEWAY_HEALTH_MODE=ws the gateway watches their status websockets, to which it sends the SIE_CONFIG_READ_TOKEN. /ws/status shows the first of them, or ?worker=N. `sie serve` sets its own workers.",
+        "URLs of workers. With SIE_GATEWAY_HEALTH_MODE=ws the gateway watches their status websockets, to which it sends the SIE_CONFIG_READ_TOKEN. /ws/status shows the first worker of the list; /ws/status?worker=N shows another one. `sie serve` sets its own workers.",
     )
     gateway_kubernetes: bool = row(
         False,
         "gateway",
         BOOL,
-        "Whether the gateway finds further such workers by the EndpointSlices of a service. The pod's service account needs list and watch on EndpointSlices.",
+        "Whether the gateway finds further workers to watch in the EndpointSlices of a Kubernetes service. The pod's service account needs list and watch on EndpointSlices.",
     )
     gateway_k8s_namespace: str = row(
         "default", "gateway", LABEL, "Namespace of the service whose EndpointSlices are watched."
@@ -151,7 +154,7 @@ class ClusterSettings:
         120.0,
         "gateway",
         number(0, 600, open_low=True),
-        "Budget of a request, seconds. A smaller X-SIE-Timeout-Ms takes precedence.",
+        "Time budget of a request, seconds. A smaller value in the header X-SIE-Timeout-Ms takes precedence.",
     )
     max_body_bytes: int = row(
         96 << 20,
@@ -163,13 +166,13 @@ class ClusterSettings:
         None,
         "gateway",
         whole(1 << 20),
-        "Memory that the bodies of all inference requests of a gateway may take, bytes: three times their size, and 80 for each value in them. Beyond it large bodies are refused with 503. Default: half of the memory limit of its container, 1 GiB at most.",
+        "Memory that the bodies of all inference requests of a gateway may take, bytes. A body counts as three times its size, plus 80 bytes for each value in it. Beyond this limit, large bodies are refused with 503. Default: half of the container's memory limit, at most 1 GiB.",
     )
     min_body_rate: int = row(
         4096,
         "gateway config",
         whole(0),
-        "Least rate at which the body of a request must come and its response must be read, bytes per second, over 15 s and over 60 s. A slower client is disconnected. 0: any rate.",
+        "Minimum rate, bytes per second, at which a client must send the body of a request (measured over 15 s) and read the response (over 60 s). A slower client is disconnected. 0: any rate.",
     )
     load_hold_s: float = row(
         20.0,
@@ -181,7 +184,7 @@ class ClusterSettings:
         None,
         "gateway sidecar config",
         HOSTS,
-        "Names that a request may have in Host, in addition to the addresses and local names of the server itself. Web pages of these names may call the server from a browser. `*` allows any name. Unset: on loopback the names of loopback and of this machine, elsewhere any name.",
+        "Names that a request may have in Host, in addition to the addresses and local names of the server itself. Web pages of these names may call the server from a browser. `*` allows any name. Unset: a server that listens on loopback accepts the names of loopback and of its machine; any other server accepts every name.",
     )
     cors_origins: tuple[str, ...] | None = row(
         None,
@@ -238,7 +241,7 @@ class ClusterSettings:
         None,
         "gateway",
         STORES,
-        "Places that jobs may read from and write to: everything below one of these URLs, and nothing else. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: jobs read uploaded files and keep their output themselves.",
+        "Places that jobs may read from and write to: everything below one of these URLs, and nothing else. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: jobs read only uploaded files, and their output is in the payload store.",
     )
     jobs_sinks: tuple[tuple[str, Secret], ...] | None = row(
         None,
@@ -256,53 +259,68 @@ class ClusterSettings:
         2_592_000,
         "gateway",
         whole(60),
-        "A job or batch that has ended is forgotten after this time, seconds, with the output that it keeps itself.",
+        "Time after which a job or batch that has ended is forgotten, seconds. A job's output in the payload store is deleted with it. Without SIE_PAYLOAD_STORE_URL, nothing is forgotten.",
     )
     jobs_per_key: int = row(
         1000,
         "gateway",
         whole(1),
-        "Jobs and batches of one key, those that run and those that have ended and are not deleted. A further one is refused with 429.",
+        "Maximum number of jobs and batches of one key, including those that have ended and are not deleted. A further one is refused with 429.",
     )
     jobs_bytes_per_key: int = row(
         4 << 20,
         "gateway",
         whole(64 << 10),
-        "Bytes of the records of a key's jobs and batches: their requests, counts and errors, without files and parts.",
+        "Maximum size of the records of one key's jobs and batches, bytes. A record has the request, counts and errors, without files and output.",
     )
     max_jobs: int = row(
-        10_000, "gateway", whole(1), "Jobs and batches of all keys. Every gateway has their records in memory."
+        10_000,
+        "gateway",
+        whole(1),
+        "Maximum number of jobs and batches of all keys together. Every gateway has their records in memory.",
     )
-    max_jobs_bytes: int = row(64 << 20, "gateway", whole(64 << 10), "Bytes of the records of all jobs and batches.")
+    max_jobs_bytes: int = row(
+        64 << 20, "gateway", whole(64 << 10), "Maximum size of the records of all jobs and batches, bytes."
+    )
     files_per_key: int = row(
         10_000,
         "gateway",
         whole(1),
-        "Files of one key, outputs of its batches included. A further upload is refused with 429; an output is kept.",
+        "Maximum number of files of one key, including outputs of its batches. A further upload is refused with 429, but an output is stored even above the maximum.",
     )
     files_bytes_per_key: int = row(
-        64 << 30, "gateway", whole(1 << 20), "Bytes of the files of one key, those that are being uploaded included."
+        64 << 30,
+        "gateway",
+        whole(1 << 20),
+        "Maximum size of all files of one key, including unfinished uploads, bytes.",
     )
-    max_files: int = row(100_000, "gateway", whole(1), "Files of all keys. Every gateway has their records in memory.")
-    max_files_bytes: int = row(1 << 40, "gateway", whole(1 << 20), "Bytes of the files of all keys.")
+    max_files: int = row(
+        100_000,
+        "gateway",
+        whole(1),
+        "Maximum number of files of all keys together. Every gateway has their records in memory.",
+    )
+    max_files_bytes: int = row(
+        1 << 40, "gateway", whole(1 << 20), "Maximum size of the files of all keys together, bytes."
+    )
     jobs_cache_bytes: int = row(
         4 << 30,
         "gateway",
         whole(0),
-        "Bytes of the payload store that answers of jobs may take, for later jobs that ask for the cache. The oldest are removed first. 0: none are kept.",
+        "Space in the payload store for answers of jobs, bytes. Later jobs with `cache` reuse these answers. The oldest are removed first. 0: no answer is stored for reuse.",
     )
     cache_bytes: int = row(
         0,
         "gateway",
         whole(0),
-        "Memory of each gateway for answers that later requests with the same inputs get without a worker, bytes. 0: there is no cache.",
+        "Memory of each gateway for its cache of answers, bytes. A later request with an equal input is answered from the cache, without a worker. 0: there is no cache.",
     )
     cache_ttl_s: int = row(3600, "gateway", whole(1), "How long a gateway uses an answer of its cache, seconds.")
     cache_shared: bool = row(
         False,
         "gateway",
         BOOL,
-        "Whether all keys use the same cached answers, those that jobs keep included. Then a key learns whether another one had the same input. Otherwise each key has the answers to its own inputs only.",
+        "Whether all keys share the cached answers of requests and of jobs. If true, a key can find out that another key sent the same input. If false, a key gets only answers to its own inputs.",
     )
     cache_excluded_models: tuple[str, ...] | None = row(
         None, "gateway", LIST, "Ids of models whose answers are never cached, neither for requests nor for jobs."

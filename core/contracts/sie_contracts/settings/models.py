@@ -14,7 +14,7 @@ class ModelSettings:
         "auto",
         "adapter",
         DEVICE,
-        "Device of all forward passes. auto uses one: CUDA, else MPS, else the CPU. all uses every GPU that CUDA shows, else as auto. With a list or all the worker has one adapter process for each device, which needs Linux. A named device that is absent is a start error.",
+        "Device of all forward passes. auto uses one: CUDA, else MPS, else the CPU. all uses every GPU that CUDA shows; without one it is the same as auto. With a list or all the worker has one adapter process for each device, which needs Linux. A named device that is absent is a start error.",
     )
     models_dir: str | None = row(
         None,
@@ -26,7 +26,7 @@ class ModelSettings:
         False,
         "config adapter",
         BOOL,
-        "Whether entries written over HTTP may make workers run code, or use installed packages: load.trust_remote_code, weights.package, families of other distributions. Entries of SIE_MODELS_DIR and of the package always may.",
+        "Whether catalogue entries written over HTTP may use load.trust_remote_code, weights.package and families of other distributions, with which workers run code or use installed packages. Entries of SIE_MODELS_DIR and of the packaged catalogue always may.",
     )
     model_paths: tuple[str, ...] | None = row(
         None,
@@ -66,7 +66,7 @@ class WeightSettings:
         "~/.cache/huggingface",
         "sidecar adapter config",
         PATH,
-        "Variable of Hugging Face, only read: the default of SIE_LOCAL_CACHE.",
+        "Variable of Hugging Face: the folder of its caches. SIE reads it only as the default of SIE_LOCAL_CACHE.",
     )
 
 
@@ -76,7 +76,7 @@ class EngineSettings:
         4,
         "sidecar adapter",
         whole(1),
-        "Number of threads that tokenise, shared by all models; in the adapter for families that tokenise themselves.",
+        "Number of threads that tokenise, shared by all models. For families whose adapter tokenises: maximum number of batches that it tokenises at the same time.",
     )
     image_workers: int = row(
         4,
@@ -94,7 +94,7 @@ class EngineSettings:
         None,
         "adapter",
         PATH,
-        "Python of an environment that has the package sglang. With it, decoder models of dense vectors run on SGLang on a GPU, and wherever their entry asks for it.",
+        "Path of the Python interpreter of an environment that has the package sglang. If set, decoder models that compute dense vectors run on SGLang: on a GPU, and on any device if their entry requests it.",
     )
     default_compute_precision: str = row(
         "float16",

@@ -27,8 +27,10 @@ class Tracing:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TelemetrySettings:
-    log_json: bool = row(False, "all", BOOL, "One JSON object per log line.")
-    tracing_enabled: bool = row(False, "all", BOOL, "OpenTelemetry tracing of requests, from HTTP to the forward pass.")
+    log_json: bool = row(False, "all", BOOL, "Whether each log line is a JSON object.")
+    tracing_enabled: bool = row(
+        False, "all", BOOL, "Whether requests are traced with OpenTelemetry, from HTTP to the forward pass."
+    )
     otel_sdk_disabled: bool = row(False, "all", BOOL, "Whether tracing is off, whatever SIE_TRACING_ENABLED says.")
     otel_service_name: str = row(
         "sie-server",
@@ -71,5 +73,5 @@ class TelemetrySettings:
         ("tracecontext", "baggage"),
         "all",
         choices("tracecontext", "baggage", "none"),
-        "If the list has tracecontext, the W3C trace context of clients is used. Baggage is not read.",
+        "Formats of trace context in requests. With tracecontext, spans continue the trace of the client. Baggage is not read.",
     )

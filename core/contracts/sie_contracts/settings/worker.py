@@ -23,7 +23,7 @@ class WorkerSettings:
         "/tmp/sie-ipc.sock",  # noqa: S108
         "sidecar adapter",
         SOCKET,
-        "Path of the Unix socket between sidecar and adapter, mode 0600. With several devices it is that of the first one; the others are beside it, with .1, .2 and so on appended.",
+        "Path of the Unix socket between sidecar and adapter, mode 0600. With several devices it is the socket of the first device; the paths of the others have .1, .2 and so on appended.",
     )
     max_concurrent_batches: int = row(
         4,
@@ -35,7 +35,7 @@ class WorkerSettings:
         None,
         "sidecar",
         whole(1),
-        "Connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES. If that is more than 6: at most as many as the lanes of the device need.",
+        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES, but above 6 no more than the lanes of the device need.",
     )
     worker_metrics_port: int = row(
         9095,
@@ -47,13 +47,13 @@ class WorkerSettings:
         None,
         "sidecar adapter",
         LABEL,
-        "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name, which in Kubernetes is the name of the pod; a UUID if it is localhost.",
+        "Stable id of the worker in logs, results and health; it must be the same for its sidecar and its adapter. Default: the host name (in Kubernetes, the name of the pod), or a UUID if the host name is localhost.",
     )
     machine_profile: str | None = row(
         None,
         "sidecar gateway",
         LABEL,
-        "Kind of the node. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway with SIE_GATEWAY_CONFIGURED_GPUS: where work of the bundle `default` goes that names no machine profile, if its model's entry names none.",
+        "Kind of machine on which the worker runs. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway whose SIE_GATEWAY_CONFIGURED_GPUS lists it: the profile for requests for the bundle `default` that name no profile, unless the model's entry has a list of profiles.",
     )
     gpu_count: int = row(
         1,
@@ -77,7 +77,10 @@ class WorkerSettings:
         3.0, "sidecar", number(1), "Number of ping intervals without an answer after which /readyz fails."
     )
     worker_config_poll_interval_ms: int = row(
-        30000, "sidecar", whole(1000), "Interval at which the worker asks for the epoch of the catalogue, milliseconds."
+        30000,
+        "sidecar",
+        whole(1000),
+        "Interval at which the worker asks whether the catalogue has changed, milliseconds.",
     )
     worker_config_full_export_interval_ms: int = row(
         300000,
@@ -96,7 +99,7 @@ class WorkerSettings:
         10,
         "gateway sidecar",
         whole(3),
-        "Time without a renewal of its lease after which work is delivered to another worker, seconds. A worker renews leases at every third of it.",
+        "Time after which work whose lease was not renewed is delivered to another worker, seconds. Workers renew their leases after every third of this time.",
     )
 
 
@@ -109,7 +112,7 @@ class MemorySettings:
         True,
         "adapter",
         BOOL,
-        "Whether weights are removed from a disk above the threshold, the least recently used ones first: before a download, and every 30 s. Only weights that SIE downloaded and that no process uses are removed.",
+        "Whether weights are removed while the disk is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT, the least recently used first. It is checked before a download and every 30 s. Only weights that SIE downloaded and that no process uses are removed.",
     )
     disk_pressure_threshold_percent: float = row(
         85.0,
@@ -124,7 +127,10 @@ class MemorySettings:
         "Maximum size of all weights below SIE_LOCAL_CACHE, bytes, for example the size limit of a volume. Default: the size of the disk.",
     )
     idle_evict_s: int | None = row(
-        None, "sidecar", whole(1), "Models that were idle for this long are evicted, seconds."
+        None,
+        "sidecar",
+        whole(1),
+        "Time without work after which a model is evicted, seconds. Unset: never for this reason.",
     )
     preload_models: tuple[str, ...] | None = row(
         None, "sidecar", LIST, "Models that are loaded before the worker is ready. An unknown name is a start error."

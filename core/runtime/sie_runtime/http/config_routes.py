@@ -21,10 +21,17 @@ _TAG = "Configuration"
 _BUNDLE = Parameter("id", "path", example="default")
 _FLAG = Literal["true", "false"]
 _WRITE = (
-    Parameter("dry_run", "query", _FLAG, "Answer what the write would do, and write nothing."),
-    Parameter("force", "query", _FLAG, "Write although an alias would lose its model."),
-    Parameter("If-Match", "header", str, "Write only if the newest revision is this one: its ETag."),
-    Parameter("Idempotency-Key", "header", str, "A write with a known key is answered again, and not done again."),
+    Parameter("dry_run", "query", _FLAG, "Reply what the write would do, and write nothing."),
+    Parameter("force", "query", _FLAG, "Write even if an alias would lose its model."),
+    Parameter(
+        "If-Match", "header", str, "ETag of a revision. The write is refused if this is not the newest revision."
+    ),
+    Parameter(
+        "Idempotency-Key",
+        "header",
+        str,
+        "Key of this write. A write with the key of an earlier write only gets its reply again.",
+    ),
 )
 # media type in `Accept` -> content type of the document
 _DOCUMENT_TYPES = {JSON: JSON} | dict.fromkeys((YAML, "application/yaml", "text/yaml", "text/x-yaml"), YAML)
@@ -75,7 +82,7 @@ CONFIG_ROUTES: tuple[Route, ...] = (
         body=Content(api.Resolve),
         replies={200: Content(api.Resolution)},
     ),
-    _read("epoch", f"{PREFIX}epoch", "The epoch: equal epochs are equal catalogues", ConfigEpoch, reader=True),
+    _read("epoch", f"{PREFIX}epoch", "The epoch of the catalogue; every write changes it", ConfigEpoch, reader=True),
     replace(
         _read("export", f"{PREFIX}export", "The whole catalogue at one epoch", ConfigExport, reader=True),
         scope="config",
