@@ -224,7 +224,7 @@ def main() -> None:
         "--pause-ms", type=float, default=50.0, help="pause of the interactive client between its requests"
     )
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="most seconds for the samples of a line of the report"
+        "--limit", type=float, default=120.0, help="seconds after which the samples of a line of the report end"
     )
     parser.add_argument("--backlog", type=int, default=100_000)
     parser.add_argument("--window", type=int, help="SIE_KEY_WINDOW_TOKENS")

@@ -176,9 +176,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"parts to run, of {', '.join(PARTS)}")
     parser.add_argument("--results", type=Path, help="folder in which the tables are written [bench/results/gpu-CARD]")
     parser.add_argument(
-        "--limit", default="", help="most seconds of each part, or PART=SECONDS for one part, joined by commas [480]"
+        "--limit",
+        default="",
+        help="seconds after which a part is cut off, or PART=SECONDS for one part, joined by commas [480]",
     )
-    parser.add_argument("--within", type=float, default=math.inf, help="most seconds of all parts together")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=math.inf,
+        help="seconds for all parts together; then the part in progress is cut off",
+    )
     parser.add_argument("--rehearse", action="store_true", help="use tiny models on a CPU, to test this script itself")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")

@@ -90,7 +90,7 @@ def list_command(cluster: Cluster) -> None:
 
 @dlq.command()
 @click.argument("name", metavar="ID")
-@click.option("--with-input", is_flag=True, help="Show also what the client sent: texts, query, options.")
+@click.option("--with-input", is_flag=True, help="Also show what the client sent: texts, query, options.")
 @_options
 def show(cluster: Cluster, name: str, with_input: bool) -> None:
     """Show all fields of one dead letter."""

@@ -95,19 +95,19 @@ def keys() -> None:
     "body_bytes",
     type=_bytes,
     metavar="SIZE",
-    help="Most bytes in a request of this key: 64K, 16M.  [default: SIE_MAX_BODY_BYTES of the gateways, 96M]",
+    help="Maximum bytes in a request of this key: 64K, 16M.  [default: SIE_MAX_BODY_BYTES of the gateways, 96M]",
 )
 @click.option(
     "--max-items",
     "items",
     type=click.IntRange(1),
-    help="Most inputs in a request of this key.  [default: as for all keys]",
+    help="Maximum inputs in a request of this key.  [default: SIE_MAX_ITEMS_PER_REQUEST of the gateways, 2048]",
 )
 @click.option(
     "--tokens-per-minute",
     "rate",
     type=click.IntRange(1),
-    help="Most tokens a minute of this key, over all gateways together.  [default: no limit]",
+    help="Maximum tokens per minute of this key, over all gateways together.  [default: no limit]",
 )
 @click.option(
     "--remote",

@@ -93,7 +93,7 @@ def evals() -> None:
     "--rerank",
     multiple=True,
     metavar="MODEL",
-    help="Measure also the order into which this reranker brings the nearest documents.",
+    help="Also measure the nearest documents in the order of this reranker.",
 )
 @click.option(
     "--clients",

@@ -139,7 +139,9 @@ def jobs() -> None:
 @click.option("--machine-profile", metavar="NAME", help="Run the job only on workers with this machine profile.")
 @click.option("--pool", metavar="NAME", help="Run the job only on workers of this pool.")
 @click.option(
-    "--shard-rows", type=click.IntRange(1), help="Most rows in a part of the input. Each part has its own output file."
+    "--shard-rows",
+    type=click.IntRange(1),
+    help="Maximum number of rows in a part of the input. Each part has its own output file.",
 )
 @click.option("--name", metavar="TEXT", help="Name of the job, which lists of jobs show.")
 @click.option(
@@ -199,7 +201,7 @@ def submit(
 
 @jobs.command("list")
 @click.option("--state", type=click.Choice(STATES), help="List only jobs in this state.")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="Most jobs to list.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="Maximum number of jobs to list.")
 @_json
 @_options
 def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
@@ -219,7 +221,7 @@ def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool)
 
 @jobs.command()
 @_job
-@click.option("--failed", is_flag=True, help=f"Show also rows that failed, and why; {FAILED_ROWS} at most.")
+@click.option("--failed", is_flag=True, help=f"Also show rows that failed, and why; {FAILED_ROWS} at most.")
 @_json
 @_options
 def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:

@@ -91,7 +91,7 @@ class Agreement:
     type=click.IntRange(MIN_TEXTS, MAX_TEXTS),
     default=MAX_TEXTS,
     show_default=True,
-    help="Most texts to read.",
+    help="Maximum number of texts to read.",
 )
 @click.option(
     "--plot",

@@ -48,7 +48,7 @@ FIRST = (
     default=8080,
     show_default=True,
     type=click.IntRange(1, 65535),
-    help="Port of the API. With --gateways, further gateways have the ports after it.",
+    help="Port of the API. With several --gateways: the port of the first one.",
 )
 @click.option(
     "--data-dir",
@@ -73,7 +73,7 @@ FIRST = (
     default=1,
     show_default=True,
     type=click.IntRange(1, 8),
-    help="Number of gateways. Their ports begin at --port.",
+    help="Number of gateways. They listen on --port and the ports that follow it.",
 )
 @click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @click.option(
