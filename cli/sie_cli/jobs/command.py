@@ -116,7 +116,7 @@ def jobs() -> None:
     "params",
     metavar="KEY=JSON",
     multiple=True,
-    help="Parameter of the requests, such as dimensions=256. May be repeated.",
+    help="Parameter of the requests: dimensions=256, output_dtype=int8. May be repeated.",
 )
 @click.option(
     "--cache",
