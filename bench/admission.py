@@ -172,11 +172,14 @@ def _kind(case: Case) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--set", choices=MATRICES, default="tuned", help="held-out: other costs, budgets, sizes and seeds"
+        "--set",
+        choices=MATRICES,
+        default="tuned",
+        help="cells to run; held-out has other costs, budgets, sizes and seeds than tuned",
     )
-    parser.add_argument("--every", type=int, default=1, help="only each N-th cell")
+    parser.add_argument("--every", type=int, default=1, help="run only each N-th cell")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cells")
-    parser.add_argument("--rule", choices=RULES, action="append", help="only this rule; may be repeated")
+    parser.add_argument("--rule", choices=RULES, action="append", help="run only this rule; may be repeated")
     parser.add_argument("--cells", action="store_true", help="print every cell on the standard error output")
     options = parser.parse_args()
     matrix = MATRICES[options.set]

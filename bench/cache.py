@@ -317,10 +317,12 @@ def policies(say: Callable[[str], None]) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--requests", type=int, default=2000, help="of each measurement")
-    parser.add_argument("--distinct", type=int, default=1_000_000, help="inputs of the measurement of memory")
-    parser.add_argument("--answers", type=int, default=0, help="distinct inputs through the code of the cache alone")
-    parser.add_argument("--policies", action="store_true", help="hit shares of policies alone")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of each measurement")
+    parser.add_argument("--distinct", type=int, default=1_000_000, help="distinct inputs of the measurement of memory")
+    parser.add_argument(
+        "--answers", type=int, default=0, help="measure only the code of the cache, with so many distinct inputs"
+    )
+    parser.add_argument("--policies", action="store_true", help="measure only the hit shares of cache policies")
     options = parser.parse_args()
     say = Report()
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())

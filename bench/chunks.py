@@ -87,7 +87,7 @@ def requests_of(url: str, items: list[dict[str, object]], size: int) -> tuple[li
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5, seconds=5.0)
-    parser.add_argument("--chunk", type=int, default=64, help="most tokens of a chunk")
+    parser.add_argument("--chunk", type=int, default=64, help="maximum tokens of a chunk")
     options = parser.parse_args()
     say = Report()
     with torch.inference_mode(), Alone() as alone, Cluster(()) as cluster:

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=1_000)
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of each view, each with and without the console; medians"
+        "--rounds", type=int, default=5, help="rounds of each view with and without the console, for medians"
     )
     parser.add_argument("--clients", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -220,8 +220,12 @@ def main() -> None:
     parser = parser_of(__doc__, seconds=15.0, has_code=True)
     parser.add_argument("--device", default="fixed,minilm", help="fixed, minilm or both")
     parser.add_argument("--samples", type=int, default=300)
-    parser.add_argument("--pause-ms", type=float, default=50.0, help="of the interactive client between requests")
-    parser.add_argument("--limit", type=float, default=120.0, help="most seconds for the samples of one line")
+    parser.add_argument(
+        "--pause-ms", type=float, default=50.0, help="pause of the interactive client between its requests"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds after which the samples of a line of the report end"
+    )
     parser.add_argument("--backlog", type=int, default=100_000)
     parser.add_argument("--window", type=int, help="SIE_KEY_WINDOW_TOKENS")
     options = parser.parse_args()

@@ -500,7 +500,9 @@ def products(source: MeasuredModel, rows: int) -> tuple[float, float, float]:
 def main() -> None:
     parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--only", nargs="*", choices=list(RECIPES), default=list(RECIPES))
-    parser.add_argument("--larger", action="store_true", help="a random BERT-base: speed only")
+    parser.add_argument(
+        "--larger", action="store_true", help="measure the speed of a BERT-base with random weights, and no quality"
+    )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "sie-bench-int8"))
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -121,7 +121,7 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=3, seconds=6.0)
     parser.add_argument("--texts", type=int, default=4000)
     parser.add_argument("--embed-texts", type=int, default=100_000)
-    parser.add_argument("--embed-only", action="store_true", help="measure `client.embed` on MiniLM-L6 alone")
+    parser.add_argument("--embed-only", action="store_true", help="measure only `client.embed`, on MiniLM-L6")
     options = parser.parse_args()
     say = Report()
     if options.embed_only:

@@ -119,7 +119,7 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=5, seconds=5.0)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--precision", default="float32", help="of SIE; the library computes in float32")
+    parser.add_argument("--precision", default="float32", help="precision of SIE; the libraries compute in float32")
     parser.add_argument("--only", choices=KINDS)
     options = parser.parse_args()
     say = Report()

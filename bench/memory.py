@@ -174,9 +174,9 @@ def plot(series: Mapping[str, np.ndarray], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--rate", type=float, default=11, help="batches a second for each process")
+    parser.add_argument("--rate", type=float, default=11, help="batches a second of each process")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--out", type=Path, help="write the report here as well, and the plot beside it")
+    parser.add_argument("--out", type=Path, help="file to which the report is written as well; the plot goes beside it")
     parser.add_argument("--work", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

@@ -307,7 +307,11 @@ def cell(case: Case, code: Path | None) -> Found:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with the processes of this checkout")
-    parser.add_argument("--only", default="", help="part of `start clients budget a gateways` of the cells to run")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="run only cells with this text in `START CLIENTS BUDGET A GATEWAYS`, the values of a cell",
+    )
     options = parser.parse_args()
     say, began_s = Report(), time.perf_counter()
     say("# Overload, stalls and slow machines at real processes\n")

@@ -389,8 +389,13 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=3, seconds=4.0, out="readers.md")
-    parser.add_argument("--tokens", type=int, default=48, help="written for each page")
-    parser.add_argument("--part", choices=("both", "pages", "texts"), default="both", help="1, or 2 to 4, or both")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens that the reader writes for a page")
+    parser.add_argument(
+        "--part",
+        choices=("both", "pages", "texts"),
+        default="both",
+        help="pages: only measurement 1. texts: only 2 to 4",
+    )
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()
     say = Report()

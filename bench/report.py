@@ -50,11 +50,11 @@ def parser_of(
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds)
     if seconds:
-        parser.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
+        parser.add_argument("--seconds", type=float, default=seconds, help="seconds of each measurement")
     if has_code:
-        parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
+        parser.add_argument("--code", type=Path, help="checkout whose processes are measured instead of this one's")
     default = Path(__file__).parent / "results" / out if out else None
-    parser.add_argument("--out", type=Path, default=default, help="write the report here as well")
+    parser.add_argument("--out", type=Path, default=default, help="file to which the report is written as well")
     return parser
 
 

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--models", type=lambda text: [int(part) for part in text.split(",")], default=[1, 20, 200])
     parser.add_argument("--lanes", type=int, default=2)
-    parser.add_argument("--long", action="store_true", help="also the memory over --requests requests")
+    parser.add_argument("--long", action="store_true", help="also measure the memory over --requests requests")
     parser.add_argument("--requests", type=int, default=100_000)
     options = parser.parse_args()
     say = Report()

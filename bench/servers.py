@@ -188,8 +188,10 @@ def started(name: str, environments: Path) -> Cluster | ServerProcess:
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5, seconds=5.0)
-    parser.add_argument("--others", type=Path, default=Path("others"), help="folder of environments of other servers")
-    parser.add_argument("--only", nargs="*", choices=[*CLUSTERS, *OTHERS], help="these servers")
+    parser.add_argument(
+        "--others", type=Path, default=Path("others"), help="folder with a Python environment for each other server"
+    )
+    parser.add_argument("--only", nargs="*", choices=[*CLUSTERS, *OTHERS], help="measure only these servers")
     options = parser.parse_args()
     there = [name for name, rival in OTHERS.items() if rival.path(options.others).exists()]
     names = options.only or [*CLUSTERS, *there]

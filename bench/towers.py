@@ -96,7 +96,7 @@ def ask(served: Served, page: Image.Image, questions: Sequence[str] = QUESTIONS)
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5, out="towers.md")
-    parser.add_argument("--edge", type=int, default=512, help="of the square pages, pixels")
+    parser.add_argument("--edge", type=int, default=512, help="edge of the square pages, in pixels")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     say = Report()

@@ -83,7 +83,9 @@ def throughput(
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5, seconds=5.0, out="versions.md")
-    parser.add_argument("--old", type=Path, required=True, metavar="SIE", help="the command of the other version")
+    parser.add_argument(
+        "--old", type=Path, required=True, metavar="SIE", help="path of the command `sie` of the other version"
+    )
     parser.add_argument(
         "--new", type=Path, default=Path(sys.executable).with_name("sie"), metavar="SIE", help="this one's"
     )

@@ -173,11 +173,20 @@ def _show(log: str, shown: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--results", type=Path, help="folder of the tables [bench/results/gpu-CARD]")
-    parser.add_argument("--limit", default="", help="seconds after which a part is cut off, or PART=SECONDS, ... [480]")
-    parser.add_argument("--within", type=float, default=math.inf, help="seconds of all parts together")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models on a processor, to try the kit itself")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"parts to run, of {', '.join(PARTS)}")
+    parser.add_argument("--results", type=Path, help="folder in which the tables are written [bench/results/gpu-CARD]")
+    parser.add_argument(
+        "--limit",
+        default="",
+        help="seconds after which a part is cut off, or PART=SECONDS for one part, joined by commas [480]",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=math.inf,
+        help="seconds for all parts together; then the part in progress is cut off",
+    )
+    parser.add_argument("--rehearse", action="store_true", help="use tiny models on a CPU, to test this script itself")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):

@@ -20,11 +20,11 @@ def cache() -> None:
     """The cache of answers, which a gateway has if SIE_CACHE_BYTES is set. The commands need the scope admin.
 
     \b
-    sie cache status                       what the cache of a gateway has
+    sie cache status                       show what the cache of a gateway has
     sie cache erase --model BAAI/bge-m3    erase the answers of a model, at all gateways
-    sie cache erase --key ID               those of an API key (`sie keys list`)
-    sie cache erase --text "a text"        those to an input
-    sie cache erase --all                  all
+    sie cache erase --key ID               erase the answers to an API key (`sie keys list`)
+    sie cache erase --text "a text"        erase the answers to an input
+    sie cache erase --all                  erase all answers
     """
 
 
@@ -50,11 +50,11 @@ def status(cluster: Cluster) -> None:
 
 
 @cache.command()
-@click.option("--model", metavar="MODEL", help="Answers of this model, by the id in the catalogue.")
-@click.option("--key", metavar="ID", help="Answers to this API key.")
-@click.option("--text", help="Answers to inputs that are this text and nothing else.")
-@click.option("--query", help="The query of a score, with --text as the document.")
-@click.option("--all", "is_all", is_flag=True, help="Every answer.")
+@click.option("--model", metavar="MODEL", help="Erase answers of this model, named by its id in the catalogue.")
+@click.option("--key", metavar="ID", help="Erase answers to this API key, named by its id.")
+@click.option("--text", help="Erase answers to inputs that are this text and nothing else.")
+@click.option("--query", help="Erase scores with this query; --text is the document.")
+@click.option("--all", "is_all", is_flag=True, help="Erase all answers.")
 @cluster_options(GATEWAY_URL)
 def erase(
     cluster: Cluster, model: str | None, key: str | None, text: str | None, query: str | None, is_all: bool

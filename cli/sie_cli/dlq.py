@@ -90,7 +90,7 @@ def list_command(cluster: Cluster) -> None:
 
 @dlq.command()
 @click.argument("name", metavar="ID")
-@click.option("--with-input", is_flag=True, help="Also what the client sent: texts, query, options.")
+@click.option("--with-input", is_flag=True, help="Also show what the client sent: texts, query, options.")
 @_options
 def show(cluster: Cluster, name: str, with_input: bool) -> None:
     """Show all fields of one dead letter."""
@@ -127,7 +127,12 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
 @dlq.command()
 @click.argument("name", metavar="ID")
 @click.option(
-    "--timeout", "timeout_s", default=120.0, show_default=True, type=click.FloatRange(1, 600), help="Budget, seconds."
+    "--timeout",
+    "timeout_s",
+    default=120.0,
+    show_default=True,
+    type=click.FloatRange(1, 600),
+    help="Longest time in seconds to wait for the answer.",
 )
 @_options
 def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
@@ -178,7 +183,7 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
 
 @dlq.command()
 @click.argument("name", metavar="[ID]", required=False)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_options
 def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
     """Delete one dead letter, or all of the pool that this version can read. Their work is lost."""

@@ -50,8 +50,8 @@ _options = cluster_options(BROKER_URL, "SIE_STREAM_REPLICAS")
 
 @click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
 def keys() -> None:
-    """Manage the keys of clients. A key has scopes, a time at which it expires, and limits. For
-    SIE_AUTH_MODE=token.
+    """Manage the keys of clients, for gateways with SIE_AUTH_MODE=token. A key has scopes, limits, and a time at
+    which it expires.
 
     \b
     sie keys create search-team                            may encode, score, extract, list models, reserve pools
@@ -63,12 +63,12 @@ def keys() -> None:
     sie keys revoke --token                                the same for a token that leaked
 
     Keys are stored in the broker, as digests. This command connects to the broker, not to a gateway, and needs no
-    token: whoever may write to the broker may create keys. It finds the broker of this user's `sie serve` by itself
-    (--data-dir, if that is not the default), any other by --url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
-    Gateways accept keys if SIE_AUTH_MODE=token, and also SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
+    token: whoever may write to the broker may create keys. It finds the broker of this user's `sie serve` by its data
+    folder (--data-dir). Name any other broker with --url or SIE_NATS_URL, and SIE_NATS_PASSWORD.
+    Beside keys, gateways accept the tokens in SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
 
     \b
-    infer    encode, score, extract and the same by every other API      pools    make, renew and delete reservations
+    infer    encode, score, extract, also by the compatible APIs         pools    make, renew and delete reservations
     read     models, health, status, scaling, pools, config              config   change the catalogue
     admin    every right of an administrator; includes pools if SIE_POOL_WRITE_ROLE=admin
     """
@@ -77,27 +77,45 @@ def keys() -> None:
 @keys.command()
 @click.argument("name")
 @click.option(
-    "--scopes", type=_scopes, metavar="SCOPES", default=DEFAULT_SCOPES, show_default=True, help="What it may do."
+    "--scopes",
+    type=_scopes,
+    metavar="SCOPES",
+    default=DEFAULT_SCOPES,
+    show_default=True,
+    help="What the key may do. `sie keys --help` explains the scopes.",
 )
 @click.option(
-    "--expires", type=Deadline.parse, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]"
+    "--expires",
+    type=Deadline.parse,
+    metavar="TIME",
+    help="Time at which the key ends: 12h, 90d, 2030-01-31.  [default: never]",
 )
 @click.option(
     "--max-body",
     "body_bytes",
     type=_bytes,
     metavar="SIZE",
-    help="Most bytes of a request: 64K, 16M.  [default: SIE_MAX_BODY_BYTES of the gateways, 96M]",
-)
-@click.option("--max-items", "items", type=click.IntRange(1), help="Most inputs of a request.  [default: as for all]")
-@click.option(
-    "--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]"
+    help="Maximum bytes in a request of this key: 64K, 16M.  [default: SIE_MAX_BODY_BYTES of the gateways, 96M]",
 )
 @click.option(
-    "--remote", is_flag=True, help="Its inputs may be sent to the remote servers of SIE_REMOTES.  [default: never]"
+    "--max-items",
+    "items",
+    type=click.IntRange(1),
+    help="Maximum inputs in a request of this key.  [default: SIE_MAX_ITEMS_PER_REQUEST of the gateways, 2048]",
 )
-@click.option("--no-cache", is_flag=True, help="Answers to this key are not cached (SIE_CACHE_BYTES).")
-@click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")
+@click.option(
+    "--tokens-per-minute",
+    "rate",
+    type=click.IntRange(1),
+    help="Maximum tokens per minute of this key, over all gateways together.  [default: no limit]",
+)
+@click.option(
+    "--remote",
+    is_flag=True,
+    help="Allow this key's inputs to be sent to the remote servers of SIE_REMOTES.  [default: never]",
+)
+@click.option("--no-cache", is_flag=True, help="Do not cache the answers to this key (SIE_CACHE_BYTES).")
+@click.option("--json", "as_json", is_flag=True, help="Print the key and its token as JSON.")
 @_options
 def create(
     cluster: Cluster,
@@ -153,8 +171,8 @@ def create(
 @keys.command("admin")
 @data_dir_option
 def admin_command(data_dir: Path | None) -> None:
-    """Print the administrator's token of this user's `sie serve`. Its console asks for this token. The token is valid
-    until that server ends. It is SIE_ADMIN_TOKEN, if that is set.
+    """Print the administrator's token of this user's `sie serve`, for which the console asks. It is the SIE_ADMIN_TOKEN
+    of `sie serve` if that is set. Otherwise it is a token that is valid until `sie serve` ends.
     """
     try:
         cluster = Cluster.locate(loaded({}), data_dir)
@@ -170,7 +188,7 @@ def admin_command(data_dir: Path | None) -> None:
 
 
 @keys.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array, for programs.")
 @_options
 def list_command(cluster: Cluster, as_json: bool) -> None:
     """List all keys. The columns are id, name, scopes, times of creation and end, and limits. The tokens are not
@@ -203,9 +221,13 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
     "--token",
     "by_token",
     is_flag=True,
-    help="Ask for the token instead of the id, without showing it; or read it from a pipe.",
+    help="Name the key by its token. The command asks for the token without showing it, or reads it from a pipe.",
 )
-@click.option("--forget", is_flag=True, help="Remove its record too, so that `list` does not show it any more.")
+@click.option(
+    "--forget",
+    is_flag=True,
+    help="Delete the record of the key too, so that `sie keys list` does not show the key any more.",
+)
 @_options
 def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: bool) -> None:
     """End a key now. Gateways refuse it within a second; requests in progress are finished. This cannot be undone.

@@ -169,7 +169,7 @@ def main() -> None:
     sie doctor                 find the faults of a cluster and their remedies
     sie try MODEL "text"       show a model's answer for people
     sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
-    sie migrate ALIAS MODEL    move an alias to another encoder, after encoding the corpus with it
+    sie migrate ALIAS MODEL    encode an index with another encoder, then move an alias to that encoder
     sie mcp                    offer tools to agents, by the Model Context Protocol
     sie top                    show workers, models and queues, live
     sie dlq list               list work that was given up
@@ -204,13 +204,16 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 @main.command(cls=ManyOptions)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @port_option(8080, "Port of the API")
-@click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
+@click.option("--nats-monitor-url", default=None, help="URL of the broker's monitoring server. /health shows it.")
 @click.option(
     "--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]"
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @click.option(
-    "--data-dir", default=None, type=click.Path(path_type=Path), help="Data folder of the `sie serve` it is a part of."
+    "--data-dir",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Data folder of the `sie serve` that started this gateway.",
 )
 @settings_options("gateway")
 def gateway(host: str, port: int, **values: Any) -> None:
@@ -238,11 +241,11 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
 
 
 @main.command(cls=ManyOptions)
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address of the probes and metrics.")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on, for probes and metrics.")
 @click.option(
     "--record-trace",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Append what runs to a trace for `sie bench replay`.",
+    help="Append each request and batch to this file, a trace for `sie bench replay`.",
 )
 @click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: 9]")
 @settings_options("sidecar")
@@ -281,8 +284,8 @@ def adapter(spare: bool, **values: Any) -> None:
 
 
 @main.command("settings", cls=ManyOptions)
-@click.option("--standalone", is_flag=True, help="As `sie serve --standalone` would read them.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@click.option("--standalone", is_flag=True, help="Show the settings as `sie serve --standalone` reads them.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter")
 def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
     """Show all settings: value, origin and meaning. Secrets are shown as stars."""
@@ -313,7 +316,7 @@ def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
 @main.command(hidden=True, context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def standalone(arguments: tuple[str, ...]) -> None:
-    """Run the in-process part of `sie serve --standalone`. It is imported here, so that other commands start faster."""
+    """Run the in-process part of `sie serve --standalone`. The late import keeps other commands fast."""
     from sie_cli.serve.standalone import standalone as command
 
     command.main(list(arguments), prog_name="sie standalone")

@@ -18,17 +18,17 @@ from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
 
 F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
-    "Data folder of a `sie serve` on this machine, which has its addresses and passwords.  "
+    "Data folder of a `sie serve` on this machine. The command reads the server's addresses and passwords there.  "
     "[default: ~/.local/share/sie]"
 )
-DRAIN = "Longest wait for requests in progress at the end, seconds."
+DRAIN = "Longest time in seconds to finish the requests in progress when the process ends."
 LAME_DUCK = (
-    "Seconds after SIGTERM in which it still answers, but is not ready and closes each connection after an answer, so "
-    "that load balancers stop sending requests."
+    "Seconds after SIGTERM in which the process still answers requests. It reports that it is not ready, and closes "
+    "each connection after an answer, so that load balancers stop sending requests."
 )
 SPARE = (
-    "Keep a process with the imported libraries, which replaces an adapter that dies at once (Linux; some 100 MB a "
-    "worker)."
+    "Keep a spare process that has already imported the libraries. If an adapter dies, a fork of the spare process "
+    "replaces it at once (Linux; some 100 MB a worker)."
 )
 _WARNED = "The process that started this one has already printed the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
@@ -36,7 +36,7 @@ ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 def port_option(default: int, meaning: str) -> Callable[[F], F]:
     """Return a decorator that adds the option --port of a process that listens."""
-    text = f"{meaning}; 0 picks a free one."
+    text = f"{meaning}; 0 picks a free port."
     return click.option("--port", default=default, show_default=True, type=click.IntRange(0, 65535), help=text)
 
 
@@ -85,7 +85,7 @@ class SettingOption(click.Option):
 
 
 _ALL = "sie.help_all"
-_HELP_ALL = "Show all settings as options, too."
+_HELP_ALL = "Show this help with an option for each setting."
 
 
 def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:

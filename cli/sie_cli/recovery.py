@@ -64,9 +64,9 @@ _options = cluster_options(BROKER_URL, *_SETTINGS)
 _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 
 
-@click.command(short_help="The control plane in one file.")
+@click.command(short_help="Save keys, catalogue and jobs in one file.")
 @_file
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing FILE.")
 @_options
 def backup(cluster: Cluster, file: Path, force: bool) -> None:
     """Write the control plane of a running cluster to a file: API keys, models and aliases that were written over the
@@ -215,7 +215,7 @@ async def _write_batch(bucket: KeyValue, batch: list[Write]) -> int:
     return sum([await _write_batch(bucket, [write]) for write in batch])
 
 
-@click.command(short_help="Make a stream anew whose files are damaged.")
+@click.command(short_help="Create a damaged stream again.")
 @click.argument("stream")
 @cluster_options(BROKER_URL, *_SETTINGS, required=False)
 def repair(cluster: Cluster, stream: str) -> None:
@@ -234,7 +234,7 @@ def repair(cluster: Cluster, stream: str) -> None:
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
     `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the
-    files are moved to its folder `damaged`, and the next start creates the stream again.
+    files are moved to the folder `damaged` in it, and the next start creates the stream again.
     """
     if not _STREAM.fullmatch(stream):
         raise CommandRefused(f"{stream} cannot be the name of a stream; `sie topology show` lists all")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sie_broker.nats.operator import Step
 
 _WORK = "WORK_"
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for programs.")
 _SETTINGS = (
     "SIE_POOL",
     "SIE_STREAM_STORAGE",
@@ -50,7 +50,7 @@ def topology() -> None:
 @topology.command()
 @_options
 @_json
-@click.option("--consumers", "with_consumers", is_flag=True, help="Every consumer, not their sums by lane.")
+@click.option("--consumers", "with_consumers", is_flag=True, help="Show each consumer, not only the sums of each lane.")
 def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
     """Print streams and consumers with their backlog. The consumers are summed by lane (pool, machine profile, bundle).
 
@@ -95,7 +95,7 @@ def check(cluster: Cluster, as_json: bool) -> None:
 @topology.command()
 @_options
 @_json
-@click.option("--yes", is_flag=True, help="Do it. Without it the plan is only shown.")
+@click.option("--yes", is_flag=True, help="Run the steps. Without this option they are only shown.")
 def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
     """Migrate the broker to the topology of this version. Without --yes, the steps are only shown.
 

@@ -56,7 +56,12 @@ def airgap() -> None:
     help="Only these profiles of the models. Default: all of them.",
 )
 @click.option(
-    "--output", "-o", required=True, type=_FILE, metavar="FILE", help="The archive, a tar file; - is standard output."
+    "--output",
+    "-o",
+    required=True,
+    type=_FILE,
+    metavar="FILE",
+    help="Archive to write, a tar file; - is standard output.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing FILE.")
 @named_options("SIE_MODELS_DIR", "SIE_LOCAL_CACHE", "SIE_CLUSTER_CACHE", "SIE_HF_FALLBACK")
@@ -111,7 +116,7 @@ _index = click.option(
     "--index",
     "expected",
     metavar="HEX",
-    help="Refuse an archive whose index does not have the SHA-256 HEX, which `create` printed.",
+    help="SHA-256 of the index, which `create` printed. Another index is refused.",
 )
 
 
@@ -128,7 +133,7 @@ _index = click.option(
     "--at",
     type=_FOLDER,
     metavar="PATH",
-    help="Path of the folder for workers, if they have another: for example, the mount point in a container.",
+    help="Path at which workers see the folder, if it differs: for example, the mount point in a container.",
 )
 @_index
 def load_command(file: Path, folder: Path, at: Path | None, expected: str | None) -> None:

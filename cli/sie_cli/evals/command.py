@@ -48,11 +48,11 @@ def _results_option(command: F) -> F:
         "--results",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where results are stored.  [default: ~/.local/share/sie/evals]",
+        help="Folder in which results are stored.  [default: ~/.local/share/sie/evals]",
     )(command)
 
 
-@click.group(name="eval", cls=_Evals, short_help="How good and fast a model is, beside others and what is expected.")
+@click.group(name="eval", cls=_Evals, short_help="Measure how good and fast a model is; compare it with others.")
 def evals() -> None:
     """Measure how good and how fast a model is. Commands: `run`, whose name may be left out, `list` and `compare`."""
 
@@ -64,7 +64,7 @@ def evals() -> None:
     "--task",
     required=True,
     metavar="TASK",
-    help=f"{', '.join(tasks.SHIPPED)}, mteb/NAME, texts/FILE, or a folder in the format of BEIR: {tasks.FILES}.",
+    help=f"Task: {', '.join(tasks.SHIPPED)}, mteb/NAME, texts/FILE, or a folder in BEIR's format: {tasks.FILES}.",
 )
 @click.option(
     "--type",
@@ -72,7 +72,7 @@ def evals() -> None:
     type=click.Choice(KINDS),
     default="quality",
     show_default=True,
-    help="quality: how good answers are. perf: how fast.",
+    help="What to measure. quality: how good the answers are. perf: how fast they come.",
 )
 @click.option(
     "-s",
@@ -80,44 +80,65 @@ def evals() -> None:
     default="sie",
     show_default=True,
     metavar="SOURCE,...",
-    help="What answers, and what is expected: sie, st, patterns, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
+    help="What to measure and compare: sie, st, patterns, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
 )
 @click.option(
     "--outputs",
     "kinds",
     default="",
     metavar="OUTPUT,...",
-    help=f"Measure these outputs too: {', '.join(outputs.NAMES)}.",
+    help=f"Other outputs of the model to measure as well: {', '.join(outputs.NAMES)}.",
 )
 @click.option(
-    "--rerank", multiple=True, metavar="MODEL", help="Measure the nearest documents in the order of this model too."
+    "--rerank",
+    multiple=True,
+    metavar="MODEL",
+    help="Also measure the nearest documents in the order of this reranker.",
 )
 @click.option(
-    "--clients", type=click.IntRange(1, MAX_CLIENTS), help=f"Clients that ask one after another.  [default: {CLIENTS}]"
+    "--clients",
+    type=click.IntRange(1, MAX_CLIENTS),
+    help=f"Number of clients. Each sends a request when its last one is answered.  [default: {CLIENTS}]",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
-    help="Requests a second, sent whether the earlier ones are answered or not.",
+    help="Requests to send per second, without waiting for the answers to earlier ones.",
 )
-@click.option("--sweep", metavar="clients=N,N or rate=R,R", help="Levels of load in turn, such as clients=1,4,16,64.")
 @click.option(
-    "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Seconds of each level of load."
+    "--sweep",
+    metavar="clients=N,N or rate=R,R",
+    help="Levels of load, measured one after the other, such as clients=1,4,16,64.",
 )
-@click.option("--warm-up", type=click.FloatRange(0), default=2.0, show_default=True, help="Seconds before each level.")
-@click.option("--batch", type=click.IntRange(1, 2048), default=1, show_default=True, help="Texts in a request.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1),
+    default=10.0,
+    show_default=True,
+    help="Seconds for which each level of load is measured.",
+)
+@click.option(
+    "--warm-up",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    help="Seconds of load before the measurement of each level.",
+)
+@click.option(
+    "--batch", type=click.IntRange(1, 2048), default=1, show_default=True, help="Number of texts in a request."
+)
 @click.option(
     "--targets",
     "targets_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File of targets.  [default: that of the catalogue, then what was measured last]",
+    help="File with targets.  [default: the file of the catalogue, else the values of the last stored result]",
 )
-@click.option("--save-targets", type=_FILE, help="Write what the first source reached into this file, as targets.")
-@click.option("--markdown", type=_FILE, help="Write the report as Markdown.")
-@click.option("--html", type=_FILE, help="Write the report as a page with plots.")
+@click.option("--save-targets", type=_FILE, help="Write the values of the first source into this file, as targets.")
+@click.option("--markdown", type=_FILE, help="Write the report to this file, as Markdown.")
+@click.option("--html", type=_FILE, help="Write the report to this file, as an HTML page with plots.")
 @_results_option
 @cluster_options(GATEWAY_URL)
-@click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def run(
     cluster: Cluster,
     models: tuple[str, ...],

@@ -38,7 +38,7 @@ SCOPE = "the scope infer"
 FAILED_ROWS = 20
 STATES = ("queued", "planning", "running", "paused", "finalizing", "completed", "failed", "cancelled", "expired")
 _options = cluster_options(GATEWAY_URL)
-_json = click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _job = click.argument("name", metavar="JOB")
 
 
@@ -58,61 +58,96 @@ def jobs() -> None:
     sie jobs result JOB FOLDER                                            fetch its files, or the missing ones
     sie jobs delete JOB                                                   delete it and its files
 
-    If the gateway requires a token: set SIE_API_KEY to a token with the scope infer. It sees the jobs of this token;
-    an administrator's token sees all jobs.
+    If the gateway requires a token: set SIE_API_KEY to a token with the scope infer. A token sees only its own
+    jobs; an administrator's token sees all jobs.
     """
 
 
 @jobs.command()
 @click.argument("model")
 @click.argument("source", metavar="INPUT")
-@click.option("--text", metavar="TEMPLATE", help='What to encode or extract from: "{title}\\n{body}".')
-@click.option("--query", metavar="TEMPLATE", help="The query of each row, to score --document against it.")
-@click.option("--document", metavar="TEMPLATE", help="The document of each row.")
-@click.option("--image", metavar="COLUMN", help="The column of image files.")
-@click.option("--id", metavar="COLUMN", help="The column of ids.  [default: the file and the number of the row]")
-@click.option("--keep", metavar="A,B", multiple=True, help="Columns that the output repeats.")
+@click.option(
+    "--text", metavar="TEMPLATE", help='Text of each row to encode or extract from, such as "{title}\\n{body}".'
+)
+@click.option("--query", metavar="TEMPLATE", help="Query of each row. The model scores --document for this query.")
+@click.option("--document", metavar="TEMPLATE", help="Document of each row, which the model scores for --query.")
+@click.option("--image", metavar="COLUMN", help="Column of the image files.")
+@click.option("--id", metavar="COLUMN", help="Column of the rows' ids.  [default: the file and the number of the row]")
+@click.option("--keep", metavar="A,B", multiple=True, help="Columns of the input that are copied into the output.")
 @click.option(
     "--chunks",
     metavar="KEY=N,..|COLUMN",
-    help="Encode each text in chunks: max_tokens=256,overlap_tokens=32, or the column of its spans.",
+    help="Encode each text in chunks: max_tokens=256,overlap_tokens=32, or a column with each text's own chunks.",
 )
-@click.option("--no-context", is_flag=True, help="Encode each chunk alone.")
-@click.option("--documents", metavar="COLUMN", help="The column of document files, such as PDF, to encode in --chunks.")
-@click.option("--parser", metavar="MODEL", help="The model that parses --documents.  [default: docling]")
+@click.option("--no-context", is_flag=True, help="Encode each chunk alone, without the rest of its text as context.")
+@click.option(
+    "--documents",
+    metavar="COLUMN",
+    help="Column of document files, such as PDF, which are parsed and encoded in --chunks.",
+)
+@click.option("--parser", metavar="MODEL", help="Model that parses --documents.  [default: docling]")
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet", "images"]),
-    help="Of the input.  [default: by its name]",
+    help="Format of the input.  [default: by the ending of its name]",
 )
 @click.option(
-    "--output", "-o", metavar="URL|FOLDER", help="Where the files go: an address of the server's, or a folder here."
+    "--output",
+    "-o",
+    metavar="URL|FOLDER",
+    help="Where the output files go: a URL that the server may write to, or a folder of this machine.",
 )
-@click.option("--format", type=click.Choice(["parquet", "jsonl", "npy"]), help="Of the output.  [default: parquet]")
-@click.option("--sink", metavar="NAME", help="A vector database of the server's that gets the vectors too.")
-@click.option("--collection", metavar="NAME", help="The collection or table there.")
+@click.option(
+    "--format", type=click.Choice(["parquet", "jsonl", "npy"]), help="Format of the output files.  [default: parquet]"
+)
+@click.option(
+    "--sink",
+    metavar="NAME",
+    help="Name of a vector database of the server, which gets the vectors in addition to the files.",
+)
+@click.option("--collection", metavar="NAME", help="Collection or table of --sink that gets the vectors.")
 @click.option(
     "--operation",
     type=click.Choice(["encode", "score", "extract"]),
-    help="What to ask the model.  [default: score with --query or --document, else encode]",
+    help="What the model does with each row.  [default: score with --query or --document, else encode]",
 )
 @click.option(
-    "--param", "params", metavar="KEY=JSON", multiple=True, help="Of the requests: dimensions=256, output_dtype=int8."
+    "--param",
+    "params",
+    metavar="KEY=JSON",
+    multiple=True,
+    help="Parameter of the requests: dimensions=256, output_dtype=int8. May be repeated.",
 )
-@click.option("--cache", is_flag=True, help="Keep the answers, and take those of earlier jobs with --cache.")
-@click.option("--deadline", metavar="TIME", help="When it should be done: 12h, 2030-01-31T06:00+01:00.")
-@click.option("--expires", is_flag=True, help="What has not run by the deadline is not run any more.")
 @click.option(
-    "--window", "windows", metavar="HH:MM-HH:MM", multiple=True, help="When it may run: 22:00-06:00. May be repeated."
+    "--cache",
+    is_flag=True,
+    help="Store the answers for later jobs, and use those that earlier jobs with --cache stored.",
 )
-@click.option("--time-zone", metavar="ZONE", help="Of the windows: Europe/Berlin.  [default: UTC]")
-@click.option("--tokens-per-s", type=click.FloatRange(0, min_open=True), help="How fast it may run.")
-@click.option("--machine-profile", metavar="NAME", help="Which machines.")
-@click.option("--pool", metavar="NAME", help="Which pool.")
-@click.option("--shard-rows", type=click.IntRange(1), help="Rows of one part of the input.")
-@click.option("--name", metavar="TEXT", help="For people.")
-@click.option("--metadata", metavar="KEY=TEXT", multiple=True, help="Kept with the job.")
-@click.option("--wait", is_flag=True, help="Until it has ended. Implied by an --output that is a folder.")
+@click.option("--deadline", metavar="TIME", help="Time at which the job should be done: 12h, 2030-01-31T06:00+01:00.")
+@click.option("--expires", is_flag=True, help="End the job at --deadline. Rows that have not run by then are not run.")
+@click.option(
+    "--window",
+    "windows",
+    metavar="HH:MM-HH:MM",
+    multiple=True,
+    help="Time of day in which the job may run: 22:00-06:00. May be repeated.",
+)
+@click.option("--time-zone", metavar="ZONE", help="Time zone of --window, such as Europe/Berlin.  [default: UTC]")
+@click.option(
+    "--tokens-per-s", type=click.FloatRange(0, min_open=True), help="Highest rate of the job, in tokens per second."
+)
+@click.option("--machine-profile", metavar="NAME", help="Run the job only on workers with this machine profile.")
+@click.option("--pool", metavar="NAME", help="Run the job only on workers of this pool.")
+@click.option(
+    "--shard-rows",
+    type=click.IntRange(1),
+    help="Maximum number of rows in a part of the input. Each part has its own output file.",
+)
+@click.option("--name", metavar="TEXT", help="Name of the job, which lists of jobs show.")
+@click.option(
+    "--metadata", metavar="KEY=TEXT", multiple=True, help="Text that is stored with the job. May be repeated."
+)
+@click.option("--wait", is_flag=True, help="Wait until the job has ended. The default if --output is a folder.")
 @_json
 @_options
 def submit(
@@ -165,8 +200,8 @@ def submit(
 
 
 @jobs.command("list")
-@click.option("--state", type=click.Choice(STATES), help="Those in this state.")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="At most so many.")
+@click.option("--state", type=click.Choice(STATES), help="List only jobs in this state.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="Maximum number of jobs to list.")
 @_json
 @_options
 def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
@@ -186,7 +221,7 @@ def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool)
 
 @jobs.command()
 @_job
-@click.option("--failed", is_flag=True, help=f"Also rows that failed, and why; {FAILED_ROWS} at most.")
+@click.option("--failed", is_flag=True, help=f"Also show rows that failed, and why; {FAILED_ROWS} at most.")
 @_json
 @_options
 def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:
@@ -217,8 +252,8 @@ def watch(cluster: Cluster, name: str, as_json: bool) -> None:
     """Follow a job until it ends or is paused by an error. Shows rows, rate, forecast of the end, errors by code, and
     the cause of a wait.
 
-    A terminal shows one picture that changes; a pipe gets a line for each change, with --json a JSON object. While the
-    gateway restarts, the command waits. Ctrl-C ends this command, but not the job.
+    A terminal shows one picture that changes; a pipe gets a line for each change, or a JSON object with --json. While
+    the gateway restarts, the command waits. Ctrl-C ends this command, but not the job.
 
     Status 0: completed, and every row has an answer. 3: completed, but some rows failed. 1: failed, expired,
     cancelled, paused by an error, or there is no such job. 2: no gateway answered. 130: Ctrl-C.
@@ -237,10 +272,10 @@ def watch(cluster: Cluster, name: str, as_json: bool) -> None:
 def result(cluster: Cluster, name: str, folder: Path) -> None:
     """Fetch the files of a job into FOLDER. The last file is manifest.json.
 
-    Each file is checked by its digest, and appears when it is complete. The same command again fetches missing files.
+    Each file is checked by its digest, and appears when it is complete. Repeat the command to fetch missing files.
 
-    Status 0: all files were fetched, and every row has an answer. 3: all files, but some rows failed. 1: the job has
-    not ended or is not completed; the files so far were fetched. 2: no gateway answered.
+    Status 0: all files were fetched, and every row has an answer. 3: all files were fetched, but some rows failed. 1:
+    the job has not ended or is not completed; the files so far were fetched. 2: no gateway answered.
     """
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         job = client.jobs.get(name)
@@ -264,8 +299,8 @@ def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json:
 @_json
 @_options
 def pause(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Stop a job for a while. Its running parts are stopped, and run again from their start after `resume`; parts that
-    are completed stay.
+    """Stop a job until `sie jobs resume`. Parts of the input that are running are stopped, and later run again from
+    their start. Completed parts keep their output.
     """
     _changed(cluster, name, lambda job: job.pause(), as_json, "paused")
 
@@ -301,7 +336,7 @@ def retry(cluster: Cluster, name: str, as_json: bool) -> None:
 
 @jobs.command()
 @_job
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_options
 def delete(cluster: Cluster, name: str, yes: bool) -> None:
     """Delete a job that has ended, and its stored files. This cannot be undone."""

@@ -32,20 +32,20 @@ STDIO_OWNER = "stdio"
     "config_file",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="YAML with default models, and the collections that agents may search.",
+    help="YAML file with default models, and the collections that agents may search.",
 )
 @click.option(
     "--documents",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder whose files parse_document may read by path. Not with --http.",
+    help="Folder whose files the tool parse_document may read. Not with --http.",
 )
 @click.option(
     "--timeout-s",
     default=50.0,
     show_default=True,
     type=click.FloatRange(1, 600),
-    help="Seconds that a call of a tool may take.",
+    help="Longest time in seconds that a call of a tool may take.",
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @cluster_options(GATEWAY_URL, "SIE_ALLOWED_HOSTS", "SIE_LOG_JSON")

@@ -22,9 +22,9 @@ Model = Annotated[
 ]
 Task = Literal["encode", "score", "extract"]
 Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)]
-Inputs = Annotated[Texts, Meta(description="The texts.")]
+Inputs = Annotated[Texts, Meta(description="The texts to work on.")]
 Labels = Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=MAX_LABELS)]
-TopN = Annotated[int, Meta(ge=1, le=MAX_TOP, description="The number of results, best first.")]
+TopN = Annotated[int, Meta(ge=1, le=MAX_TOP, description="The largest number of results. The best result comes first.")]
 Page = Annotated[int, Meta(ge=1, le=1_000_000, description="The number of the page. The first page is 1.")]
 
 
@@ -36,23 +36,28 @@ class EncodeArguments(ToolArguments, frozen=True, kw_only=True):
     texts: Inputs
     model: Model = None
     is_query: Annotated[
-        bool, Meta(description="True for search queries, false for the documents that are searched.")
+        bool, Meta(description="True if the texts are search queries, false if they are documents to search in.")
     ] = False
     dimensions: Annotated[
-        Annotated[int, Meta(ge=1, le=65_536)] | None, Meta(description="A shorter vector, for models that allow it.")
+        Annotated[int, Meta(ge=1, le=65_536)] | None,
+        Meta(description="The length of the vectors, for models that allow shorter vectors."),
     ] = None
     values: Annotated[
         bool,
-        Meta(description="True to get the numbers in the answer. Only for at most 2048 numbers in all; rarely useful."),
+        Meta(description="True to get the numbers of the vectors, at most 2048 in all. Rarely useful."),
     ] = False
 
 
 class SimilarityArguments(ToolArguments, frozen=True, kw_only=True):
-    query: Annotated[Text, Meta(description="The text to compare with.")]
-    texts: Annotated[Texts | None, Meta(description="The texts to compare. Give either `texts` or `reference`.")] = None
+    query: Annotated[Text, Meta(description="The text with which the others are compared.")]
+    texts: Annotated[
+        Texts | None, Meta(description="The texts to compare with `query`. Give either `texts` or `reference`.")
+    ] = None
     reference: Annotated[
         Name | None,
-        Meta(description="The reference of an earlier answer of encode. Its texts are compared, by its model."),
+        Meta(
+            description="The reference in an earlier answer of encode. `query` is compared with the texts of that call."
+        ),
     ] = None
     model: Model = None
     top_n: TopN = 10
@@ -74,10 +79,11 @@ class ExtractArguments(ToolArguments, frozen=True, kw_only=True):
     ] = None
     output_schema: Annotated[
         dict[str, Any] | None,
-        Meta(description="A JSON Schema of the values to extract, for models that fill one. It replaces `labels`."),
+        Meta(description="A JSON Schema of the values to extract, for models that fill one. Then leave `labels` out."),
     ] = None
     threshold: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | None, Meta(description="The least score of a result, from 0 to 1.")
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="The lowest score of a result, from 0 to 1. Results below it are left out."),
     ] = None
     model: Model = None
 
@@ -97,7 +103,7 @@ class RedactArguments(ToolArguments, frozen=True, kw_only=True):
 class DocumentArguments(ToolArguments, frozen=True, kw_only=True):
     path: Annotated[
         Annotated[str, Meta(min_length=1, max_length=4096)] | None,
-        Meta(description="The path of a file in the folder of documents of this server."),
+        Meta(description="The path of a file, in the folder of documents that this server may read."),
     ] = None
     file: Annotated[
         Annotated[str, Meta(pattern="^file-[A-Za-z0-9-]{1,64}$")] | None,
@@ -105,11 +111,11 @@ class DocumentArguments(ToolArguments, frozen=True, kw_only=True):
     ] = None
     data: Annotated[
         Annotated[str, Meta(min_length=1, max_length=INLINE_BYTES)] | None,
-        Meta(description="The file itself in base64, for small files."),
+        Meta(description="The content of the file in base64, for small files."),
     ] = None
     format: Annotated[
         Literal["csv", "html", "md", "txt"] | None,
-        Meta(description="The format of a file of text. Else it is detected."),
+        Meta(description="The format of a text file. Leave it out to let the server detect the format."),
     ] = None
     model: Model = None
 
@@ -121,7 +127,9 @@ class SearchArguments(ToolArguments, frozen=True, kw_only=True):
 
 
 class ListModelsArguments(ToolArguments, frozen=True, kw_only=True):
-    task: Annotated[Task | None, Meta(description="Only models with this task; score ranks.")] = None
+    task: Annotated[
+        Task | None, Meta(description="List only models with this task. Models that rank have the task score.")
+    ] = None
     page: Page = 1
 
 
@@ -130,7 +138,7 @@ class ListCollectionsArguments(ToolArguments, frozen=True, kw_only=True):
 
 
 class ReadResultArguments(ToolArguments, frozen=True, kw_only=True):
-    reference: Annotated[Name, Meta(description="The `reference` of an earlier answer.")]
+    reference: Annotated[Name, Meta(description="The `reference` in an earlier answer.")]
     page: Page = 1
 
 

@@ -171,7 +171,7 @@ class AgentServer:
                 uri=MODELS,
                 name="models",
                 title="Models and their limits",
-                description="Each line is a model: its tasks, inputs, outputs, most tokens and dimensions.",
+                description="One model a line: its tasks, inputs, outputs, dimensions and largest number of tokens.",
                 mime_type=_LINES,
             )
         ]
@@ -201,7 +201,7 @@ class AgentServer:
                 ResourceTemplate(
                     uri_template=RESULT_URI,
                     name="result",
-                    description="A page of a result that was too long for its answer.",
+                    description="A page of a result that was too long for one answer.",
                     mime_type=_TEXT,
                 ),
             ]

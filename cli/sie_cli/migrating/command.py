@@ -37,76 +37,86 @@ _STOPPED = {
 @click.argument("alias")
 @click.argument("model", metavar="[NEW_MODEL]", required=False)
 @click.option(
-    "--corpus", metavar="FILE|URL", help="The texts of the index: a file or address as INPUT of `sie jobs submit`."
+    "--corpus", metavar="FILE|URL", help="File or URL that has the texts of the index, as INPUT of `sie jobs submit`."
 )
-@click.option("--text", metavar="TEMPLATE", help='The text of each row: "{title}\\n{body}".')
+@click.option("--text", metavar="TEMPLATE", help='Text of each row, such as "{title}\\n{body}".')
 @click.option(
     "--id",
     "id_column",
     metavar="COLUMN",
-    help="The column of ids.  [default: file and number of the row; of a table: its primary key]",
+    help="Column of ids.  [default: file and number of the row; in PostgreSQL the primary key, in LanceDB id]",
 )
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet"]),
-    help="Format of the corpus.  [default: by its name]",
+    help="Format of the corpus.  [default: by the ending of its name]",
 )
-@click.option("--output", "-o", metavar="URL|FOLDER", help="Where the new vectors go.  [default: kept with the job]")
+@click.option(
+    "--output",
+    "-o",
+    metavar="URL|FOLDER",
+    help="With --corpus: where the files with the new vectors go.  [default: kept with the job]",
+)
 @click.option(
     "--sink",
     metavar="NAME",
-    help="Name of a vector database in SIE_JOBS_SINKS. Without --corpus: it has the index itself, with its texts.",
+    help="Vector database with the index and its texts, a name in SIE_JOBS_SINKS. With --corpus: it gets the vectors.",
 )
 @click.option(
     "--collection",
     metavar="NAME",
-    help="The table or the alias of Qdrant that searches use. With --corpus: the new collection or table.",
+    help="Table, or alias of Qdrant, that searches use. With --corpus: collection or table for the new vectors.",
 )
 @click.option(
     "--vector",
     metavar="NAME",
-    help="The vector of the index.  [default: embedding in PostgreSQL, vector in LanceDB, the only one in Qdrant]",
+    help="Name of the index's vector.  [default: embedding in PostgreSQL, vector in LanceDB, the only one in Qdrant]",
 )
 @click.option(
     "--sample",
     default=SAMPLE,
     show_default=True,
     type=click.IntRange(0, MAX_TEXTS),
-    help="Texts by which the models are compared. 0: do not compare.",
+    help="Number of texts with which the models are compared. 0: do not compare.",
 )
 @click.option(
     "--min-agreement",
     default=MIN_AGREEMENT,
     show_default=True,
     type=click.FloatRange(0, 1),
-    help="The share of the 10 nearest neighbours that both models find, at least.",
+    help="Lowest accepted share of the 10 nearest neighbours that both models find.",
 )
 @click.option(
     "--queries",
     type=click.Path(path_type=Path, exists=True),
-    help="Queries, one a line: neighbours are theirs. A folder in the format of BEIR: NDCG is measured too.",
+    help="Queries to compare the models with: a file with one a line, or a folder in BEIR's format, for NDCG too.",
 )
 @click.option(
     "--shadow-share",
     default=SHARE,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of the requests that NEW_MODEL gets copies of in the shadow step.",
+    help="Share of the requests that are copied to NEW_MODEL in the shadow step.",
 )
 @click.option(
     "--shadow-s",
     default=SHADOW_S,
     show_default=True,
     type=click.FloatRange(0),
-    help="Seconds of the shadow step. 0: leave it out.",
+    help="Seconds that the shadow step takes. 0: leave the step out.",
 )
 @click.option(
     "--shadow-requests",
     "shadow_copies",
     type=click.IntRange(1),
-    help="Copies after which the shadow step ends earlier.",
+    help="End the shadow step earlier, when NEW_MODEL has encoded so many copies.",
 )
-@click.option("--yes", "accepts", is_flag=True, help="Go on although the models agree less, or rows have no vector.")
+@click.option(
+    "--yes",
+    "accepts",
+    is_flag=True,
+    help="Continue even if the models agree less than --min-agreement, or rows have no vector.",
+)
 @click.option(
     "--step",
     "until",
@@ -114,12 +124,12 @@ _STOPPED = {
     default="flip",
     show_default=True,
     help=(
-        "Stop after this step; with --corpus, check includes quality. back: undo the flip. clean-up: remove the "
+        "Last step to run. With --corpus, check includes the quality step. back: undo the flip. clean-up: remove the "
         "vectors that are not in use."
     ),
 )
 @cluster_options(GATEWAY_URL, CONFIG_URL)
-@click.option("--json", "as_json", is_flag=True, help="What was done as JSON; progress goes to standard error.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON. Progress goes to standard error.")
 def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 

@@ -36,9 +36,9 @@ from sie_store.weights.sources import WeightSources
 @click.option(
     "--models-dir",
     metavar="DIR",
-    help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.",
+    help="Write the entry to a file in this folder. Default without a config service: SIE_MODELS_DIR, else ./models.",
 )
-@write_options("Replace a model that is there.", looks_around=False)
+@write_options("Replace an existing model.", looks_around=False)
 def add(write: WriteOptions, source: str, revision: str | None, name: str, models_dir: str | None) -> None:
     """Add ID_OR_FOLDER to the catalogue. This is the catalogue of a config service if --url, --data-dir or
     SIE_CONFIG_SERVICE_URL names one, else a local folder.

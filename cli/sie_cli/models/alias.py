@@ -23,9 +23,9 @@ DEFAULT_SHARE = 0.1
 @click.option(
     "--shadow",
     metavar="MODEL[=SHARE]",
-    help=f"Gets a copy of this share of the requests.  [default share: {DEFAULT_SHARE:g}]",
+    help=f"Model that gets copies of this share of the requests.  [default share: {DEFAULT_SHARE:g}]",
 )
-@write_options("Although the models do not give alike results: an index would mix vectors.")
+@write_options("Allow models whose results cannot be compared. An index would then mix their vectors.")
 def alias(write: WriteOptions, name: str, targets: tuple[str, ...], shadow: str | None) -> None:
     """Set the models to which an alias leads. Requests for NAME go to MODEL until the alias is changed again. MODEL is
     written as in a request, with optional @revision and :profile.

@@ -54,11 +54,11 @@ MAX_CHANGES = 4  # maximum number of listed changes of a revision; the table giv
 
 
 @click.command("list")
-@click.option("--task", type=click.Choice(("encode", "score", "extract")), help="Only models that do this.")
+@click.option("--task", type=click.Choice(("encode", "score", "extract")), help="List only models with this task.")
 @click.option(
-    "--language", metavar="CODE", help=f"Only models for this language, such as de; {MULTILINGUAL} ones are among them."
+    "--language", metavar="CODE", help=f"List only models for this language, such as de, and {MULTILINGUAL} models."
 )
-@click.option("--by", type=click.Choice(tuple(_GROUPS)), help="Group the models.")
+@click.option("--by", type=click.Choice(tuple(_GROUPS)), help="List the models in groups by this property.")
 @service_options
 def list_command(
     cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
@@ -219,9 +219,9 @@ def _show_status(body: dict[str, Any]) -> None:
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Replace all by FILE; - is standard input.",
+    help="Replace the whole configuration by FILE; - is standard input.",
 )
-@write_options("Although an alias needs the model as it is.")
+@write_options("Write the model even if an alias needs it as it is.")
 def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file: Path | None) -> None:
     """Change model ID: some fields, or all with -f. Gateways and workers use the change within a second.
 
@@ -247,7 +247,7 @@ def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file:
 
 @click.command()
 @click.argument("model", metavar="ID")
-@write_options("Although an alias needs the model.")
+@write_options("Remove the model even if an alias needs it.")
 def rm(write: WriteOptions, model: str) -> None:
     """Remove model ID. Its history is kept: `sie models rollback` restores the model."""
     report_write(write, write.send("DELETE", path_of(model)), removed=True)
@@ -256,7 +256,7 @@ def rm(write: WriteOptions, model: str) -> None:
 @click.command()
 @click.argument("model", metavar="ID")
 @click.argument("revision", type=click.IntRange(1))
-@write_options("Although an alias needs the model as it is.")
+@write_options("Write the model even if an alias needs it as it is.")
 def rollback(write: WriteOptions, model: str, revision: int) -> None:
     """Restore REVISION of model ID. It is written again as the newest revision; `sie models history ID` lists the
     revisions. This also restores a removed model.

@@ -79,23 +79,27 @@ class Agreement:
     "sample_file",
     required=True,
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Texts of yours: one a line, or JSON lines. In a .jsonl file each line must be JSON.",
+    help="File with texts: one a line, or JSON lines. In a .jsonl file each line must be JSON.",
 )
 @click.option(
     "--queries",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Queries, in a file like that of --sample. Neighbours are then those of each query among the texts.",
+    help="File with queries, like --sample. Then the nearest texts of each query are compared, not those of each text.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(MIN_TEXTS, MAX_TEXTS),
     default=MAX_TEXTS,
     show_default=True,
-    help="Texts that are read.",
+    help="Maximum number of texts to read.",
 )
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write cosines and recall as SVG.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a plot of cosines and recall to this file, as SVG.",
+)
 @cluster_options(GATEWAY_URL)
-@click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def compare(
     cluster: Cluster,
     first: str,

@@ -26,11 +26,11 @@ _SUFFIXES = (".yaml", ".yml")
 
 @click.command("import")
 @click.argument("source", metavar="FOLDER", type=click.Path(exists=True, path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Do all checks and store nothing.")
-@click.option("--force", is_flag=True, help="Replace models that are there, also if an alias needs them as they are.")
+@click.option("--dry-run", is_flag=True, help="Do all checks, but store nothing.")
+@click.option("--force", is_flag=True, help="Replace existing models, even if an alias needs them as they are.")
 @service_options
 def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool, output: str | None) -> None:
-    """Add a folder of model files, or one file. They are added at a config service.
+    """Add a folder of model files, or one file, to the catalogue of a config service.
 
     Files of the public SIE (sie_id, hf_id, profiles with adapter_path) are translated. Fields without a counterpart
     are printed. If a file is rejected, its reason is printed, the other files are stored, and the status is 1.

@@ -48,8 +48,8 @@ def source_arguments(command: F) -> F:
             "--revision",
             metavar="COMMIT",
             help=(
-                "Commit of a hub repository. Without one: that of the packaged catalogue, else the only one in "
-                "SIE_LOCAL_CACHE, else what its main branch is now, pinned."
+                "Commit of a hub repository. Default: its commit in the packaged catalogue, else its only commit in "
+                "SIE_LOCAL_CACHE, else the current commit of its main branch."
             ),
         ),
         click.argument("source", metavar="ID_OR_FOLDER"),
@@ -60,7 +60,7 @@ def source_arguments(command: F) -> F:
 
 @click.command()
 @source_arguments
-@click.option("--check", is_flag=True, help="Load the model on the CPU and show what it gives for a sample.")
+@click.option("--check", is_flag=True, help="Load the model on the CPU, and show its answer to a sample.")
 def inspect(source: str, revision: str | None, check: bool) -> None:
     """Print the catalogue entry of ID_OR_FOLDER. It marks the values that were assumed because no file states them.
 

@@ -15,16 +15,16 @@ from sie_cli.serve.preflight import held_bytes
 from sie_contracts.settings import Settings
 
 
-@click.command(short_help="Get models, to serve them later without the network.")
+@click.command(short_help="Download models, to serve them later without the network.")
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @cluster_options(CONFIG_URL, "SIE_MODELS_DIR", "SIE_LOCAL_CACHE", required=False)
 def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
     """Add each MODEL to the catalogue and fetch its weights. MODEL: a name in the catalogue, an id of the Hugging Face
     Hub, or a folder.
 
-    A missing model is added to the models folder of the running `sie serve`, which serves it within seconds; if none
-    runs, to SIE_MODELS_DIR or ./models. Its entry pins its only commit in SIE_LOCAL_CACHE, else its current commit. The
-    weights go into SIE_LOCAL_CACHE.
+    A missing model is added to the models folder of the running `sie serve`, which serves it within seconds. If no
+    `sie serve` runs, it is added to SIE_MODELS_DIR or ./models. The entry pins the model's commit in SIE_LOCAL_CACHE if
+    there is only one, else its current commit at the hub. The weights go into SIE_LOCAL_CACHE.
 
     \b
     sie pull BAAI/bge-small-en-v1.5

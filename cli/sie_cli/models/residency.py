@@ -62,16 +62,25 @@ def _path(name: str, action: str = "") -> str:
 
 def _options(command: F) -> F:
     for option in (
-        click.option("--pool", metavar="POOL", default="", help="Only in this pool.  [default: as inference]"),
-        click.option("--machine-profile", metavar="NAME", default="", help="Only on this machine profile."),
-        click.option("--wait", "waits", is_flag=True, help="Return when it is done; progress is on standard error."),
+        click.option(
+            "--pool",
+            metavar="POOL",
+            default="",
+            help="Only on workers of this pool.  [default: as for an inference request]",
+        ),
+        click.option(
+            "--machine-profile", metavar="NAME", default="", help="Only on workers with this machine profile."
+        ),
+        click.option(
+            "--wait", "waits", is_flag=True, help="Return only when it is done. Progress goes to standard error."
+        ),
         click.option(
             "--timeout",
             "timeout_s",
             type=click.FloatRange(1, 86_400),
             default=600.0,
             show_default=True,
-            help="Seconds for --wait.",
+            help="Longest time in seconds that --wait waits.",
         ),
     ):
         command = option(command)
@@ -143,8 +152,8 @@ def _progress(model: str, info: _ResidencyFields, last: str) -> str:
 def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
     """Unload model NAME on all workers. NAME may be model:profile or an alias.
 
-    A worker first finishes the model's requests in flight. The next request loads it again. The command needs the scope
-    admin.
+    A worker first finishes the model's requests in flight. The next request loads the model again. The command needs
+    the scope admin.
     """
     headers, began_s = _lane_headers(**target), time.monotonic()
     with AdminClient(cluster) as gateway:

@@ -261,7 +261,7 @@ def quoted_model(model: str) -> str:
 def service_options(command: F, *, looks_around: bool = True) -> F:
     """Add the options for the address of the config service and for the output format to a command."""
     formats = click.Choice(("table", "json", "yaml"))
-    output = click.option("-o", "output", type=formats, default=None, help="How to print the answer.")
+    output = click.option("-o", "output", type=formats, default=None, help="Format in which the answer is printed.")
     return cluster_options(CONFIG_URL, looks_around=looks_around)(output(command))
 
 
@@ -276,9 +276,9 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
             "--if-match",
             type=click.IntRange(0),
             metavar="REVISION",
-            help="Only if this is the present revision, else refuse.",
+            help="Write only if this is the present revision of the model; else refuse.",
         )
-        @click.option("--dry-run", is_flag=True, help="Do all checks and store nothing.")
+        @click.option("--dry-run", is_flag=True, help="Do all checks, but store nothing.")
         @functools.wraps(command)
         def run(
             cluster: Cluster, *, dry_run: bool, if_match: int | None, output: str | None, force: bool, **options: Any

@@ -56,7 +56,7 @@ def weights() -> None:
 
 
 @weights.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array, for programs.")
 @_options
 def list_command(as_json: bool, **values: Any) -> None:
     """List all snapshots of weights. The columns are repository, commit, size, and whether the snapshot is on this
@@ -105,14 +105,14 @@ def list_command(as_json: bool, **values: Any) -> None:
 
 @weights.command()
 @click.argument("names", nargs=-1, required=True, metavar="MODEL_OR_FOLDER...")
-@click.option("--as", "name", metavar="NAME", help="What a folder is called in the bucket: organisation/name.")
+@click.option("--as", "name", metavar="NAME", help="Name for the weights of a folder in the bucket: organisation/name.")
 @click.option(
     "--revision",
     metavar="COMMIT",
-    help="Commit of a repository, or what a folder's is to be.  [default: of its content]",
+    help="Commit of a repository, or the commit under which a folder is stored.  [default: a digest of the folder]",
 )
 @click.option(
-    "--force", is_flag=True, help="Write every file again, and replace a snapshot that is there with other content."
+    "--force", is_flag=True, help="Write every file again. Replace an existing snapshot even if its content differs."
 )
 @_options
 def push(names: tuple[str, ...], name: str | None, revision: str | None, force: bool, **values: Any) -> None:
@@ -148,11 +148,11 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
 
 @weights.command("verify")
 @click.argument("names", nargs=-1, metavar="[NAME[@COMMIT]]...")
-@click.option("--local", is_flag=True, help="This node's cache instead of the bucket.")
-@click.option("--quick", is_flag=True, help="Compare names and sizes only: no file is read.")
+@click.option("--local", is_flag=True, help="Check this node's cache instead of the bucket.")
+@click.option("--quick", is_flag=True, help="Compare only names and sizes, without reading the files.")
 @_options
 def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: Any) -> None:
-    """Compare weights in the bucket with their checksums. All or the named weights are read.
+    """Compare weights in the bucket with their checksums. Without a NAME, all weights are read.
 
     Status 1 if a file is missing or differs; `sie weights push --force` repairs it.
     """
@@ -199,8 +199,8 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
 
 @weights.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME[@COMMIT]...")
-@click.option("--local", is_flag=True, help="Out of this node's cache instead of the bucket.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--local", is_flag=True, help="Remove from this node's cache instead of the bucket.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_options
 def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
     """Remove weights from the bucket: one commit, or all of NAME.

@@ -22,7 +22,7 @@ HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
 HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"
 
 
-@click.group(short_help="What other settings would do to recorded traffic.")
+@click.group(short_help="Predict the effect of other settings on recorded traffic.")
 def bench() -> None:
     """Predict latency from a recorded trace."""
 
@@ -30,37 +30,42 @@ def bench() -> None:
 @bench.command(name="replay")
 @click.argument("files", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--what-if", "what_ifs", multiple=True, metavar="NAME=NUMBER,...", help="Settings to try. May be given again."
+    "--what-if",
+    "what_ifs",
+    multiple=True,
+    metavar="NAME=NUMBER,...",
+    help="Settings to try, in a column of their own. May be repeated.",
 )
 @click.option(
     "--base",
     default="",
     metavar="NAME=NUMBER,...",
-    help="How it was, where that is neither in the traces nor the default.",
+    help="Settings during the recording that the traces lack and that were not the defaults.",
 )
 @click.option(
     "--device",
     default="",
     metavar="NAME=NUMBER,...",
-    help=f"Of {', '.join(DEVICE)}. Default: fitted to the measured batches.",
+    help=f"Times of the simulated device: {', '.join(DEVICE)}. Default: fitted to the measured batches.",
 )
 @click.option(
     "--host",
     default="",
     metavar="NAME=NUMBER,...",
-    help=f"What a tokenise call, each token in it and taking in a delivery cost a worker. [default: {HOST_DEFAULT}]",
+    help=f"A worker's time for a tokenise call, for each token in it, and for a delivery. [default: {HOST_DEFAULT}]",
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write latency by percentile of all columns, as SVG.",
+    help="Write a plot of the latency percentiles of all columns to this file, as SVG.",
 )
 @click.option(
     "--generate",
     metavar="SPEC",
     help=(
-        "Make TRACE first: poisson:name=number,... with rate a second, seconds, burst (so many at once), inputs of "
-        "each, length (mean tokens, log-normal with the sigma spread), bulk (share of the requests), models, seed."
+        "Create TRACE first. SPEC is poisson:name=number,... with the names rate (requests a second), seconds, burst "
+        "(requests that arrive together), inputs (of a request), length (mean tokens of an input, log-normal), spread "
+        "(sigma of the lengths), bulk (share of requests with this priority), models, seed."
     ),
 )
 def replay_command(

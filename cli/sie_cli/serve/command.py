@@ -36,42 +36,50 @@ FIRST = (
 )
 
 
-@click.command(cls=ManyOptions, first=FIRST, short_help="Serve on this machine: all processes.")
+@click.command(cls=ManyOptions, first=FIRST, short_help="Run a whole cluster on this machine.")
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address of the API. Beyond loopback set SIE_AUTH_MODE; a start without it warns.",
+    help="Address of the API. If others can reach it (not loopback), set SIE_AUTH_MODE; else the start warns.",
 )
 @click.option(
     "--port",
     default=8080,
     show_default=True,
     type=click.IntRange(1, 65535),
-    help="Port of the API; further gateways count up.",
+    help="Port of the API. With several --gateways: the port of the first one.",
 )
 @click.option(
     "--data-dir",
     default=None,
     type=click.Path(path_type=Path),
-    help="Folder of its data: queue, keys, jobs, addresses and passwords.  [default: ~/.local/share/sie]",
+    help="Folder for the server's data: queue, keys, jobs, addresses and passwords.  [default: ~/.local/share/sie]",
 )
 @click.option(
-    "--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter."
+    "--standalone",
+    is_flag=True,
+    help="Run without a broker: an in-process queue, and the same gateway, scheduler and adapter.",
 )
 @click.option(
     "--workers",
     default=1,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Workers, each a sidecar (takes work from the queue) and an adapter (runs models).",
+    help="Number of workers, each a sidecar (takes work from the queue) and an adapter (runs models).",
 )
 @click.option(
-    "--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up."
+    "--gateways",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 8),
+    help="Number of gateways. They listen on --port and the ports that follow it.",
 )
 @click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @click.option(
-    "--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux)."
+    "--exit-with-parent",
+    is_flag=True,
+    help="Finish the requests in progress and end when the process that started this one ends (Linux).",
 )
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @settings_options("gateway", "config", "sidecar", "adapter")
@@ -91,8 +99,9 @@ def serve(
     HTTP API) and workers.
 
     Each MODEL is loaded before the server is ready. MODEL: a name in the catalogue, an id of the Hugging Face Hub, or a
-    folder, with or without :PROFILE. A model that the catalogue lacks is added to the models folder, pinned to its only
-    commit in SIE_LOCAL_CACHE, else to its current commit. If a MODEL cannot be loaded, the start fails.
+    folder, with or without :PROFILE. A model that the catalogue lacks is added to the models folder, pinned to its
+    commit in SIE_LOCAL_CACHE if there is only one, else to its current commit at the hub. If a MODEL cannot be loaded,
+    the start fails.
 
     \b
     sie serve                                   API on http://127.0.0.1:8080

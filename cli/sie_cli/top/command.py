@@ -18,7 +18,7 @@ from sie_contracts.settings import public_url
 
 @click.command()
 @cluster_options(GATEWAY_URL)
-@click.option("--once", is_flag=True, help="One picture, then end.")
+@click.option("--once", is_flag=True, help="Print one picture, then end.")
 def top(cluster: Cluster, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. The key q or Ctrl-C ends the command.
 

@@ -26,15 +26,26 @@ POLL_S, SERVED_S = 0.25, 30.0
 def _question_options(command: F) -> F:
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)
-    @click.option("--query", "-q", metavar="TEXT", help="Rank the texts by how well they answer this. - or @FILE too.")
-    @click.option("--labels", "-l", metavar="A,B", multiple=True, help="Find these in the texts. May be repeated.")
+    @click.option(
+        "--query",
+        "-q",
+        metavar="TEXT",
+        help="Rank the texts by how well they answer this query. It may be - or @FILE, like TEXT.",
+    )
+    @click.option(
+        "--labels",
+        "-l",
+        metavar="A,B",
+        multiple=True,
+        help="Labels to find in the texts, such as person,place. May be repeated.",
+    )
     @click.option(
         "--threshold",
         metavar="NUMBER",
         type=click.FloatRange(0, 1),
-        help="How sure the model has to be of what it finds.",
+        help="Lowest score of what the model finds, from 0 to 1.",
     )
-    @click.option("--explain", is_flag=True, help="Show each stage of the request as a bar.")
+    @click.option("--explain", is_flag=True, help="Show the time of each stage of the request as a bar.")
     @cluster_options(GATEWAY_URL)
     @click.option("--json", "as_json", is_flag=True, help="Print the reply as JSON, for programs.")
     @functools.wraps(command)
@@ -71,7 +82,7 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
     _print_answer(cluster, model, **question)
 
 
-@click.command("run", short_help="Ask MODEL as `sie try` does, and add it before if need be.")
+@click.command("run", short_help="Ask MODEL as `sie try` does. A missing MODEL is added first.")
 @_question_options
 def run_model(cluster: Cluster, model: str, **question: Any) -> None:
     """Send one or more TEXTs to MODEL, as `sie try` does. If the `sie serve` of this machine lacks the model, it is
