@@ -47,9 +47,9 @@ class EngineFacts:
     beyond_sglang: str = ""
 
 
-# Bytes of float32 weights up to which a graph is compiled twice: once for all device threads, once with more threads
-# for a device thread that runs alone. For a larger model, a faster answer to a single request does not justify the
-# memory of the second copy.
+# Bytes of float32 weights up to which a graph is compiled twice: once for batches that run at the same time, each on
+# one core, and once for a batch that runs alone, on several cores. For a larger model, a faster answer to a single
+# request does not justify the memory of the second copy.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)

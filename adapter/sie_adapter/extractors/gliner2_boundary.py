@@ -102,9 +102,9 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield groups of candidates that overlap, directly or through other candidates. A group with more than _CANDIDATES
-    spans is reduced to its best spans, because the time and memory of the package grow with the square of their number.
-    A client may choose a threshold of 0, which all spans reach. If a text has one window and no group is reduced, its
+    """Yield groups of candidates that overlap, directly or through other candidates. Only the best _CANDIDATES spans of
+    a group are kept: the time and memory of the package grow with the square of their number, and with a threshold of 0
+    from a client, all spans are candidates. If the text fits into one window of the model, and no group is reduced, its
     entities equal those of the package.
     """
     cluster: list[BoundedSpan] = []

@@ -178,7 +178,9 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # delays changes of the stored tables until the end of the step: a thread reads the tables
+        # while this is a list, it collects changes of the stored tables, which are made at the end of the step: until
+        # then, a thread reads the tables
+        self._held = []
         try:
             await self._refresh()
         finally:

@@ -162,7 +162,9 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of the models in `_mine` (placed on this worker) and in `_waiting`."""
+        """Store which consumers deliver work of models that are placed on this worker (`_mine`), or that are loaded here
+        and have work for which the table may be too old (`_waiting`).
+        """
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:

@@ -229,9 +229,9 @@ class Loading:
 
         If the adapter is lost, wait for a new adapter or move the items to another device, and try again. The attempts
         end at the last deadline of the items, so that an input that crashes every adapter does not run for ever.
-        `past_gate`: the items have left the queue. They run on their device even if the model is closed to new work. If
-        no new adapter connects, or another device may have memory for the model, raise AdapterGone and do not move the
-        items. `in_turn`: the caller holds the lock `ModelState.lora_lock`.
+        `past_gate`: the items have left the queue, and run on their device even if the model is closed to new work.
+        They are not moved. If no new adapter connects, or if another device may have memory for the model, raise
+        AdapterGone, and the caller queues them again. `in_turn`: the caller holds the lock `ModelState.lora_lock`.
         """
         began_s = time.monotonic()
         try:

@@ -116,8 +116,8 @@ _Content = str | Ids | Beside | TokenRow
 def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
-    """Return the content of each input: text, token ids or images with the prompt, or a finished row. `pairs`: the
-    finished rows of the inputs with a pair of texts, in the order of these inputs.
+    """Return the content of each input: a text, token ids or images, each with the prompt (`prefix` and `suffix` of the
+    options); or a finished row. `pairs`: finished rows of the inputs with a pair of texts, in the order of these inputs.
     """
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
