@@ -162,8 +162,8 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of models that are placed on this worker (`_mine`), or that are loaded here
-        and have work for which the table may be too old (`_waiting`).
+        """Store which consumers deliver work of models that are placed on this worker (`_mine`), or that it has loaded
+        and whose work waits while the table is old (`_waiting`).
         """
         self._consumers = {}
         mine = self.models() or ()

@@ -117,7 +117,7 @@ def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
     """Return the content of each input: a text, token ids or images, each with the prompt (`prefix` and `suffix` of the
-    options); or a finished row. `pairs`: finished rows of the inputs with a pair of texts, in the order of these inputs.
+    options); or a finished row. `pairs`: finished rows of the inputs with a pair of texts, in the order of the inputs.
     """
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
