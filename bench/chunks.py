@@ -50,7 +50,7 @@ def texts_of(alone: Alone, tokens: int, count: int, seed: int = 5) -> list[str]:
 
 
 def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], float]:
-    """Return batches of these inputs within the token budget, and the mean number of tokens of a row."""
+    """Return batches of these inputs within the token budget, and the mean tokens of a row (text, chunk or window)."""
     run = RunOptions(("dense",))
     parts: list[list[Input]] = [[]]
     used = 0
