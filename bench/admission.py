@@ -4,18 +4,19 @@ Every cell is one run of `tests/admission_simulation.py`: the real Admission cla
 seconds for a batch, and clients that repeat a refused request after its Retry-After at any gateway. The figures do not
 depend on the processor. Columns:
 
-* false: share of all requests that were refused needlessly, at once or later: their answers, after all work ahead of
-  them and earlier repeats of refused requests, would have come a tenth of the budget and one batch before the deadline
-  or earlier;
+* refused, later: share of all requests that were refused at once, and after they had been accepted;
+* false: share of all requests that were refused needlessly, at once or later. Their answers, after all work ahead of
+  them and all repeats that were promised an earlier turn, would have come before the deadline. The margin before the
+  deadline is a tenth of the budget and one batch;
 * late: share of accepted requests that were not answered within the budget. The onset lasts twice the budget or ten
-  batches from the start, from a stall, or from a slow-down;
-* struck: share of all requests whose outcome a gateway could not predict, which are neither in `late` nor in `false`:
-  accepted at most one usual batch after the begin of a stall or slow-down, and late; or refused in a stall that ended
-  in time, after the device had stood still for the whole budget;
+  batches from the start, from a stall, or from a slow-down; `steady` is the rest of the time;
+* struck: share of all requests whose outcome a gateway could not predict. `late` and `false` omit them. Some were
+  accepted at most one usual batch after the begin of a stall or slow-down, and were late. The others were refused after
+  the device had stood still for their whole budget, but the stall ended early enough for an answer in time;
 * served: share of the repeated requests that was accepted and answered in time;
-* told before: the same share of repeated requests, not in `served`, that a stall or slow-down affected, and whose
-  Retry-After the gateway sent before it could detect this event (one usual batch after a stall began, two slow batches
-  after the device became slow);
+* told before: share, accepted and answered in time, of the repeated requests that `served` omits. A stall or slow-down
+  affected them, and the gateway sent their Retry-After before it could detect this event (one usual batch after a stall
+  began, two slow batches after the device became slow);
 * goodput: answers in time after the onset, as a share of the capacity, while requests come at ten times the capacity.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a
@@ -200,12 +201,12 @@ def main() -> None:
     chosen += f" --every {options.every}" if options.every > 1 else ""
     say(f"`python bench/admission.py{chosen}`, virtual time; run on {machine()}.")
     say(
-        f"a {_ms(matrix.batch_s)} ms for each batch, b {_us(matrix.token_s)} us for each token, {matrix.clients} "
+        f"`a`: {_ms(matrix.batch_s)} ms for a batch, `b`: {_us(matrix.token_s)} us for a token, {matrix.clients} "
         "clients, budgets of"
     )
     say(
-        f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten"
-        " times the capacity"
+        f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}. At ten"
+        " times the capacity (10x):"
     )
     say(f"{matrix.workers} workers, 1 and 2 gateways. The docstring of the script explains the columns.\n")
     measures = (
@@ -226,7 +227,7 @@ def _say_impossible(say: Lines, cases: list[Case]) -> None:
     )
     say(
         f"\nThe rows leave out {len(cases)} cells, because two batches of one request take longer than their budget. "
-        f"Their budgets, with a and b: {listing}.\n"
+        f"Their budgets, with `a` and `b`: {listing}.\n"
     )
 
 

@@ -50,7 +50,7 @@ def texts_of(alone: Alone, tokens: int, count: int, seed: int = 5) -> list[str]:
 
 
 def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], float]:
-    """Return batches of these inputs within the token budget, and the mean number of tokens of a row."""
+    """Return batches of these inputs within the token budget, and the mean tokens of a row (text, chunk or window)."""
     run = RunOptions(("dense",))
     parts: list[list[Input]] = [[]]
     used = 0
@@ -104,7 +104,7 @@ def measure(alone: Alone, cluster: Cluster, options: argparse.Namespace, say: Re
     say(
         f"# Chunks\n\n`python bench/chunks.py`, {machine()}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, MiniLM-L6 in {alone.precision}, load average {load} at the start; texts of {room} "
-        f"tokens, chunks of at most {options.chunk}, {options.rounds} rounds; goal: {GOAL} of texts.\n"
+        f"tokens, chunks of at most {options.chunk}, {options.rounds} rounds; goal: {GOAL} of the rate of texts.\n"
     )
     kinds = {
         "texts": (texts, None, 10),
@@ -127,7 +127,7 @@ def measure(alone: Alone, cluster: Cluster, options: argparse.Namespace, say: Re
         return own, cluster.rate(bodies, CLIENTS, options.seconds, size) * item_tokens
 
     rates = in_turn(options.rounds, {kind: functools.partial(rate, kind) for kind in kinds})
-    say("| tokens/s | engine | of texts | `sie serve` | of texts |\n|---|--:|--:|--:|--:|")
+    say("| tokens/s | engine | relative to texts | `sie serve` | relative to texts |\n|---|--:|--:|--:|--:|")
     for kind, own in rates.items():
         cells = []
         for place in range(2):

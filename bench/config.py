@@ -123,12 +123,12 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     say()
     resolved = ", ".join(f"{how} {took_us:.1f}" for how, took_us in large_catalogue.resolving(catalogue).items())
     say(
-        f"Resolution, us of processor time: {resolved}; an unknown name, with suggestions: "
+        f"Processor time to resolve a name, us: {resolved}; an unknown name, with suggestions: "
         f"{large_catalogue.unknown_us(catalogue):.0f}."
     )
     say()
     applied_ms = large_catalogue.applying_us(catalogue) / 1000
-    say(f"From the bytes of a delta to the first resolution with it: {applied_ms:.2f} ms of processor time.")
+    say(f"Processor time to apply a delta (change of one model) and resolve its name: {applied_ms:.2f} ms.")
     say(
         f"A write is answered after {statistics.median(answered):.1f} ms (at most {max(answered):.1f}); "
         f"{statistics.median(delays_ms):.1f} ms later (at most {max(delays_ms):.1f}) the gateway serves the change."
@@ -155,7 +155,7 @@ def main() -> None:
         with Stack(Path(folder), plan) as stack:
             measure(stack, options, say)
     say()
-    say("Goals: gateway start <= 5 s, resolution <= 50 us, memory <= 200 MB, a delta applied <= 50 ms, idle < 1 %.")
+    say("Goals: gateway start <= 5 s, resolution <= 50 us, memory <= 200 MB, a delta <= 50 ms, idle < 1 % of a core.")
     say.save(options.out)
 
 

@@ -73,7 +73,10 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=1_000)
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds of each view with and without the console, for medians"
+        "--rounds",
+        type=int,
+        default=5,
+        help="rounds of each view, with and without the view open; medians",
     )
     parser.add_argument("--clients", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -88,7 +91,7 @@ def main() -> None:
         folder = Path(stacked.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         devtools = stacked.enter_context(browser.browsing(folder))
         time.sleep(fleet.SETTLE_S)
-        say("| view | ms to the first view | gateway, of a core | kB a minute | longest frame, ms | longest task, ms |")
+        say("| view | ms until shown | gateway, share of a core | kB a minute | longest frame, ms | longest task, ms |")
         say("|---" * 6 + "|")
         target = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
         page = Counting(stacked.enter_context(connect(target["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20)))

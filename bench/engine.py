@@ -426,9 +426,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--corpus", default="", help="folder of JSON files whose key `text` has a text")
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument(
-        "--padding", action="store_true", help="only compare the padding of a model that cannot run packed"
-    )
+    parser.add_argument("--padding", action="store_true", help="only compare MPNet with and without sorted batches")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

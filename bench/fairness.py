@@ -132,12 +132,12 @@ class Bench:
         )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
-        await asyncio.sleep(3)  # the rate counts after the first bulk answers
+        await asyncio.sleep(3)  # until the first bulk answers have come; the rate is measured after them
         solo = await self.rate(bulk, seconds)
         batch_ms = percentile([_inference_ms(answer) for answer in bulk.answers if answer.status == 200], 0.99)
         bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
         self.say(f"Bulk alone: {solo:.0f} texts/s, a batch takes {batch_ms:.0f} ms. Bound: {bound_ms:.0f} ms.\n")
-        self.say("| | found | goal | |\n|---|---|---|---|")
+        self.say("| | measured | goal | |\n|---|---|---|---|")
 
         answers = await self.samples(self._queries(), options.samples, options.pause_ms / 1000, options.limit)
         self.judge_p99("interactive beside 30 bulk clients", answers, bound_ms)
@@ -150,14 +150,14 @@ class Bench:
         crowd = self.clients(self._queries(), self.load.saturating)
         await asyncio.sleep(2)
         share = await self.rate(bulk, seconds) / solo
-        self.judge("bulk with interactive saturated", f"{share:.0%} of alone", ">= 20 %", share >= 0.2)
+        self.judge("bulk beside saturating interactive", f"{share:.0%} of alone", ">= 20 %", share >= 0.2)
         failed = [answer for answer in [*await crowd.stop(), *await bulk.stop()] if answer.status != 200]
         self.judge("all answered", statuses(failed) or "yes", "yes", not failed)
         await self.keys(unloaded_ms, bound_ms)
         await self.small(unloaded_ms)
 
     async def small(self, unloaded_ms: float) -> None:
-        """Measure the p99 of the second key while many clients of the first key send one text each."""
+        """Measure the p99 latency of the second API key while many clients of the first key send one text at a time."""
         options = self.options
         crowd = self.clients(self._queries(key=KEYS[0]), SMALL_CLIENTS)
         await asyncio.sleep(3)
@@ -174,13 +174,15 @@ class Bench:
         )
 
     async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
-        """Measure the p99 of the second key beside a backlog of the first key, then close the backlog's connections."""
+        """Measure the p99 latency of the second API key while the first key has a backlog. Then close the backlog's
+        connections.
+        """
         options = self.options
         texts = [f"{QUERY} {number}" for number in range(REQUEST_TEXTS)]
         message = self._request(texts, key=KEYS[0], budget_ms=600_000)
         connections = [await connect(self.host, self.port) for _ in range(-(-options.backlog // REQUEST_TEXTS))]
         backlog = [asyncio.create_task(connection.send(message)) for connection in connections]
-        await asyncio.sleep(3)  # the backlog must be in the queue
+        await asyncio.sleep(3)  # until the backlog is in the queue
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
         left = sum(not task.done() for task in backlog)
@@ -192,14 +194,14 @@ class Bench:
         await asyncio.gather(*backlog, return_exceptions=True)  # the requests fail, as their connections are closed
 
     def judge_p99(self, label: str, answers: Sequence[Answer], bound_ms: float) -> None:
-        """Judge a p99. An answer other than 200 counts as infinitely slow."""
+        """Report whether the p99 latency is within the bound. An answer other than 200 counts as infinitely slow."""
         failed = [answer for answer in answers if answer.status != 200]
         p99_ms = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
         enough = len(answers) >= self.options.samples
         tail = f", {statuses(failed)}" if failed else ""
         self.judge(
             label,
-            f"p99 {p99_ms:.0f} ms of {len(answers)}{tail}",
+            f"p99 {p99_ms:.0f} ms of {len(answers)} requests{tail}",
             f"<= {bound_ms:.0f} ms",
             enough and p99_ms <= bound_ms,
         )

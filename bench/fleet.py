@@ -1,7 +1,7 @@
 """Processor time of the gateway for a request, in a cluster of many models and many workers.
 
 The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats, one
-every 5 s for each worker, simulate all other workers of its pool and bundle; they share the other models of the
+every 5 s for each worker, simulate all other workers of the same pool and bundle, which share the other models of the
 catalogue. 16 clients send requests with one short text to the only model of the real worker. The gateway's processor
 time without requests (heartbeats, placement) is measured separately, as a part of a core, and subtracted. Cases take
 turns, so that other load of the machine affects all of them.
@@ -180,7 +180,7 @@ def main() -> None:
                 f"| {case.name} | {cost:.0f} | {cost / costs[0] - 1:+.1%} | {np.median(case.rates):.0f} | "
                 f"{case.idle[0]:.1%} |"
             )
-    say(f"\nThe dearest row relative to the cheapest: {max(costs) / min(costs) - 1:+.1%} (goal: within 10 %).")
+    say(f"\nHighest cost relative to the lowest: {max(costs) / min(costs) - 1:+.1%} (goal: within 10 %).")
     say.save(options.out)
 
 

@@ -187,7 +187,7 @@ class Served:
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=3, seconds=8.0, out="images.md")
-    parser.add_argument("--size", default="1280x960", help="size of the photographs, WIDTHxHEIGHT")
+    parser.add_argument("--size", default="1280x960", help="of the photographs, WIDTHxHEIGHT")
     parser.add_argument("--images", type=int, default=64, help="number of different photographs")
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()

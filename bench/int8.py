@@ -15,8 +15,8 @@ speed-up is relative to the fastest row in bfloat16 of the same load.
                       quantised by OpenVINO at run time
     nncf 8/8          weights per output channel, activations with static ranges of the training sentences of STS-B;
                       `alpha`: SmoothQuant; `ends`: without the first and the last layer; `sensitive`: without the
-                      products whose quantisation changes the vectors most, each alone; `sensitive per group`: these
-                      with activations in groups, as in `a8 per group`
+                      layers whose quantisation, one layer at a time, changes the vectors most; `sensitive per
+                      group`: these layers with activations in groups, as in `a8 per group`
     onnxruntime       dynamic per tensor or per channel of the weight, static, and `blocks`: MatMulNBits, weights and
                       activations in blocks of 128
     torch             the packed path with other linear layers: `per tensor`: torch's dynamic linear layer; `per token`:
@@ -78,7 +78,9 @@ class MeasuredModel:
 
     @functools.cached_property
     def sensitive(self) -> list[str]:
-        """Return the names of the LEFT_ALONE linear layers that, each quantised alone, change the vectors most."""
+        """Return the names of the LEFT_ALONE linear layers whose quantisation, one layer at a time, changes the vectors
+        most.
+        """
         model = self.build("eager")
         sample = calibration()[: CALIBRATION // 4]
         arrays = [torch.from_numpy(array) for array in filled(sample)]
@@ -249,7 +251,9 @@ def graph_of(source: MeasuredModel) -> Path:
 
 
 def openvino_of(name: str = "", change: Any = None, precision: str = "bf16", **options: Any) -> Recipe:
-    """Return a recipe that runs the OpenVINO graph after `change(graph, source)`. `name`: file of the changed graph."""
+    """Return a recipe that runs the OpenVINO graph. If there is a `change`, the recipe runs the graph that
+    `change(graph, source)` returns, stored in the file `name`.
+    """
 
     def embed_of(source: MeasuredModel) -> Embed:
         import openvino
@@ -318,7 +322,9 @@ def mixed(graph: Any, source: MeasuredModel) -> Any:
 
 
 def onnxruntime_of(name: str, change: Callable[[Path, Path], None]) -> Recipe:
-    """Return a recipe that runs the exported ONNX model after `change(from, to)`. `name`: name of the changed file."""
+    """Return a recipe that runs the exported ONNX model after a change. `change(from, to)` reads the exported file, and
+    writes the changed file with the name `name`.
+    """
 
     def embed_of(source: MeasuredModel) -> Embed:
         import onnxruntime
@@ -539,7 +545,8 @@ def main() -> None:
         if loss[name][0] >= LEAST_COSINE and loss[name][2] < MOST_LOSS and rates[name, load] >= LEAST_GAIN * base[load]
     ]
     say(
-        f"\nWith a cosine of at least {LEAST_COSINE}, a loss below {MOST_LOSS} and {LEAST_GAIN} times bfloat16: ",
+        f"\nRecipes with a cosine of at least {LEAST_COSINE}, a loss below {MOST_LOSS} and {LEAST_GAIN} times the rate "
+        "in bfloat16: ",
     )
     say(f"{', '.join(reached) or 'none'}.\n")
     say("| linear layers alone, tokens | bfloat16, ms | 8 bits, ms | 8 bits with quantising per token, ms |")

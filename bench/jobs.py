@@ -41,7 +41,7 @@ GOALS = (
     "goals: the rate of a job is at least 0.95 of the engine alone, 1.3 of 8 clients x 32 texts, and 0.80 of its own "
     "rate while requests come"
 )
-EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
+EMBED_GOALS = "goals: embed reaches 0.95 of the rate of a job, and takes no more memory for five times the texts"
 # Script of a client process. It prints texts a second, and the peak memory in bytes, less the memory before the call
 # and the returned array.
 EMBED = """
@@ -121,7 +121,7 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=3, seconds=6.0)
     parser.add_argument("--texts", type=int, default=4000)
     parser.add_argument("--embed-texts", type=int, default=100_000)
-    parser.add_argument("--embed-only", action="store_true", help="measure only `client.embed`, on MiniLM-L6")
+    parser.add_argument("--embed-only", action="store_true", help="only measure `client.embed` on MiniLM-L6")
     options = parser.parse_args()
     say = Report()
     if options.embed_only:
@@ -164,13 +164,14 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
             asking.join(60)
             latencies.extend(asking.latencies_ms)
     medians = {name: statistics.median(samples) for name, samples in rates.items()}
-    say("| way | texts/s | of the engine |")
+    say("| way | texts/s | relative to the engine |")
     say("|---|--:|--:|")
     for name, rate in medians.items():
         say(f"| {name} | {rate:.0f} | {rate / medians['engine']:.2f} |")
-    say(f"\nJob to 8 x 32: {medians['job'] / medians['clients']:.2f}. ")
+    say(f"\nRate of a job / rate of 8 clients with 32 texts a request: {medians['job'] / medians['clients']:.2f}. ")
     say(
-        f"The job beside one request a second to the job alone: {medians['job beside requests'] / medians['job']:.2f}. "
+        "Rate of a job beside one request a second / rate of a job alone: "
+        f"{medians['job beside requests'] / medians['job']:.2f}. "
     )
     tokens = sum(len(batch.ids) // 4 for batch in batches) / len(texts)
     batch_ms = 1000 * alone.budget / (medians["job"] * tokens / len(alone.engine.device_threads))
@@ -212,11 +213,11 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
     )
     say(f"{os.getloadavg()[1]:.1f}.")
     for count, peaks in memory.items():
-        say(f"Memory beside the array for {count:,} texts: {statistics.median(peaks):.0f} MB. ")
+        say(f"Memory without the returned array, for {count:,} texts: {statistics.median(peaks):.0f} MB. ")
 
 
 def measure_steady(options: argparse.Namespace, say: Report) -> None:
-    """Measure `client.embed` and a job on a simulated device. Other load of this machine does not change its speed."""
+    """Measure `client.embed` and a job on a simulated device. Other load of this machine does not slow the device."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "stack").mkdir()
         environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}

@@ -42,7 +42,7 @@ def of_width() -> dict[str, Callable[[], Any]]:
     return {
         "BERT, 384": bert(384),
         "BERT, 768": bert(768),
-        "ModernBERT, 768, a third of the layers full": lambda: ModernBertModel(ModernBertConfig(**modern, **small)),
+        "ModernBERT, 768, a third with full attention": lambda: ModernBertModel(ModernBertConfig(**modern, **small)),
         "Qwen3, 1024": lambda: Qwen3Model(Qwen3Config(**qwen, head_dim=128, **small)),
     }
 

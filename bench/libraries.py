@@ -69,7 +69,7 @@ KINDS = {"gliner": gliner, "gliclass": gliclass}
 
 
 def library_rate(library: Library, texts: Iterator[str], size: int, seconds: float) -> float:
-    """Return texts a second in calls of `size` texts."""
+    """Return the library's texts a second, if each call has `size` texts."""
     began_s, count = time.perf_counter(), 0
     while (spent_s := time.perf_counter() - began_s) < seconds:
         library(list(itertools.islice(texts, size)))
@@ -131,8 +131,8 @@ def main() -> None:
     )
     say()
     say(
-        "| model | library, one text a call | SIE, 1 client | library, 64 texts a call | SIE, 64 clients | alone "
-        "| at 64 |"
+        "| model | library, one text a call | SIE, 1 client | library, 64 texts a call | SIE, 64 clients "
+        "| SIE / library, 1 client | SIE / best of the library, 64 clients |"
     )
     say("|---|---|---|---|---|---|---|")
     for kind in [options.only] if options.only else KINDS:

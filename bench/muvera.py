@@ -4,6 +4,7 @@ with numpy code that runs the steps item by item.
     python bench/muvera.py [--rounds 9] [--block-mib 2]
 
 Items have 128 tokens of width 128, batches 32 items. Both forms run on one thread, cache their matrices and alternate.
+Column `one item`: the product's code with one item in each call.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).normal(size=(ITEMS, TOKENS, DIM)).astype(np.float32)
     tokens /= np.linalg.norm(tokens, axis=2, keepdims=True)
     rows = list(torch.from_numpy(tokens))
-    print(f"{'case':26} {'naive':>9} {'batched':>9} {'ratio':>7}   one alone   worst difference")
+    print(f"{'case':26} {'naive':>9} {'batched':>9} {'ratio':>7}   one item    worst difference")
     for name, (parameters, is_query) in CASES.items():
 
         def naive(parameters: Muvera = parameters, is_query: bool = is_query) -> np.ndarray:

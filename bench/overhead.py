@@ -140,7 +140,7 @@ class Cluster:
         argv += ["--preload", model, *extra]
         environ = {**os.environ, **(environ or {})}
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT, env=environ)
-        end_s = time.monotonic() + 180  # a start takes longer on a busy machine
+        end_s = time.monotonic() + 180  # much longer than a usual start, for a busy machine
         while not self._ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
                 raise RuntimeError(Path(self._folder.name, "log").read_text()[-3000:])
@@ -270,7 +270,7 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
         )
     say("\nCauses of the difference at 64 x 1:\n")
     say(
-        "| texts | texts a batch | engine alone, such batches | cluster | ratio | ms of CPU for a text "
+        "| texts | texts a batch | engine alone, batches of this size | cluster | ratio | ms of CPU for a text "
         "|\n|---|---|---|---|---|---|"
     )
     for kind in TARGETS:
@@ -278,8 +278,8 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
 
 
 def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Namespace) -> str:
-    """Return a table row: texts of a batch in the cluster, the engine's rate with such batches, the cluster's rate,
-    their ratio, and the processor time of each process for a text.
+    """Return a table row: texts of a batch in the cluster, the engine's rate with batches of this size, the cluster's
+    rate, the ratio of the two rates, and the processor time of each process for a text.
     """
     texts = texts_of(kind, 1024 if kind == "mix" else 8192)
     single_requests = cluster.requests(texts, 1)

@@ -13,9 +13,9 @@ Each cell (`Case`) is a corner of the matrix that `bench/admission.py` runs in v
 A client whose request is refused repeats it after the Retry-After. Columns:
 
 * false: share of all requests that were refused although an answer was expected in time, with a margin of a full batch
-  and a tenth of the budget. The expectation counts the requests admitted before (by the times of their answers) and the
-  refused clients that had yet to come again (at the highest measured rate of this device; slow: the rate after the
-  slow-down);
+  and a tenth of the budget. The expected time includes the requests that were admitted before, by the times of their
+  answers. It also includes the refused clients whose Retry-After had not passed, at the highest measured rate of this
+  device (after a slow-down: the rate after it);
 * late: share of the admitted requests that were not answered within the budget. Onset: until ten full batches and twice
   the budget have passed, at most half of the cell, and from a stall or slow-down on; steady: the rest;
 * served: share of the repeated requests that was admitted and answered in time;
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def capacity(self) -> float:
-        """Capacity in requests a second."""
+        """Requests a second that the device computes in full batches."""
         return REQUESTS / self.full_s
 
 
@@ -122,7 +122,7 @@ class Found:
     ended_s: float = 0.0
     onsets: list[tuple[float, float]] = field(default_factory=list)
     log_lines: int = 0
-    rate: float = 0.0  # highest measured answers a second, for `false`
+    rate: float = 0.0  # highest measured number of answers a second, which `false` uses
 
     @property
     def refused(self) -> list[Try]:
@@ -307,18 +307,14 @@ def cell(case: Case, code: Path | None) -> Found:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with the processes of this checkout")
-    parser.add_argument(
-        "--only",
-        default="",
-        help="run only cells with this text in `START CLIENTS BUDGET A GATEWAYS`, the values of a cell",
-    )
+    parser.add_argument("--only", default="", help="run the cells with this in `start clients budget a gateways`")
     options = parser.parse_args()
     say, began_s = Report(), time.perf_counter()
     say("# Overload, stalls and slow machines at real processes\n")
     say(f"`python bench/overload.py{' --before CHECKOUT' if options.before else ''}`, {machine()}, cores,")
     say(
-        f"load average before {os.getloadavg()[0]:.1f}. A device takes a for a batch of at most {REQUESTS} requests and"
-        " b for a token."
+        f"load average before {os.getloadavg()[0]:.1f}. A device takes the time `a` for a batch of at most {REQUESTS} "
+        "requests and `b` for each token."
     )
     say(f"A request has {TOKENS} tokens. The docstring of the script explains the columns.\n")
     say(
@@ -348,7 +344,7 @@ def main() -> None:
     say("|---|---|---|---|---|---|")
     for name, those in all_found.items():
         say(f"| {name} | {_sum(those)}")
-    say(f"\nAll of it took {time.perf_counter() - began_s:.0f} s; load average after it {os.getloadavg()[0]:.1f}.")
+    say(f"\nThe run took {time.perf_counter() - began_s:.0f} s; load average at its end {os.getloadavg()[0]:.1f}.")
     say.save(options.out)
 
 

@@ -247,7 +247,7 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
 
 
 class Interval:
-    """Measurement of answers and processor time. It starts with the construction of the object."""
+    """Measurement of answers and processor time, from the construction of the object until `end`."""
 
     def __init__(self, cluster: Cluster, **clients: Clients) -> None:
         self._cluster, self._clients = cluster, clients
@@ -325,7 +325,7 @@ class Beside:
         failures(await reading.stop())
 
     async def _measure(self, name: str, reading: Clients, texts: Clients | None) -> None:
-        """Wait until ROWS pages have ended, because they began under the previous load. Then measure an interval."""
+        """Wait until ROWS pages that may have begun under another load have ended. Then measure an interval."""
         began = len(reading.answers)
         for _ in range(40):
             await asyncio.sleep(self._seconds / 20)
@@ -370,7 +370,7 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
             bound_ms = 2 * p99_ms + step_ms
             say(f"{row} | |")
     say("\n## Pages beside texts\n")
-    say("| beside | pages/s | of alone | goal | | texts/s |\n|---|---|---|---|---|---|")
+    say("| beside | pages/s | relative to no text | goal | | texts/s |\n|---|---|---|---|---|---|")
     for name, rates in result.pages.items():
         shares = [rate / own for rate, own in zip(rates, result.pages["no text"], strict=True)]
         share = statistics.median(shares)
@@ -389,12 +389,9 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=3, seconds=4.0, out="readers.md")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens that the reader writes for a page")
+    parser.add_argument("--tokens", type=int, default=48, help="written for each page")
     parser.add_argument(
-        "--part",
-        choices=("both", "pages", "texts"),
-        default="both",
-        help="pages: only measurement 1. texts: only 2 to 4",
+        "--part", choices=("both", "pages", "texts"), default="both", help="pages: only 1; texts: only 2 to 4"
     )
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
 """Cost of the queue: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
 1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process.
-2. The same with 1, 20 and 200 models that have had requests. Requests to one model must not cost more with more models;
-   requests to the models in turn do, since only requests of one model share a batch.
+2. The same with 1, 20 and 200 models that have had requests. If all requests go to one model, their cost must not grow
+   with the number of models. If they go to all models in turn, the cost grows, since only requests of one model share a
+   batch.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
 Rates depend on other load of the machine; processor time per request hardly does. The load generator is `wrk`, whose
@@ -83,8 +84,8 @@ def measured(
     seconds: float,
     headers: Mapping[str, str] = wrk.NO_HEADERS,
 ) -> Sample:
-    """Send the requests, (path, JSON body), in turn. Return the measurement. Raise RuntimeError if a reply is not 200
-    or missing.
+    """Send the requests, (path, JSON body), in turn. Return the measurement. Raise RuntimeError if a reply is missing
+    or does not have the status 200.
     """
     before = stack.cpu_s()
     load = wrk.closed_loop(
@@ -137,8 +138,8 @@ def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     cost = ", ".join(f"{role} {first.cpu_us[role]:.0f} us (goal {goal})" for role, goal in GOALS_US.items())
     say(f"\nAt {options.models[0]} model: {first.load.rate:.0f} requests/s (goal {GOAL_RATE}), {cost}.")
     say(
-        f"Processor time of a request to one of {min(measurements)} to {max(measurements)} models: "
-        f"within {spread:.0%} (goal: 10 %).\n"
+        f"With {min(measurements)} to {max(measurements)} models, the processor time of a request to one model varies "
+        f"by {spread:.0%} (goal: at most 10 %).\n"
     )
 
 
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--models", type=lambda text: [int(part) for part in text.split(",")], default=[1, 20, 200])
     parser.add_argument("--lanes", type=int, default=2)
-    parser.add_argument("--long", action="store_true", help="also measure the memory over --requests requests")
+    parser.add_argument("--long", action="store_true", help="also measure the memory during --requests requests")
     parser.add_argument("--requests", type=int, default=100_000)
     options = parser.parse_args()
     say = Report()

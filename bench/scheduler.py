@@ -16,7 +16,9 @@ DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 
 
 def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float, float]:
-    """Return the microseconds for a job, and for a batch. `depth`: number of waiting jobs, which stays constant."""
+    """Return the microseconds to add a job and form its batch: per job, and per batch. `depth`: number of waiting jobs,
+    which stays constant.
+    """
     chance = random.Random(1)
     keys = [BatchKey(f"m{number}", "1", "encode", "", "") for number in range(models)]
     limits = BatchLimits(16384, requests, wait_s=0.0)

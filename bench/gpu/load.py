@@ -89,7 +89,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Write all rows, the smallest model first."""
+    """Measure the models, the smallest first, and write a row for each."""
     table = kit.Table("load", "Loading of models", COLUMNS)
     shared = Path("/dev/shm")
     stages = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda") for _ in range(2)]

@@ -86,7 +86,7 @@ def main() -> None:
         other_process(table)
         unload(table, folder)
         eviction(table, folder)
-    if REHEARSAL:  # these tests need a GPU
+    if REHEARSAL:  # test_memory.py needs a GPU
         return
     for test, outcome, seconds, _ in suites.outcomes("memory", ["tests/gpu/test_memory.py"]):
         table.row(test.rpartition("::")[2], "", "", "", kit.check(outcome != "failed", f"{outcome} in {seconds:.1f} s"))

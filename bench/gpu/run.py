@@ -1,6 +1,6 @@
 """Check and measure this tree on the GPU of this machine, offline, with the Python that runs this script (`make gpu`).
 
-    missing packages ──► parts, one after the other, each in a process of its own ──► FOLDER/PART.md, FOLDER/PART.log
+    print missing packages ──► run the parts in turn, each in its own process ──► FOLDER/PART.md, FOLDER/PART.log
 
     python3 bench/gpu/run.py [--parts tests,parity] [--results FOLDER] [--limit 480,load=60] [--within S] [--rehearse]
 
@@ -80,7 +80,7 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
         if not cost:
             continue
         is_partly = module in _PARTLY
-        print(f"missing: {module}: {'the tests of it fail in' if is_partly else 'not run:'} {', '.join(cost)}")
+        print(f"missing: {module}: {'tests that import it fail in' if is_partly else 'not run:'} {', '.join(cost)}")
         if not is_partly:
             stopped |= dict.fromkeys(cost, module)
     for module, cost in USES.items():

@@ -60,7 +60,7 @@ def lines(name: str) -> Iterator[tuple[str, str, float, str]]:
 
 
 def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float, str]]:
-    """Run tests to their end and return their lines. Raise CheckFailed if pytest could not run the tests."""
+    """Run tests to their end and return what `lines` yields. Raise CheckFailed if pytest could not run the tests."""
     status = start(name, arguments).wait()
     if status not in (0, 1):
         raise kit.CheckFailed(f"pytest could not run the tests of {name}: exit status {status}")
@@ -68,8 +68,8 @@ def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float,
 
 
 def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool) -> bool:
-    """Write a table of outcomes by test file, and a table of failed tests. `names`: runs to read. Return True if tests
-    ended and none failed.
+    """Write a table of outcomes by test file, and a table of failed tests. `names`: the pytest runs whose outcomes are
+    read. `taken_s`: seconds of these runs. Return True if tests ended and none failed.
     """
     ended = [line for run in names for line in lines(run)]
     table = kit.Table(
@@ -122,7 +122,7 @@ def cells(*, is_shown: bool) -> None:
 
 
 def tests() -> None:
-    """Run tests/gpu except test_memory.py. The part `memory` runs this file, with no other test at the same time."""
+    """Run tests/gpu without test_memory.py, which the part `memory` runs with no other test at the same time."""
     paths = ["tests/gpu", "--ignore=tests/gpu/test_memory.py"]
     if REHEARSAL:
         paths = ["tests/gpu/test_kernels.py", "-k", "mates"]

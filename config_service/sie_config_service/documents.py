@@ -27,7 +27,7 @@ from sie_contracts.schema_faults import described
 T = TypeVar("T")
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_GOT = re.compile(r", got (a string|a whole number|a number)$")
+_GOT = re.compile(r", got (a string|a whole number|a number)$")  # end of an error text about a wrong type
 MAX_SHOWN = 60  # maximum number of characters of an invalid value in an error text
 _ANY_KEY = "[...]"  # msgspec writes this text in the path of a fault in place of a map's key
 
@@ -115,9 +115,9 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Return the path of a fault with the names of all keys. `message`: the path, with `[...]` for each key of a map.
-    `parse` reads the keys of a map in order and stops at a fault. So a bisection searches the smallest n for which the
-    first n keys have the fault: key number n is the faulty key, and replaces `[...]`.
+    """Return the path of a fault with the names of all keys. `message`: the path, with `[...]` in place of each key
+    of a map. `parse` reads the keys of a map in order and stops at the first fault. So a bisection finds the
+    smallest n for which the first n keys have the fault. The name of key number n replaces `[...]`.
     """
     loc = message
 

@@ -5,11 +5,11 @@ replicas may run. If two replicas write the same key, compare-and-set lets one w
                      an operator ──── write ──►   └──► for each write of a model, one delta to each bundle concerned
 
     model.<id>             the present model: compare-and-set uses its revision
-    bundle.<id>            a bundle of the folders; readers of the catalogue notice a change by the epoch
-    history.<id>.<number>  the model's last REVISIONS_KEPT revisions. A batch writes the model and its history record;
+    bundle.<id>            a bundle of the folders. A change has no delta: readers notice it by the epoch
+    history.<id>.<number>  the model's last REVISIONS_KEPT revisions. One batch writes the model and its history record;
                            the newest record replaces the oldest
     replies.<number>       replies to writes that had an Idempotency-Key. A hash of the key gives the number. If the
-                           write changes a model, the batch of the model has the reply too
+                           write changes a model, one batch writes the model and the reply
     aliases                the targets of each alias; an alias itself is stored like a model
 
 To seed is to write the models of the folders to the bucket. Seeding never changes a model that was written or removed
@@ -111,7 +111,9 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply. It drops replies above REPLIES_PER_SLOT or older than REPLY_KEPT_S."""
+        """Return the write that adds a reply to the slot. The slot keeps the newest REPLIES_PER_SLOT replies, without
+        those older than REPLY_KEPT_S.
+        """
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
         ]

@@ -46,7 +46,7 @@ from sie_contracts.models.trust import Trust
 # further id is refused
 MAX_IDS = 50_000
 MAX_ENTRY_BYTES = 256 << 10  # largest size of an entry in bytes; small, as the bucket keeps up to 100 revisions of each
-WRITE_S = 10.0  # seconds after which a write is ended, including its wait for earlier writes of this replica
+WRITE_S = 10.0  # seconds after which an unfinished write fails, including its wait for earlier writes of this replica
 # operations that can create a model or write a removed one; their If-Match is checked even if the model does not exist
 _FROM_NOTHING = ("create", "rollback", RESTORE)
 _logger = logging.getLogger("sie.config")
@@ -158,7 +158,7 @@ class CatalogueWriter:
                 }
             _logger.info("%s of %s: revision %d", request.operation, request.model, held.revision + 1)
         else:
-            await store.copy_held(held)  # the write of `held` may have ended before it reached the copy
+            await store.copy_held(held)  # the earlier write of `held` may have failed to reach the copy
             if reply is not None:
                 await store.remember(reply)
         return WriteReply(body, created)
@@ -173,7 +173,7 @@ class CatalogueWriter:
             raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
         ids = (await self._store.snapshot()).held
         if model not in ids and len(ids) >= MAX_IDS:
-            message = f"the catalogue has {len(ids)} ids, the limit is {MAX_IDS}: use an id that existed before"
+            message = f"the catalogue has {len(ids)} ids, the limit is {MAX_IDS}: use the id of a removed model"
             raise ContentConflict(message, param="id", extras={"limit": MAX_IDS})
 
     def _body(
