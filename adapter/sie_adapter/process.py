@@ -85,6 +85,7 @@ def _import() -> None:
     devices: forked processes could not use CUDA after a CUDA call in the parent.
     """
     _name_temporary_folder()
+    _import_losses()
     import transformers
 
     import sie_adapter.families.text_encoder
@@ -100,6 +101,20 @@ def _import() -> None:
     # shorter, and child processes still share the memory pages of the objects.
     gc.collect()
     gc.freeze()
+
+
+def _import_losses() -> None:
+    """Import the loss functions of transformers, which only training calls, without scipy. All model classes import
+    them, and they would import scipy, which needs 50 MB in each adapter process, for the loss of object detection.
+    """
+    from transformers import utils
+
+    is_scipy_available = utils.is_scipy_available
+    utils.is_scipy_available = lambda: False
+    try:
+        import transformers.loss.loss_utils  # noqa: F401  only its import matters
+    finally:
+        utils.is_scipy_available = is_scipy_available
 
 
 def _name_temporary_folder() -> None:

@@ -350,6 +350,15 @@ def test_a_process_does_not_import_what_only_few_requests_need(package: str) -> 
     assert python(program).split() == []
 
 
+def test_the_adapter_imports_no_scipy_before_it_clusters_vectors() -> None:
+    """The losses of transformers would import it. After that, transformers reports whether scipy is installed."""
+    program = (
+        "import sys, sie_adapter.process; sie_adapter.process._import(); "
+        "print('scipy' in sys.modules); from transformers.utils import is_scipy_available; print(is_scipy_available())"
+    )
+    assert python(program).split() == ["False", "True"]
+
+
 _IMPORT = re.compile(r"\bfrom (sie_\w+)((?:\.\w+)*) import ((?:\w+(?: as \w+)?(?:, )?)+)")
 
 
