@@ -4,11 +4,11 @@ Every cell is one run of `tests/admission_simulation.py`: the real Admission cla
 seconds for a batch, and clients that repeat a refused request after its Retry-After at any gateway. The figures do not
 depend on the processor. Columns:
 
-* false: share of all requests that were refused needlessly, at once or later: their answers, after all work ahead of
-  them and earlier repeats of refused requests, would have come a tenth of the budget and one batch before the deadline
-  or earlier;
-* late: share of accepted requests that were not answered within the budget. The onset lasts twice the budget or ten
-  batches from the start, from a stall, or from a slow-down;
+* false: share of all requests that were refused needlessly, at once or later. Such a request would have been answered
+  at least a tenth of the budget and one batch before its deadline, after all work ahead of it and earlier repeats of
+  refused requests;
+* late: share of accepted requests that were not answered within the budget, in the onset and after it. The onset lasts
+  twice the budget or ten batches from the start, from a stall, or from a slow-down;
 * struck: share of all requests whose outcome a gateway could not predict, which are neither in `late` nor in `false`:
   accepted at most one usual batch after the begin of a stall or slow-down, and late; or refused in a stall that ended
   in time, after the device had stood still for the whole budget;
@@ -46,7 +46,7 @@ from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")
-MAX_OPEN = 12_000  # largest number of expected requests of a cell of `overload`; larger cells are omitted
+MAX_OPEN = 12_000  # cells of `overload` in which more requests than this number are expected are omitted
 MAX_CLOSED = 2_000
 RULES = {"before": Before, "now": Admission}
 

@@ -216,7 +216,9 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
 
 
 def measure_steady(options: argparse.Namespace, say: Report) -> None:
-    """Measure `client.embed` and a job on a simulated device. Other load of this machine does not change its speed."""
+    """Measure `client.embed` and a job on a simulated device. Other load of this machine does not change the speed of
+    this device.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "stack").mkdir()
         environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}

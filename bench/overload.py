@@ -56,7 +56,7 @@ from stack import Device, Plan, Stack
 MODEL = "toy/one"
 TOKENS = 8  # tokens of a request: one for each of six letters, and two special tokens
 REQUESTS = 12  # number of requests in a full batch
-SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # (seconds of a batch, seconds for a token)
+SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # costs of a device: (seconds for a batch, further seconds for each token)
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
 SPARE = 0.1  # part of the budget that is the margin of a false refusal, see the column `false`
@@ -122,7 +122,7 @@ class Found:
     ended_s: float = 0.0
     onsets: list[tuple[float, float]] = field(default_factory=list)
     log_lines: int = 0
-    rate: float = 0.0  # highest measured answers a second, for `false`
+    rate: float = 0.0  # highest measured number of answers a second; the column `false` is computed with it
 
     @property
     def refused(self) -> list[Try]:

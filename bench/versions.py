@@ -7,8 +7,8 @@
     python bench/versions.py --old ../before/.venv/bin/sie
 
 `--old` names the command `sie` of another checkout after its `make install`, `--new` that of this version. Install the
-same packages for both, without those of the tests: with these, a sidecar took up to a tenth more processor time. The
-script writes bench/results/versions.md.
+same packages for both, but not the packages of the tests, with which a sidecar took up to a tenth more processor time.
+The script writes bench/results/versions.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WARM_UP = 30
 
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
-    """Return version -> milliseconds of one short text; equal indices are a pair. The two versions alternate as the
-    first of a pair.
+    """Return version -> milliseconds of one short text. Values with the same index are a pair: one request to each
+    version, one directly after the other. The version that comes first alternates from pair to pair.
     """
     connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)

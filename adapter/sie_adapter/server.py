@@ -50,8 +50,8 @@ class AdapterServer:
     """Server for requests to `engine` on the socket `listener`. The caller must close `listener`."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain`: called after the reply to an ipc.Drain of a sidecar. `trust`: which code of catalogue entries this
-        process may run, and which files the entries may name.
+        """`drain`: called after the reply to an ipc.Drain of a sidecar. `trust`: decides which catalogue entries may
+        run their own code in this process, and which files an entry may name.
         """
         self._trust = trust
         self._listener = listener

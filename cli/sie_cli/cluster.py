@@ -77,10 +77,10 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: data
-        directory of this `sie serve`. If it is None, look into the default directory, but only if `looks_around`.
-        Raises SettingError if the access file in the directory is invalid, or if `required` and no `sie serve` runs
-        with `named`.
+        """Return the cluster of these settings, with the addresses of a running `sie serve` (see `_with`). `named`:
+        data directory in which `sie serve` wrote its addresses. If `named` is None, the default directory is read, but
+        only if `looks_around`. Raises SettingError if the access file in the directory is invalid, or if `required` and
+        no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
