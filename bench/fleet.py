@@ -1,10 +1,10 @@
 """Processor time of the gateway for a request, in a cluster of many models and many workers.
 
-The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats, one
-every 5 s for each worker, simulate all other workers of its pool and bundle; they share the other models of the
-catalogue. 16 clients send requests with one short text to the only model of the real worker. The gateway's processor
-time without requests (heartbeats, placement) is measured separately, as a part of a core, and subtracted. Cases take
-turns, so that other load of the machine affects all of them.
+The gateway, the broker, the config service and one worker are real; the worker's adapter takes no time. Heartbeats, one
+every 5 s for each worker, simulate all other workers of its pool and bundle. The simulated workers share the other
+models of the catalogue. 16 clients send requests with one short text to the only model of the real worker. The
+gateway's processor time without requests (heartbeats, placement) is measured separately, as a part of a core, and
+subtracted. Cases take turns, so that other load of the machine affects all of them.
 
     python bench/fleet.py [--cases 1x1,10000x1000] [--code CHECKOUT]
 """

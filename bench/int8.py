@@ -71,7 +71,9 @@ Embed = Callable[[Ids], np.ndarray]  # token ids of one batch -> vectors [texts,
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """A model to measure. `build(attention)` returns it in float32. `folder`: of its exported and quantised files."""
+    """A model to measure. `build(attention)` returns the model in float32. `folder`: folder with its exported and
+    quantised files.
+    """
 
     build: Callable[[str], Any]
     folder: Path

@@ -42,8 +42,8 @@ GOALS = (
     "rate while requests come"
 )
 EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
-# Script of a client process. It prints texts a second, and the peak memory in bytes, less the memory before the call
-# and the returned array.
+# Script of a client process. It prints texts a second, and the peak memory of the call in bytes: the peak of the
+# process minus the memory before the call and minus the size of the returned array.
 EMBED = """
 import json, sys, threading, time
 import psutil

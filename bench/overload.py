@@ -13,11 +13,12 @@ Each cell (`Case`) is a corner of the matrix that `bench/admission.py` runs in v
 A client whose request is refused repeats it after the Retry-After. Columns:
 
 * false: share of all requests that were refused although an answer was expected in time, with a margin of a full batch
-  and a tenth of the budget. The expectation counts the requests admitted before (by the times of their answers) and the
-  refused clients that had yet to come again (at the highest measured rate of this device; slow: the rate after the
-  slow-down);
-* late: share of the admitted requests that were not answered within the budget. Onset: until ten full batches and twice
-  the budget have passed, at most half of the cell, and from a stall or slow-down on; steady: the rest;
+  and a tenth of the budget. The expected wait is the sum of three times: until all requests admitted before were
+  answered; for the refused clients that had not yet come again (at the highest measured rate of this device; slow: at
+  the rate after the slow-down); and for a full batch;
+* late: share of the admitted requests that were not answered within the budget. The onset is the begin of the cell
+  (until ten full batches and twice the budget have passed, at most half of the cell) and the time around a stall or
+  after a slow-down; `steady` is all other time;
 * served: share of the repeated requests that was admitted and answered in time;
 * goodput: answers a second in the second half of a cell, as a share of the capacity with full batches;
 * log: lines a second of all processes.
@@ -59,7 +60,7 @@ REQUESTS = 12  # number of requests in a full batch
 SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # costs of a device: (seconds for a batch, further seconds for each token)
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-SPARE = 0.1  # part of the budget that is the margin of a false refusal, see the column `false`
+SPARE = 0.1  # margin of the column `false`, as a part of the budget (see the docstring)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Cost of the queue: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
 1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process.
-2. The same with 1, 20 and 200 models that have had requests. Requests to one model must not cost more with more models;
-   requests to the models in turn do, since only requests of one model share a batch.
+2. The same with 1, 20 and 200 models that have had requests. The cost of requests to one model must not depend on the
+   number of models. Requests to all models in turn cost more, since only requests to the same model share a batch.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
 Rates depend on other load of the machine; processor time per request hardly does. The load generator is `wrk`, whose

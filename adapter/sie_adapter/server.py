@@ -269,7 +269,9 @@ def _is_gone(connection: socket.socket) -> bool:
 
 
 def _is_trusted(connection: socket.socket) -> bool:
-    """Return whether the peer is this user or root. Systems without SO_PEERCRED rely on the mode of the socket file."""
+    """Return whether the peer is a process of this user or of root. Without SO_PEERCRED, the system does not name the
+    peer's user: then return True, because the mode of the socket file already keeps out other users.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -60,7 +60,9 @@ def lines(name: str) -> Iterator[tuple[str, str, float, str]]:
 
 
 def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float, str]]:
-    """Run tests to their end and return their lines. Raise CheckFailed if pytest could not run the tests."""
+    """Run tests to their end and return their outcomes, as `lines` yields them. Raise CheckFailed if pytest could not
+    run the tests.
+    """
     status = start(name, arguments).wait()
     if status not in (0, 1):
         raise kit.CheckFailed(f"pytest could not run the tests of {name}: exit status {status}")
@@ -68,8 +70,8 @@ def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float,
 
 
 def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool) -> bool:
-    """Write a table of outcomes by test file, and a table of failed tests. `names`: runs to read. Return True if tests
-    ended and none failed.
+    """Write a table of outcomes by test file, and a table of failed tests. `names`: the runs of pytest whose outcomes
+    are read. Return True if at least one test has ended and none has failed.
     """
     ended = [line for run in names for line in lines(run)]
     table = kit.Table(

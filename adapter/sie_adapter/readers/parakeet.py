@@ -153,9 +153,9 @@ class ParakeetReader:
         return int(min(start + quiet, len(levels) - 2))
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
-        """Decode the windows of new rows completely. The returned scores select the end token, so that the loop of
-        `reading` makes no step for these rows. If the scores of a window are not finite, the returned scores are NaN,
-        and the loop reports an error for this row only.
+        """Decode the windows of new rows completely. The returned scores select the end token, so that the loop of the
+        module `reading` makes no step for these rows. If the scores of a window are not finite, NaN is returned as its
+        scores: the result of this window is then an InferenceFailed, and the other windows are not affected.
         """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)

@@ -60,8 +60,8 @@ class GenerationPrompt(Protocol):
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model that generates text. Only the loop's thread calls the model, in inference mode. `together`: limit of rows
-    per `begin`.
+    """Model that generates text. Only the loop's thread calls the model, in inference mode. `together`: the largest
+    number of prompts that one call of `begin` gets.
     """
 
     together: int
@@ -109,8 +109,9 @@ class _GenerationRow:
     error: InferenceFailed | None = None
 
     def add(self, token: int) -> bool:
-        """Append a token; for -1, set `error` instead. Return True if the text of this prompt has ended, so that the
-        row must leave its slot. If another prompt follows, the row waits for a new slot (`waits`).
+        """Append a token. The token -1 stands for scores that are not finite: it sets `error`. Return True if the text
+        of the present prompt has ended, so that the row must leave its slot. If the row has a further prompt, `waits`
+        is then True: the row waits for a new slot.
         """
         if token < 0:
             self.error = scores_not_finite()
