@@ -12,10 +12,10 @@ depend on the processor. Columns:
 * struck: share of all requests whose outcome a gateway could not predict, which are neither in `late` nor in `false`:
   accepted at most one usual batch after the begin of a stall or slow-down, and late; or refused in a stall that ended
   in time, after the device had stood still for the whole budget;
-* served: share of the repeated requests that was accepted and answered in time;
-* told before: the same share of repeated requests, not in `served`, that a stall or slow-down affected, and whose
-  Retry-After the gateway sent before it could detect this event (one usual batch after a stall began, two slow batches
-  after the device became slow);
+* served: share of the repeated requests that was accepted and answered in time, without the requests of `told before`;
+* told before: the same share of only those repeated requests that a stall or slow-down affected, and whose Retry-After
+  the gateway sent before it could detect this event (one usual batch after a stall began, two slow batches after the
+  device became slow);
 * goodput: answers in time after the onset, as a share of the capacity, while requests come at ten times the capacity.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a

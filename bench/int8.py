@@ -14,9 +14,9 @@ speed-up is relative to the fastest row in bfloat16 of the same load.
     openvino          the graph of the model by OpenVINO; `w8`: weights compressed by NNCF; `a8 per group`: activations
                       quantised by OpenVINO at run time
     nncf 8/8          weights per output channel, activations with static ranges of the training sentences of STS-B;
-                      `alpha`: SmoothQuant; `ends`: without the first and the last layer; `sensitive`: without the
-                      products whose quantisation changes the vectors most, each alone; `sensitive per group`: these
-                      with activations in groups, as in `a8 per group`
+                      `alpha`: SmoothQuant; `ends`: the first and the last layer are not quantised; `sensitive`: the
+                      layers are not quantised whose quantisation alone changes the vectors most; `sensitive per
+                      group`: of these layers, NNCF quantises the weights, and OpenVINO the activations in groups
     onnxruntime       dynamic per tensor or per channel of the weight, static, and `blocks`: MatMulNBits, weights and
                       activations in blocks of 128
     torch             the packed path with other linear layers: `per tensor`: torch's dynamic linear layer; `per token`:

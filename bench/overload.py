@@ -17,8 +17,8 @@ A client whose request is refused repeats it after the Retry-After. Columns:
   answered; for the refused clients that had not yet come again (at the highest measured rate of this device; slow: at
   the rate after the slow-down); and for a full batch;
 * late: share of the admitted requests that were not answered within the budget. The onset is the begin of the cell
-  (until ten full batches and twice the budget have passed, at most half of the cell) and the time around a stall or
-  after a slow-down; `steady` is all other time;
+  (until ten full batches and twice the budget have passed, at most half of the cell), and its end if the cell has a
+  stall or slow-down (from one budget before this event on); `steady` is all other time;
 * served: share of the repeated requests that was admitted and answered in time;
 * goodput: answers a second in the second half of a cell, as a share of the capacity with full batches;
 * log: lines a second of all processes.
