@@ -64,7 +64,7 @@ USES = {
     "pytest_timeout": "a test that hangs ends its part",
     "triton": "no compiled layers",
 }
-# If one of these modules is missing, the part still runs. Only the tests that import the module fail.
+# If one of these modules is missing, the parts that need it still run. Only the tests that import the module fail.
 _PARTLY = {"gliner", "gliner2", "gliclass", "soundfile", "soxr", "timm", "peft"}
 
 
