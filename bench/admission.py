@@ -47,7 +47,7 @@ from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")
-MAX_OPEN = 12_000  # largest number of expected requests of a cell of `overload`; larger cells are omitted
+MAX_OPEN = 12_000  # cells of `overload` in which more requests than this number are expected are omitted
 MAX_CLOSED = 2_000
 RULES = {"before": Before, "now": Admission}
 

@@ -8,8 +8,8 @@ of `mix` in order of length, as only an offline job can send them; `short`, text
 folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, in
 milliseconds.
 
-    engine ...                our engine, one lane per core, as its rules choose; `torch`: always the packed path on
-                              torch; `eager`: with attention in plain tensor operations
+    engine ...                our engine, one lane per core, on torch or OpenVINO, as its rules choose; `torch`: always
+                              the packed path on torch; `eager`: this path with attention in plain tensor operations
     sentence-transformers     as its users call it: default (float32), and bfloat16; all texts of a load in one call,
                               which sorts them by length; with tokenising
     onnxruntime, openvino     the exported model on the batches of our engine, each in padded parts of 32 texts in order

@@ -9,9 +9,9 @@ fixed-cost adapter and on MiniLM. The steps for each device, in this order:
 6. two keys      key 1 has a backlog of --backlog texts, key 2 has one client, both interactive: p99 of key 2
 7. many clients  key 1 has 400 clients with one text each, key 2 has one client, both interactive: p99 of key 2
 
-The bound of 3, 6 and 7 is 2 x unloaded p99 + pipeline depth x the time of a full batch, because the adapter holds that
-many batches. The batch time is the p99 of the forward passes that answers report: in 3 and 6 the bulk answers of step
-2, in 7 the answers to key 1.
+The bound of 3, 6 and 7 is 2 x unloaded p99 + pipeline depth x the time of a full batch, because a request waits for the
+batches that the adapter holds, and the pipeline depth is their number. The time of a full batch is the p99 of the
+forward passes that answers report: in 3 and 6 the bulk answers of step 2, in 7 the answers to key 1.
 
     python bench/fairness.py [--device fixed,minilm] [--code CHECKOUT]
 """

@@ -23,8 +23,8 @@ speed-up is relative to the fastest row in bfloat16 of the same load.
                       a scale for each token and each output channel; `torchao`: the same by torchao
 
 Quality: least and mean cosine to float32 vectors, over texts of the mix and the queries of the task stsb-retrieval, and
-the loss of NDCG@10 on this task, as `sie eval` computes it. `products` times the linear layers alone. The quantised
-models stay in --folder for the next run. Recipes whose package is not installed are skipped.
+the loss of NDCG@10 on this task, as `sie eval` computes it. A further table has the time of the linear layers alone.
+The quantised models stay in --folder for the next run. Recipes whose package is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ Embed = Callable[[Ids], np.ndarray]  # token ids of one batch -> vectors [texts,
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """A model to measure. `build(attention)` returns it in float32. `folder`: of its exported and quantised files."""
+    """A model to measure. `build(attention)` returns the model in float32. `folder`: folder with its exported and
+    quantised files.
+    """
 
     build: Callable[[str], Any]
     folder: Path
@@ -317,7 +319,9 @@ def both_in_8_bits(
 
 
 def mixed(graph: Any, source: MeasuredModel) -> Any:
-    """Quantise as `both_in_8_bits`. For the sensitive layers, quantise only the weights, not the activations."""
+    """Quantise the weights and activations of most layers like `both_in_8_bits`, but only the weights of the sensitive
+    layers.
+    """
     return weights_in_8_bits(both_in_8_bits(0.5, lambda source: source.sensitive)(graph, source), source)
 
 

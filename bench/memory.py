@@ -91,7 +91,9 @@ def batches(names: Sequence[str]) -> Iterator[RunBatch]:
 
 
 def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
-    """Run each shape on each model: one batch alone, then one batch for each lane at the same time, twice."""
+    """Run each shape on each model: first one batch alone. Then run one batch on each lane at the same time, and repeat
+    that once.
+    """
     shapes = [(texts, length) for length in _LENGTHS for texts in _TEXTS if texts * length <= GROUP_TOKENS]
     for name in names:
         for texts, length in shapes:

@@ -199,7 +199,9 @@ class Cluster:
 
 
 async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of one text in this process and through the cluster. Equal indices are a pair."""
+    """Return the milliseconds of one text in this process, and those through the cluster. Values with the same index
+    were measured directly one after the other.
+    """
     connection = await connect("127.0.0.1", cluster.port)
     (message,) = cluster.requests([SHORT], 1)
     here, there = [], []

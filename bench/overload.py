@@ -56,10 +56,10 @@ from stack import Device, Plan, Stack
 MODEL = "toy/one"
 TOKENS = 8  # tokens of a request: one for each of six letters, and two special tokens
 REQUESTS = 12  # number of requests in a full batch
-SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # (seconds of a batch, seconds for a token)
+SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # costs of a device: (seconds for a batch, further seconds for each token)
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-SPARE = 0.1  # part of the budget that is the margin of a false refusal, see the column `false`
+SPARE = 0.1  # margin of the column `false`, as a part of the budget (see the docstring)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@
    text waits for at most one step of the reader, so the bound of the p99 is twice the p99 without pages plus one step.
 3. Pages per second without texts, and during texts that keep every lane (device thread) busy: passages, then short
    queries.
-4. Processor time of each process during those texts. The report lists the reader's thread separately.
+4. Processor time of each process while the texts of 3 are sent. The report lists the reader's thread separately.
 
-The reader has random weights, 512 wide and 6 layers deep. It never generates an end token, so each page ends after
---tokens tokens; in 2 to 4 after a third of these, so that more pages end during a measurement. MiniLM encodes the
-texts. The measurements of 1 alternate for --rounds rounds, and so do those of 2 and 3.
+The reader has random weights, 512 wide and 6 layers deep. It never generates an end token, so each page ends at a limit
+of tokens: --tokens in measurement 1, a third of --tokens in 2 to 4, so that more pages end during a measurement. MiniLM
+encodes the texts. The measurements of 1 alternate for --rounds rounds, and so do those of 2 and 3.
 
 `python bench/readers.py` takes some 4 minutes on 2 idle cores; --seconds 1 --rounds 1 shows that it works. --part pages
 runs only 1, --part texts only 2 to 4. `-- --name value` passes a setting to `sie serve`.
@@ -205,7 +205,9 @@ class Served:
         failures(await reading.stop())
 
     async def rate(self, clients: int, seconds: float) -> float:
-        """Return pages per second of `clients` clients with one page each. The time ends with the last answer."""
+        """Return the pages per second of `clients` clients, each of which has one page in flight. After `seconds`
+        seconds they send no more pages; the measured time ends with the last answer.
+        """
         started_s = time.perf_counter()
         reading = self.reading(clients)
         await asyncio.sleep(seconds)

@@ -15,7 +15,7 @@ answered. The servers are measured in turn. All others are stopped meanwhile (SI
                   SIE_TORCH_NUM_THREADS of them
 
 Each other server needs a virtual environment in the folder --others, since it requires other versions of packages than
-the product; without one, it is skipped. The commands that create the environments:
+the product. A server without an environment is skipped. The commands that create the environments:
 
     python3 -m venv FOLDER/litserve && FOLDER/litserve/bin/pip install litserve==0.2.19 sentence-transformers==6.2.0
     python3 -m venv FOLDER/infinity && FOLDER/infinity/bin/pip install 'infinity-emb[torch,server]==0.0.78'
@@ -59,8 +59,9 @@ ENDING = threading.Event()  # set by SIGTERM; `ServerProcess` then stops waiting
 
 @dataclass(frozen=True)
 class OtherServer:
-    """Another server. `environment`: its folder below --others. `command(port, folder)` returns the arguments of
-    `program`; `folder` is for the server's files.
+    """A server that is compared with the cluster. `environment`: folder of its virtual environment, below --others.
+    `program`: file in that environment. `command(port, folder)` returns the arguments of `program`; the server may
+    write its files to `folder`.
     """
 
     environment: str

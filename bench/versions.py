@@ -7,8 +7,8 @@
     python bench/versions.py --old ../before/.venv/bin/sie
 
 `--old` names the command `sie` of another checkout after its `make install`, `--new` that of this version. Install the
-same packages for both, without those of the tests: with these, a sidecar took up to a tenth more processor time. The
-script writes bench/results/versions.md.
+same packages for both, but not the packages of the tests, with which a sidecar took up to a tenth more processor time.
+The script writes bench/results/versions.md.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class AdapterServer:
     """Server for requests to `engine` on the socket `listener`. The caller must close `listener`."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain`: called after the reply to an ipc.Drain of a sidecar. `trust`: which code of catalogue entries this
-        process may run, and which files the entries may name.
+        """`drain`: called after the reply to an ipc.Drain of a sidecar. `trust`: decides which catalogue entries may
+        run their own code in this process, and which files an entry may name.
         """
         self._trust = trust
         self._listener = listener
@@ -269,7 +269,9 @@ def _is_gone(connection: socket.socket) -> bool:
 
 
 def _is_trusted(connection: socket.socket) -> bool:
-    """Return whether the peer is this user or root. Systems without SO_PEERCRED rely on the mode of the socket file."""
+    """Return whether the peer is a process of this user or of root. Without SO_PEERCRED, the system does not name the
+    peer's user: then return True, because the mode of the socket file already keeps out other users.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -2,8 +2,8 @@
 GPU: from pageable memory, as the engine copies, and through two pinned buffers.
 
 `load`: from files in the page cache to a resident model, with the check of the files and the load certificate. `again`:
-a second load, which reuses the check and the certificate. `swap`: unload of one model and load of another, for which a
-request waits. The copies alone use all cores, a load uses one.
+a second load, which reuses the check and the certificate. `swap`: unload of one model and load of another, while a
+request waits for the second model. The copies alone use all cores, a load uses one.
 """
 
 from __future__ import annotations

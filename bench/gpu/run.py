@@ -64,7 +64,7 @@ USES = {
     "pytest_timeout": "a test that hangs ends its part",
     "triton": "no compiled layers",
 }
-# If one of these modules is missing, the part still runs. Only the tests that import the module fail.
+# If one of these modules is missing, the parts that need it still run. Only the tests that import the module fail.
 _PARTLY = {"gliner", "gliner2", "gliclass", "soundfile", "soxr", "timm", "peft"}
 
 
@@ -128,7 +128,9 @@ def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
 
 
 def describe_package(site: Path) -> None:
-    """Write the version of SIE to `site` as an installation does. The parts read it, but SIE is not installed here."""
+    """Write the metadata of an installed SIE to `site`. The processes of the parts read the version from there, because
+    SIE is not installed here.
+    """
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     folder = site / f"sie_cluster-{version}.dist-info"
     folder.mkdir(parents=True)

@@ -88,7 +88,9 @@ def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool)
 
 
 def finish(name: str, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Write the tables every 20 s until the runs have ended. Raise CheckFailed if a test failed or none ran."""
+    """Write the tables of the outcomes of tests every 20 s until the pytest processes `running` have ended. Raise
+    CheckFailed if a test failed or none ran.
+    """
     begun_s = time.monotonic()
     while True:
         is_running = any(process.poll() is None for process in running.values())

@@ -35,7 +35,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base URLs of the metrics and probes of each gateway, then of each worker
     models_dir: str = ""  # folder or bucket of the served models
-    # name of the stream whose files the broker is still reading, if its start takes long; empty for a ready broker
+    # during a long start of the broker, the name of the stream whose files the broker reads; empty for a ready broker
     unread_stream: str = ""
 
     def __repr__(self) -> str:

@@ -31,8 +31,8 @@ def cache() -> None:
 @cache.command()
 @cluster_options(GATEWAY_URL)
 def status(cluster: Cluster) -> None:
-    """Show the memory, the answers and the models of the cache. Each gateway has its own cache. This is the cache of
-    the gateway that replies.
+    """Show the memory, the answers and the models of the cache. Each gateway has its own cache. The command shows the
+    cache of the gateway that replies.
     """
     with AdminClient(cluster) as gateway:
         state = gateway.first("GET", "/v1/cache", CacheState)

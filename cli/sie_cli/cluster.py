@@ -77,10 +77,10 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: data
-        directory of this `sie serve`. If it is None, look into the default directory, but only if `looks_around`.
-        Raises SettingError if the access file in the directory is invalid, or if `required` and no `sie serve` runs
-        with `named`.
+        """Return the cluster of these settings, with the addresses of a running `sie serve` (see `_with`). `named`:
+        data directory in which `sie serve` wrote its addresses. If `named` is None, the default directory is read, but
+        only if `looks_around`. Raises SettingError if the access file in the directory is invalid, or if `required` and
+        no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -148,15 +148,17 @@ class Cluster:
 
     @property
     def gateway_token(self) -> Secret | None:
-        """Token for the gateways: a client token, or SIE_ADMIN_TOKEN if the address is from the environment."""
+        """Token for the gateways: the user's client token. Without a client token, it is SIE_ADMIN_TOKEN, but only if
+        the gateways' address is from the environment.
+        """
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Token for administrator routes: `gateway_token` if the gateway is a process of the local `sie serve` or the
-        user has no SIE_ADMIN_TOKEN, else SIE_ADMIN_TOKEN.
+        """Token for administrator routes: SIE_ADMIN_TOKEN. It is `gateway_token` in two cases: if the gateway is a
+        process of the local `sie serve`, and if the user has no SIE_ADMIN_TOKEN.
         """
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.admin_token
         return own or self.gateway_token

@@ -26,7 +26,9 @@ def size(count: float) -> str:
 
 
 def rounded_size(count: int) -> str:
-    """Format an estimate of bytes with two significant digits, in powers of 1,000 as on the hub; `-` for 0."""
+    """Format an estimate of bytes with two significant digits, in powers of 1,000 as the Hugging Face hub shows sizes;
+    `-` for 0.
+    """
     if count <= 0:
         return "-"
     rounded = float(f"{count:.2g}")

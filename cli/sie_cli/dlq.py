@@ -72,7 +72,9 @@ def dlq() -> None:
 @dlq.command("list")
 @_options
 def list_command(cluster: Cluster) -> None:
-    """List the dead letters. DELIVERIES counts how often a worker got the work, DEATHS the adapters that it killed."""
+    """List the dead letters. DELIVERIES: how often workers got the work of the letter. DEATHS: how many adapters died
+    from this work.
+    """
 
     async def body(broker: Broker) -> list[DeadLetterEntry]:
         return [letter async for letter in _letters(broker, cluster.settings.pool).all()]
@@ -139,7 +141,8 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
     """Run the work of a dead letter again. The work is published, and the command waits for the answer. If an input
     fails, the letter is kept, and the status is 1. Otherwise the letter is removed.
 
-    An input that was given up because it crashed adapters runs again too: if it still crashes them, two adapters end.
+    The command also runs an input that was given up because it crashed adapters. If it crashes adapters again, two
+    adapters end.
     """
     outcomes = _on(cluster, lambda broker: replayed(broker, cluster.settings, name, timeout_s)).outcomes
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
@@ -186,7 +189,9 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_options
 def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
-    """Delete one dead letter, or all of the pool that this version can read. Their work is lost."""
+    """Delete one dead letter, or all dead letters of the pool that this version of sie can read. The work of a deleted
+    letter is lost.
+    """
     pool = cluster.settings.pool
 
     async def chosen(broker: Broker) -> list[DeadLetterEntry]:

@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def _end_on_signals() -> Any:
-    """End the process at once on Ctrl-C, without the traceback of an import. End process 1, for which the kernel drops
-    signals without a handler, also on SIGTERM and SIGHUP, until the command sets its own handlers. Return the SIGINT
-    handler for the command; None if SIGINT is ignored.
+    """End the process at once on Ctrl-C, without the traceback of an import. If this is process 1, for which the kernel
+    drops signals without a handler, also end it on SIGTERM and SIGHUP, until the command sets its own handlers. Return
+    the SIGINT handler for the command; None if SIGINT is ignored.
     """
     if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGHUP):

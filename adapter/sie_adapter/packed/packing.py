@@ -5,7 +5,8 @@
     images, pixels ──► BatchFiles, the images of each item
     sounds, features ──► BatchFiles, the sounds of each item
 
-Sequences are ordered by length, so that sequences of equal length are adjacent: they are one view, without a copy.
+Sequences are ordered by length, so that sequences of equal length are adjacent. One view of the packed array, without a
+copy, then contains them all.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ class Positions:
 
 class PlacedFeatures(NamedTuple):
     """Features that replace the embeddings of tokens with the id `token`. `values`: a row for each of these tokens, in
-    packed order, on the device. `deeper`: for each of the first layers, a tensor like `values`, which is added to the
-    output of the layer.
+    packed order, on the device. `deeper[i]`: a tensor like `values`, which is added to the output of layer i; further
+    layers have no such tensor.
     """
 
     token: int
@@ -235,7 +236,8 @@ class PackedBatch:
     ids: Int64  # shape [tokens]
     positions: Int64  # shape [tokens]
     bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the number of tokens
-    # [groups, 4]: index of the first token, number of sequences; tokens and visible tokens of each of these sequences
+    # [groups, 4], for groups of equally long sequences: index of the group's first token, number of its sequences,
+    # tokens of each sequence, tokens of each sequence that are attended to
     groups: Int64
     order: Int64  # shape [sequences]
     types: UInt8 | None = None  # shape [tokens]
@@ -250,7 +252,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add `positions` to `padding`: the number of positions that a pass computes although they have no token."""
+        """Add to `padding` the number of positions that a pass computes although they have no token."""
         self.padding += positions
 
 

@@ -95,8 +95,8 @@ class StaticInputs:
         self.bounds = self._buffer[at:].view(torch.int32)
 
     def fill(self, packed: PackedBatch | None) -> None:
-        """Copy a batch to the device, padded to the bucket, or only padding if `packed` is None. Return as soon as the
-        driver has copied the host's buffer, without waiting for the device.
+        """Copy a batch to the device, padded to the size of the bucket. If `packed` is None, copy only padding. Return
+        as soon as the driver has copied the host's buffer, without waiting for the device.
         """
         rows, ends = self._rows, self._ends
         bounds = np.zeros(1, np.int32) if packed is None else packed.bounds
@@ -234,8 +234,8 @@ _all_lock = threading.Lock()
 
 
 class PassGraphs:
-    """CUDA graphs of one model. Above _MOST_GRAPHS, the least recently used is dropped. `states` may be called on any
-    thread.
+    """CUDA graphs of one model, at most _MOST_GRAPHS: beyond this number, the least recently used graph is dropped.
+    `states` may be called on any thread.
     """
 
     def __init__(

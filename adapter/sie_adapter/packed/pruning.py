@@ -18,10 +18,10 @@ PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9  # defaults of the options of th
 
 
 def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
-    """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each type in the
-    order of offsets. If the score of a text is an error, return this error for the text. `rows`: the logits `score`
-    (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: the indices of the texts in the batch.
-    `activation`: see `class_scores`.
+    """Return the entities of each text: the `summary`, then all `highlight` spans, all `kept` spans and all `pruned`
+    spans, each in the order of offsets. If the score of a text is an error, return this error for the text. `rows`: the
+    logits `score` (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: the indices of the texts in the
+    batch. `activation`: see `class_scores`.
 
     A token is kept if its probability is at least `prune_threshold`, and also highlighted if its probability is at
     least `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is

@@ -35,7 +35,8 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # weight of the output layer, which is not loaded; a reranker reads a few of its rows
+# name of the weight of the output layer. The model does not load this weight; a reranker reads a few rows of it
+LANGUAGE_HEAD = "lm_head.weight"
 # cost of a block of an image, in tokens: the four patches of a block take about as long in the image encoder as one
 # token in the language model
 _BLOCK_TOKENS = 1

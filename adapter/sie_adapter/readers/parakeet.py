@@ -40,8 +40,8 @@ from sie_contracts.wire.ipc import Rows
 
 _LABEL = "transcript"
 _EPSILON = 1e-5  # added to the standard deviation of levels. Source: transformers, ParakeetFeatureExtractor
-# A window that does not reach the end of the recording ends in its last quarter, at the quietest moment: where the mean
-# level of _QUIET_FRAMES frames is lowest.
+# The last window of a recording ends with the recording. Every other window ends at the quietest moment in the last
+# quarter of the longest possible window: where the mean level of _QUIET_FRAMES frames is lowest.
 _SEARCHED_SHARE = 4
 _QUIET_FRAMES = 10
 # generation options that are refused because they end a text early
@@ -86,8 +86,8 @@ class ParakeetReader:
     A result has an entity for each sentence, and `data` with the whole text, `words` with their times, the language
     UNDETERMINED, `finish_reason` and `completion_tokens`. `finish_reason` is `length` if the text of a window
     was cut at the limit of steps or at `max_new_tokens`. The result is an InvalidInput if an input does not have
-    exactly one sound, or has a language, an instruction or another task than `transcribe`. The result is an
-    InferenceFailed if the scores are not finite.
+    exactly one sound, or if its options have a language, an instruction or another task than `transcribe`. The result
+    is an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the positions of one window.
     """
@@ -153,9 +153,9 @@ class ParakeetReader:
         return int(min(start + quiet, len(levels) - 2))
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
-        """Decode the windows of new rows completely. The returned scores select the end token, so that the loop of
-        `reading` makes no step for these rows. If the scores of a window are not finite, the returned scores are NaN,
-        and the loop reports an error for this row only.
+        """Decode the windows of new rows completely. The returned scores select the end token, so that the loop of the
+        module `reading` makes no step for these rows. If the scores of a window are not finite, NaN is returned as its
+        scores: the result of this window is then an InferenceFailed, and the other windows are not affected.
         """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)

@@ -1,15 +1,15 @@
-"""Loop of the models that generate text. A row is one prompt with its generated tokens. One thread runs the steps of
-all rows, and adds and removes rows between two steps.
+"""Loop of the models that generate text. A row is one input of a model, for example a page: its present prompt with the
+tokens generated so far. One thread runs the steps of all rows, and adds and removes rows between two steps.
 
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
 In each iteration, for each model that has rows, the thread removes rows for which no client waits any more, begins some
 of the waiting rows, then adds one token to each row. So a short text does not wait for a long text, and the loop runs
-at most one step for a disconnected client. The text of a row does not depend on the other rows. If a text ends and
-another prompt follows, such as the next window of a sound, the row waits again, behind all waiting rows.
+at most one step for a disconnected client. The text of a row does not depend on the other rows. If the text of a prompt
+ends and the row has a further prompt (a long sound has one for each window), the row waits again, behind all others.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
-has a lower priority than the device threads. While these are busy, the loop's thread gets only a part of a core.
+has a lower priority than the device threads. While those are busy, the loop's thread gets only a part of a core.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class GenerationPrompt(Protocol):
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the prompt after this text, such as the next window of a sound; None at the end. Must not raise."""
+        """Return the row's next prompt (of a sound: that of the next window) after `written`, the text of this prompt.
+        None after the last prompt. Must not raise.
+        """
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model that generates text. Only the loop's thread calls the model, in inference mode. `together`: limit of rows
-    per `begin`.
+    """Model that generates text. Only the loop's thread calls the model, in inference mode. `together`: the largest
+    number of prompts that one call of `begin` gets.
     """
 
     together: int
@@ -107,8 +109,9 @@ class _GenerationRow:
     error: InferenceFailed | None = None
 
     def add(self, token: int) -> bool:
-        """Append a token; for -1, set `error` instead. Return True if the text of this prompt has ended, so that the
-        row must leave its slot. If another prompt follows, the row waits for a new slot (`waits`).
+        """Append a token. The token -1 stands for scores that are not finite: it sets `error`. Return True if the text
+        of the present prompt has ended, so that the row must leave its slot. If the row has a further prompt, `waits`
+        is then True: the row waits for a new slot.
         """
         if token < 0:
             self.error = scores_not_finite()

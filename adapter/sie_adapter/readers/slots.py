@@ -211,8 +211,9 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than `needed`, this
-        step needs a mask in any case, so the number of visible positions is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than `needed`, the
+        step needs a mask in any case. The number of visible positions is then rounded up to a multiple of _STEP, and
+        the mask also hides the added positions.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -252,8 +253,9 @@ class _SlotStates:
 
 
 class DecoderSlots:
-    """Slots with the keys and values of the rows of one model, for one thread. A step is `ready`, a pass of the model
-    with `cache`, `positions` and the masks, and `advance`. If a step fails before `advance`, no row has changed.
+    """Slots with the keys and values of the rows of one model, for one thread. A step has three parts: the call of
+    `ready`, a pass of the model with `cache`, `positions` and the masks, and the call of `advance`. If a step fails
+    before `advance`, no row has changed.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:

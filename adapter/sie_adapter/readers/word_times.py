@@ -1,6 +1,6 @@
 """Times of the words that Whisper wrote, from its attention to the sound.
 
-    prompt and written tokens ──► a pass of the decoder ──► attention of the alignment heads [tokens, positions] of each
+    prompt and written tokens ──► a pass of the decoder ──► attention [tokens, positions] of each alignment head
     ──► normalised, smoothed, averaged ──► dynamic time warping ──► first position of each token ──► words
 
 The words and their times are those of transformers: `generate` with `return_token_timestamps`, and `_decode_asr`.

@@ -240,7 +240,8 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
     sie airgap serve
     sie airgap serve --folder /srv/models --port 8080 --preload BAAI/bge-m3
 
-    Options of `sie serve` may follow, and replace the settings in serve.env. Environment variables do not.
+    Options of `sie serve` may follow; they replace the settings in serve.env. Environment variables do not replace
+    these settings.
     """
     from sie_cli.serve.command import serve
     from sie_cli.serve.processes import flag

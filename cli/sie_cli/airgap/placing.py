@@ -2,8 +2,8 @@
 
     archive ─► .NAME.loading: files of the archive, compared with the index and synced; models/; serve.env ─► FOLDER
 
-The archive is unpacked in .NAME.loading, a hidden folder next to FOLDER. Its last step renames the hidden folder to
-FOLDER. The next load removes the files of an interrupted load and begins again.
+A load unpacks the archive in .NAME.loading, a hidden folder next to FOLDER. The last step of the load renames the
+hidden folder to FOLDER. If a load is interrupted, the next load removes its files and begins again.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write entries, aliases, bundles and settings into `folder`. The paths in these files are below `at`. Files that
-    already have the right content are not written. Raises CommandRefused, OSError.
+    """Write the entries, aliases, bundles and settings of an archive into `folder`. The files contain paths below `at`,
+    the folder at which they will be used. Files that already have the right content are not written. Raises
+    CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:

@@ -129,18 +129,18 @@ _SHOWN: Mapping[str, tuple[str, str]] = {
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")
 def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
-    """Find the faults of a cluster and of this machine, and name the remedy of each. It changes nothing.
+    """Find the faults of a cluster and of this machine, and name the remedy of each. The command changes nothing.
 
     \b
     sie doctor                                         a `sie serve` of this machine
     sie doctor --url URL --nats-url nats://...         a cluster; set SIE_API_KEY, SIE_CONFIG_READ_TOKEN as
                                                        its processes have them
 
-    Run it with the settings of the processes, because it checks these settings. If the address of the broker or of
-    the config service is not set, the command asks the gateway for it. It checks settings, ports, gateways and their
-    workers, the broker, streams and consumers, damaged streams, the config service and processes with an old
-    catalogue, the folder of models, models that do not load, refused requests, queues, remote servers, the sockets
-    of adapters, GPU, disks, clocks and versions.
+    Run the command with the settings of the processes, because it checks these settings. If the address of the broker
+    or of the config service is not set, it asks the gateway for this address. It checks settings, ports, gateways and
+    their workers, the broker, streams and consumers, damaged streams, the config service and processes with an old
+    catalogue, the folder of models, models that do not load, refused requests, queues, remote servers, the sockets of
+    adapters, GPU, disks, clocks and versions.
 
     Status 0: no fault. 1: at least one fault. 2: no fault was found, but some checks were not possible.
     """

@@ -155,10 +155,10 @@ def run(
     as_json: bool,
     **load: Any,
 ) -> None:
-    """Measure each MODEL on a task, from several sources. Each other MODEL is compared with the first.
+    """Measure each MODEL on a task, from several sources. Every further MODEL is compared with the first.
 
     \b
-    Sources, separated by commas; each other source is compared with the first:
+    Sources, separated by commas; every further source is compared with the first:
       sie            the cluster that --url names or that runs on this machine; without one a cluster is started
       sie:URL        another cluster
       st             sentence-transformers in this process, in float32

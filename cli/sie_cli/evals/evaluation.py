@@ -50,7 +50,7 @@ class EvalSpec:
 @dataclass(frozen=True)
 class EvalOutcome:
     """Outcome of an evaluation. `about`: description of the machine and the software, for the stored result. `targets`:
-    the first source's scores as targets, for --save-targets; a key is a task's name in a file of targets.
+    name of the task in a file of targets -> the first source's scores as targets. --save-targets writes them.
     """
 
     report: EvalReport

@@ -30,7 +30,9 @@ class KindSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Text with all its facts. `mentions`: entities of the text, which a model of relations receives with the text."""
+    """Text with all facts that a model should find in it. `mentions`: entities in the text; a model that finds
+    relations receives them together with the text.
+    """
 
     text: str
     facts: Sequence[Fact]

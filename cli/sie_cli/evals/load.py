@@ -42,7 +42,9 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """Answer to a request. `tokens`: number of tokens, if the source counts them. `stages`: milliseconds by stage."""
+    """Answer to a request. `tokens`: number of tokens of its texts; None if the answer does not contain this number.
+    `stages`: milliseconds by stage.
+    """
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
