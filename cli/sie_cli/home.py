@@ -19,8 +19,8 @@ from sie_contracts.settings import SettingError
 
 def settle(environ: MutableMapping[str, str]) -> None:
     """Set HOME if it is unset or this user cannot use it, and USER if the user has no name. HOME becomes the folder in
-    the user database, else a private folder `sie-UID` in the directory for temporary files. Raises SettingError if this
-    folder belongs to another user or is a link.
+    the user database, else a private folder `sie-UID` in the directory for temporary files. Raises SettingError if
+    `sie-UID` belongs to another user or is a link.
     """
     user: pwd.struct_passwd | None = None
     with contextlib.suppress(KeyError):
