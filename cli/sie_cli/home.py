@@ -48,8 +48,8 @@ def settle(environ: MutableMapping[str, str]) -> None:
 
 def _is_usable(home: str) -> bool:
     """Return whether the user may enter this folder, or can create it. A read-only folder is usable, because writable
-    volumes may be mounted below it. The root is usable only if the user may write there: containers set it as home of
-    unknown users.
+    volumes may be mounted below it. The folder / is usable only if the user may write there, because containers set
+    HOME=/ for unknown users.
     """
     if not os.path.isabs(home):
         return False

@@ -92,8 +92,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """Models of the catalogue at one epoch, including removed ones. `concerned`: bundle -> number of the last write
-    that is known to affect it. `unknown`: every write up to this number may have affected any bundle.
+    """Models of the catalogue at one epoch, including removed models. `concerned`: bundle -> number of the last write
+    that is known to affect this bundle. `unknown`: every write up to this number may have affected any bundle.
     """
 
     epoch: str = ""
@@ -236,8 +236,8 @@ class Mirror:
         )
 
     async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
-        """Write a batch. Return the snapshot directly before the batch (None if it is unknown), and the number of the
-        batch's last write.
+        """Write a batch. Return the snapshot of the catalogue directly before the batch (None if this state is
+        unknown), and the number of the batch's last write.
 
         Raises WrongRevision if nothing was stored, and BrokerError if it is unknown whether the batch was stored.
         """

@@ -42,9 +42,9 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 class Measurement:
     """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
     mean of its values. With `gold` (human scores of pairs), the score is the rank correlation of the values and `gold`.
-    With `weights`, it is the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a document
-    in an index; None for scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result
-    per kind of facts.
+    With `weights`, the score is the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a
+    document in an index; None for scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`:
+    one result per kind of facts.
     """
 
     source: str

@@ -101,8 +101,8 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of the squared
-    lengths of its inputs, in tokens.
+    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * squares, where
+    `squares` is the sum of the squared lengths of the batch's inputs, with each length in tokens.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. A worker takes
     `delivery_s` to receive a message.
