@@ -19,8 +19,8 @@ from sie_contracts.settings import SettingError
 
 def settle(environ: MutableMapping[str, str]) -> None:
     """Set HOME if it is unset or this user cannot use it, and USER if the user has no name. HOME becomes the folder in
-    the user database, else a private folder `sie-UID` in the directory for temporary files. Raises SettingError if this
-    folder belongs to another user or is a link.
+    the user database, else a private folder `sie-UID` in the directory for temporary files. Raises SettingError if
+    `sie-UID` belongs to another user or is a link.
     """
     user: pwd.struct_passwd | None = None
     with contextlib.suppress(KeyError):
@@ -48,8 +48,8 @@ def settle(environ: MutableMapping[str, str]) -> None:
 
 def _is_usable(home: str) -> bool:
     """Return whether the user may enter this folder, or can create it. A read-only folder is usable, because writable
-    volumes may be mounted below it. The root is usable only if the user may write there: containers set it as home of
-    unknown users.
+    volumes may be mounted below it. The folder / is usable only if the user may write there, because containers set
+    HOME=/ for unknown users.
     """
     if not os.path.isabs(home):
         return False

@@ -99,7 +99,8 @@ class _Program(AnyPosition):
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except OSError as error:
             is_output = error.errno in _UNWRITABLE
-            # In a process of the cluster, raise: its own excepthook logs the error with the place in the code.
+            # Raise in a process of the cluster (gateway, sidecar, ...): such a process has its own excepthook, which
+            # logs the error with the place in the code.
             if not (is_output or error.filename) or sys.excepthook is not sys.__excepthook__:
                 raise
             place = error.filename or "the output cannot be written"

@@ -69,8 +69,8 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 
 
 def url_option(name: str, subject: str) -> Callable[[F], F]:
-    """Return a decorator that adds --url, the address of the server that a command calls. `name`: the setting for this
-    address; its own option, for example --gateway-url, means the same as --url.
+    """Return a decorator that adds --url, the address of the server that a command calls. `name`: the setting with
+    this address. The setting's own option, for example --gateway-url, means the same as --url.
     """
     row = BY_NAME[name]
     return click.option(

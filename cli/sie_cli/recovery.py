@@ -166,9 +166,9 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to the bucket of keys and to its copy. If a key has two records, keep the stricter record. Leave out a
-    key that was removed from a bucket. Return the number of keys written to the main bucket. Raises WrongRevision if
-    another process changes a key meanwhile.
+    """Write keys to the bucket of keys and to its copy. If the bucket has a record of a key already, keep the stricter
+    of the two records. Leave out a key that was removed from either bucket. Return the number of keys written to the
+    main bucket. Raises WrongRevision if another process changes a key meanwhile.
     """
     removed = {
         entry.key for bucket in (buckets.copy, buckets.bucket) for entry in await bucket.since(0) if entry.value is None
@@ -205,7 +205,9 @@ async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> 
 
 
 async def _write_batch(bucket: KeyValue, batch: list[Write]) -> int:
-    """Write the entries whose keys no other process has written meanwhile. Return the number of written entries."""
+    """Write the entries, except those whose key exists because another process has written it since the caller read
+    the bucket. Return the number of written entries.
+    """
     try:
         await bucket.write(batch)
         return len(batch)

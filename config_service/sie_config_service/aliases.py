@@ -211,7 +211,7 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Return the targets of all aliases, for the index. For an invalid alias, keep the targets in `index`."""
+    """Return a new content of the index: alias -> targets. An invalid alias has the same targets as in `index`."""
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

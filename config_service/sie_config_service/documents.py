@@ -93,8 +93,8 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the text to append to the error text `message`: the value at the path, if the message says that its type
-    is wrong and the value is a string or a number. Otherwise return an empty string.
+    """Return the text to append to the error text `message`: the value at `path`. Return an empty string if the
+    message does not say that the value has a wrong type, or if the value is neither a string nor a number.
     """
     if not _GOT.search(message):
         return ""
@@ -141,8 +141,8 @@ def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _maps(value: Any, path: str) -> Iterator[tuple[list[Any], Callable[[int], Any]]]:
-    """Yield the keys of each map that `path` may name (several maps, because keys may contain dots), and a function
-    that returns `value` with only the first n keys of that map.
+    """Yield (keys, function) for each map that `path` may name. There may be several maps, because keys may contain
+    dots. `keys`: all keys of the map. The function returns a copy of `value` with only the first n keys of this map.
     """
     if not isinstance(value, dict):
         return

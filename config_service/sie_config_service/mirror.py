@@ -79,9 +79,9 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the write that stored the history record of the newest revision. It follows the write of
-        the model in the same batch. The catalogue at an epoch (TIME:NUMBER) contains this revision if the epoch's
-        number is at least this number.
+        """Return the number of the write that stored the history record of the newest revision. In the same batch, the
+        write before it stored the model. The catalogue at the epoch TIME:NUMBER contains this revision if NUMBER is at
+        least the returned number.
         """
         return self.sequence + 1
 
@@ -92,8 +92,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """Models of the catalogue at one epoch, including removed ones. `concerned`: bundle -> number of the last write
-    that is known to affect it. `unknown`: every write up to this number may have affected any bundle.
+    """Models of the catalogue at one epoch, including removed models. `concerned`: bundle -> number of the last write
+    that is known to affect this bundle. `unknown`: every write up to this number may have affected any bundle.
     """
 
     epoch: str = ""
@@ -236,8 +236,8 @@ class Mirror:
         )
 
     async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
-        """Write a batch. Return the snapshot directly before the batch (None if it is unknown), and the number of the
-        batch's last write.
+        """Write a batch. Return the snapshot of the catalogue directly before the batch (None if this state is
+        unknown), and the number of the batch's last write.
 
         Raises WrongRevision if nothing was stored, and BrokerError if it is unknown whether the batch was stored.
         """
@@ -256,8 +256,8 @@ class Mirror:
             return before, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and bundles, at least up to write number `last`. Count all bundles as changed by these
-        writes, because the records do not say which bundles changed.
+        """Read all models and bundles, at least up to write number `last`. The snapshot says that every write up to
+        this number may have changed any bundle, because the records do not say which bundles a write changed.
         """
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
@@ -267,8 +267,8 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # If a model was written during this read, the next write is its history record, which `_apply` skips. So count
-        # all bundles as changed by the next write too.
+        # If a model was written during this read, the write after it stores the model's history record, which `_apply`
+        # skips. So this write counts as one that may have changed any bundle.
         if self._read > last:
             last = self._read + 1
         self._created = created
@@ -277,8 +277,8 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Return the writes after the last read, at least up to number `last`; fewer if the bucket has lost write
-        `last`. Raises BrokerUnavailable if the broker has write `last` but does not return it.
+        """Return the writes after write number `self._read`. They end with write `last` or a later one, unless the
+        bucket has lost write `last`. Raises BrokerUnavailable if the broker has write `last` but does not return it.
         """
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):

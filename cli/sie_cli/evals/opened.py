@@ -63,7 +63,7 @@ def names(sources: str) -> list[str]:
 class EvalGateway:
     """Gateway of the command's cluster. If the user names no cluster and no cluster runs, `address` starts a cluster.
     `held`: exit stack of the command; when it closes, it stops the cluster that `address` started. `patience_s`:
-    seconds to wait until the gateway can be connected.
+    seconds to wait for a connection to the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:

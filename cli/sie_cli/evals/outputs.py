@@ -18,7 +18,8 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# number of documents per query, the nearest by Hamming distance, that `binary+rescore` sorts again: 4 x quality.DEPTH
+# `binary+rescore` takes this number of documents nearest to a query by Hamming distance, and sorts them by a finer
+# similarity: 4 x quality.DEPTH
 RESCORED = 400
 
 

@@ -42,9 +42,9 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 class Measurement:
     """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
     mean of its values. With `gold` (human scores of pairs), the score is the rank correlation of the values and `gold`.
-    With `weights`, it is the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a document
-    in an index; None for scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result
-    per kind of facts.
+    With `weights`, the score is the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a
+    document in an index; None for scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`:
+    one result per kind of facts.
     """
 
     source: str
@@ -53,15 +53,16 @@ class Measurement:
     bytes_per_item: float | None = None
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     kinds: Sequence[Measurement] = ()
-    cost: EncodeCost | None = field(default=None, compare=False)  # not compared, because times differ
+    cost: EncodeCost | None = field(default=None, compare=False)  # == ignores it, because times differ between runs
 
     @property
     def scores(self) -> dict[str, float]:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries, pairs or texts at the positions `chosen`. A rank correlation is NaN if all
-        these pairs have the same value. A quotient is NaN if the sum of the weights is zero.
+        """Return the score of a metric over only the queries, pairs or texts at the positions `chosen`. With `gold`,
+        the score is NaN if all these pairs have the same value or the same `gold`. With `weights`, it is NaN if the
+        sum of these weights is zero.
         """
         own = np.asarray(self.values[metric])[chosen]
         if self.weights:
@@ -189,7 +190,7 @@ def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
 
 
 def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, float]:
-    """Return the DEPTH nearest documents of each query with their similarities, and the mean bytes of a document."""
+    """Return the DEPTH nearest documents of each query with their similarities, and the mean bytes per document."""
     keys = list(task.corpus)
     rows = work.vectors(step, list(task.corpus.values()), is_query=False)
     asking = work.vectors(step, list(task.queries.values()), is_query=True)

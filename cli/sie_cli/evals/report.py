@@ -110,7 +110,7 @@ def of_quality(
     queries: Mapping[str, str],
 ) -> EvalReport:
     """Build a report of quality. `scores`: one result for each source and output, in the order of the measurement.
-    `queries`: text of each query by its id, in the order of the values; empty for tasks without queries.
+    `queries`: query id -> text, in the order of `Measurement.values`; empty for tasks without queries.
     """
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)

@@ -2,9 +2,9 @@
 
 EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
 
-KIND is `quality` or `perf`. The commands `list` and `compare` read these files. If the user names no file of targets,
-and the catalogue's file lacks the model or the task, the source `targets` reads the newest result of the same machine
-profile.
+KIND is `quality` or `perf`. The commands `list` and `compare` read these files. The source `targets` reads the newest
+result of the same machine profile, but only if the user names no file of targets and the packaged file of targets lacks
+the model or the task.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class ResultCache:
         with contextlib.suppress(FileNotFoundError, *UNDECODABLE):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
-                if file not in self._files:  # a step of this evaluation wrote or counted each file in the list
+                if file not in self._files:  # not counted before, and not written by this evaluation
                     self.reused_texts += len(texts)
                     self._files.append(file)
                 return earlier

@@ -328,7 +328,7 @@ def cancel(cluster: Cluster, name: str, as_json: bool) -> None:
 @_json
 @_options
 def retry(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Start a new job for the rows of this job that failed. Prints the id of the new job."""
+    """Start a new job for the failed rows of a job. Prints the id of the new job."""
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name).retry()
     click.echo(display.document(job.info) if as_json else printable(job.id))

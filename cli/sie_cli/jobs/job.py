@@ -246,8 +246,8 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule such as `max_tokens=256,boundary=paragraph`. Return a text without `=`, the name of a column,
-    unchanged. Raises BadParameter.
+    """Parse a rule such as `max_tokens=256,boundary=paragraph`. A text without `=` is the name of a column:
+    return it unchanged. Raises BadParameter.
     """
     return parse_params(text.split(","), "--chunks", "max_tokens=256") if "=" in text else text
 
@@ -301,7 +301,8 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
         check_file(path, source)
     except InvalidInput as error:
         raise CommandRefused(error.message) from error
-    except (ModuleNotFoundError, OSError):  # the server checks the columns; the upload reports an unreadable file
+    except (ModuleNotFoundError, OSError):  # no check here: the server checks the columns, and the upload reports an
+        # unreadable file
         return
 
 

@@ -44,8 +44,8 @@ class KeyNames:
 
     async def name_of(self, api_key: str) -> str:
         """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. If the check fails for a
-        different reason, a key that the gateway accepted in the last AWAY_S seconds stays valid. For all other keys,
-        raises SIEError.
+        different reason, return the name that the gateway returned in the last AWAY_S seconds. Raises SIEError if it
+        returned none in this time.
         """
         digest = digest_of(api_key)
         name, checked_s = self._names.get(digest, ("", float("-inf")))

@@ -27,7 +27,7 @@ from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 from sie_store.weights.manifest import digest as digest_of_file
 
-OBJECTS, SPANS = 8, 20  # a sample reads rows of at most 8 objects, from at most 20 spans in all
+OBJECTS, SPANS = 8, 20  # a sample reads at most 20 spans (ranges of rows), of at most 8 files of the corpus
 SPAN_ROWS = 500  # largest number of rows of a span
 
 

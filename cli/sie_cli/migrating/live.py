@@ -251,7 +251,7 @@ class LiveMigration:
                 await self._flip(steps, alias, state)
 
     def _try_change(self, alias: Present) -> None:
-        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it fails."""
+        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if that fails."""
         plan = self._plan
         if plan.until == "back" and alias.target == plan.model:
             self._aliases.back(alias, before_flip(alias.history), dry_run=True)
@@ -296,7 +296,7 @@ class LiveMigration:
         report.begin("flip")
         is_back = state.in_use == "old" and alias.target != plan.model
         # If the last change of the alias replaced the new model by the old one, an earlier `--step back` may have been
-        # killed before its last scans. In this case this command repeats the scans.
+        # killed after this change and before its last scans. So this command then repeats the scans.
         if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} uses the vectors of that model: there is "
@@ -453,7 +453,7 @@ class _LiveSteps:
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
         """Return the ids of the nearest rows of each text, or None if the model refuses the text. `ids`: id of the row
-        of each text. The results of a text do not contain the row of this text.
+        of each text, or empty for a query of the user. The result of a text does not contain its own row.
         """
         bound = asyncio.Semaphore(SEARCHES)
 

@@ -44,7 +44,7 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
     SIE_CONFIG_SERVICE_URL names one, else a local folder.
 
     The entry pins the commit of a hub repository, and the SHA-256 of every file that affects the vectors or scores. You
-    may edit it: lines after `# assumed` have values that no file of the model states. A model that the packaged
+    may edit the entry: lines after `# assumed` have values that no file of the model states. A model that the packaged
     catalogue has keeps its options. ID_OR_FOLDER may also be an entry, as `inspect` and `show` print it: a .yaml or
     .json file, or - for standard input. Weights of the entry that are on this machine are checked first;
     others are checked when a worker loads them.

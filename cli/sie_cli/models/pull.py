@@ -48,7 +48,7 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
 
 def where_served(cluster: Cluster) -> Settings:
-    """Return the settings. If SIE_MODELS_DIR is not set and a `sie serve` runs, they have its `models_dir`."""
+    """Return the settings. If a `sie serve` runs and SIE_MODELS_DIR is not set, take `models_dir` from that server."""
     running = cluster.local()
     if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):
         return cluster.settings

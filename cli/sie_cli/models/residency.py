@@ -25,8 +25,8 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# Seconds after the request in which the command ignores the state `failed`, because the state may be that of an earlier
-# load. After the command has seen the state `loading`, it does not ignore `failed`.
+# For this number of seconds after the request, the command ignores the state `failed` until it has seen the state
+# `loading`, because `failed` may be the state after an earlier load.
 STALE_S = 3.0
 
 

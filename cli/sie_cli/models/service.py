@@ -37,7 +37,8 @@ JSON, YAML = "application/json", "application/x-yaml"
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
-# reasons of refusals for security, such as remote code; messages of the service name a remedy, so _NEXT adds none
+# reasons of refusals for security, such as remote code; the service's messages for them name a remedy, so no line of
+# _NEXT is added
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
 _ENVELOPE = "not in the form of a config service"
 

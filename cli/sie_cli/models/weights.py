@@ -279,7 +279,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, `stub` makes it."""
+    """Return an entry whose weights have a hub id and a commit. `stub` makes it if the catalogue lacks the model."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]

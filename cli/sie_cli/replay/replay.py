@@ -101,8 +101,8 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of the squared
-    lengths of its inputs, in tokens.
+    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * squares, where
+    `squares` is the sum of the squared lengths of the batch's inputs, with each length in tokens.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. A worker takes
     `delivery_s` to receive a message.
@@ -163,7 +163,7 @@ class _Feed:
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0  # number of messages that the broker has sent and the worker has not received
     mean_cost: float = 0.0
-    pending: int = 0  # number of messages left at the broker when it sent the message that arrived here last
+    pending: int = 0  # of the newest message received: number of messages left at the broker after it was sent
     delivered_s: float = -1e9
 
     @property
@@ -220,7 +220,9 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send the waiting messages: each to the worker whose turn is next among those with credit."""
+        """Send the waiting messages while a worker has credit, each to the first such worker in `turns`. Then move this
+        worker to the end of `turns`.
+        """
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)

@@ -21,7 +21,7 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """Return the environment for a process that runs these components (gateway, config, sidecar, adapter)."""
-    # the URL of a LanceDB sink may be a bucket, which LanceDB opens in the gateway; other sinks are servers
+    # A LanceDB sink may be in a bucket, which LanceDB opens in the gateway. So the gateway may need credentials for it.
     sinks = [url.reveal().removeprefix("lancedb+") for _, url in settings.jobs_sinks or ()]
     urls: dict[str, tuple[str | None, ...]] = {
         "gateway": (settings.payload_store_url, *(settings.jobs_urls or ()), *sinks),

@@ -50,8 +50,9 @@ REPEAT = 3  # during the start, an unchanged status line is printed only every t
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20  # if a disk that was full has more free bytes than this, `sie serve` restarts the broker
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# Seconds that a gateway drains (part of its grace period), and grace periods in seconds: of a gateway; of a sidecar and
-# of an adapter; of the config service and of the broker. These five kinds of processes are stopped one after the other.
+# _DRAIN_S: seconds that a gateway drains, a part of its grace period. The others are grace periods in seconds: of a
+# gateway; of a sidecar, and of an adapter; of the config service, and of the broker. These five kinds of processes are
+# stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # Seconds for which a sidecar drains. A short time is enough: the gateways have ended, so only jobs still have work, and
 # jobs continue after the next start.
@@ -251,7 +252,8 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            # the gateway reads only the workers in SIE_GATEWAY_WORKERS: it may never see those that this command starts
+            # do not wait until the gateway sees the workers that this command starts: it reads only the workers in
+            # SIE_GATEWAY_WORKERS, which may be others
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers, url=f"{self._url(port)}/health", token=self._admin_token, count=self._plan.workers
@@ -321,7 +323,7 @@ class LocalCluster:
                         self._say("serve", line)
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)
-        if self._restores:  # the broker has read all streams: publish the access file without `unread_stream`
+        if self._restores:  # the broker has read all streams: write the access file again, with `unread_stream` empty
             self._publish_again(self._access())
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")

@@ -43,7 +43,7 @@ async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
 async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
     """Return why the gateway does not have `count` workers yet, according to its /health; None when it has them.
 
-    A worker becomes ready before the gateway has its first heartbeat. Until then, the gateway would refuse requests.
+    A worker is ready before its first heartbeat reaches the gateway. Until then, the gateway would refuse requests.
     """
     try:
         answer = await client.get(url, headers={"Authorization": f"Bearer {token.reveal()}"})

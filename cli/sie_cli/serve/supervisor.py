@@ -25,9 +25,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # the supervisor gives up if one child fails this number of times in a row before all processes are ready
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
-# largest size of a line of a child's output, in bytes; of a longer line, the start or all is lost
+# largest size of a line of a child's output, in bytes; a longer line is printed without its start, or not at all
 MAX_LINE_BYTES = 1 << 20
-# seconds; a child that ran for longer is restarted after FIRST_PAUSE_S, and its earlier failures do not count
+# A child that ran for more than this number of seconds is restarted after FIRST_PAUSE_S, and its failures are counted
+# from 0 again.
 STEADY_S = 30.0
 _PR_SET_PDEATHSIG = 1
 

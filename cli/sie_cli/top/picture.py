@@ -178,7 +178,9 @@ def _fitting(count: int, room: int) -> int:
 
 
 def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
-    """Return the totals for the head, each with its colour. A CPU that a worker reports as GPU is not counted."""
+    """Return the totals that are shown above the tables, each as (text, colour). A CPU that a worker reports as GPU is
+    not counted.
+    """
     sums, most = frame.cluster, len(frame.workers)
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
