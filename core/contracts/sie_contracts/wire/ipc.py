@@ -163,9 +163,9 @@ class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one input, in a `Group` whose texts have chunks.
 
     `rows`: number of rows of the input. `spans`: int32 [chunks, 3]: first code point, end code point and number of
-    tokens of each chunk; empty if the input has no chunks. `segments`: int32 [segments, 4]: chunk, row within the
-    input, first and end token in the row; ordered by chunk. The vector of a chunk is pooled from its segments. If
-    `segments` is empty, each chunk is a row.
+    tokens of each chunk; empty if the input has no chunks. `segments`: int32 [segments, 4]: number of the chunk,
+    number of the row within the input, first and end token in the row; ordered by chunk. The vector of a chunk is
+    pooled from its segments. If `segments` is empty, each chunk is a row.
     """
 
     rows: int = 1

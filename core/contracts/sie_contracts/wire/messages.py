@@ -301,7 +301,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """Results of a work item, one for each input, in order. `block`: bytes of all arrays, to which slices refer."""
+    """Results of a work item, one for each input, in order. `block`: bytes of all arrays of these results."""
 
     request: str
     chunk: int

@@ -442,9 +442,10 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Send an error, after the responses to earlier requests, and close the connection: its input is malformed or
-        too slow, or there are too many connections. Send no error if the response to the newest request has begun, or
-        if this request was read completely and awaits its response: the client would take the error for this response.
+        """Send an error and close the connection, because its input is malformed or too slow, or because there are too
+        many connections. The error follows the responses to earlier requests. Send no error if the response to the
+        newest request has begun, or if this request was read completely and awaits its response: the client would take
+        the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
