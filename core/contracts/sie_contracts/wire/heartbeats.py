@@ -203,8 +203,8 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     `queued` is not empty.
 
     `traffic`: traffic by `pool.machine profile.bundle.priority`. `qps`: recent number of answered inference requests
-    per second. `config_epoch`: epoch (version) of the catalogue that the gateway uses. `queued`: work that this gateway
-    has put into the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers erase.
+    per second. `config_epoch`: epoch (version) of the catalogue that the gateway uses. `queued`: work of this gateway
+    that is in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers erase.
     `erasures`: number of erasures that the gateway has sent, including `erasure`.
     """
 

@@ -348,8 +348,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
     """Message that the adapter sends before the reply, when it begins to read the inputs of the batch: a device thread
-    takes the batch, an extraction family tokenises the texts, or a model that generates text begins. If the adapter
-    dies after this message, an input of the batch may be the cause.
+    takes the batch, an extraction family tokenises the texts, or a model begins to generate text. If the adapter dies
+    after this message, an input of the batch may be the cause.
     """
 
     batch: str

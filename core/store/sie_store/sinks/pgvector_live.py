@@ -6,8 +6,8 @@
 
 A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
 the migration needs no clock, trigger or change log to notice the change of a row. A write locks a row, and then
-compares the row's text with the text for which the vector was computed. A row that another transaction has locked is
-skipped by a write of a vector.
+compares the row's text with the text for which the vector was computed. A write of vectors
+skips a row that another transaction has locked.
 """
 
 from __future__ import annotations
