@@ -31,10 +31,10 @@ class Dialect:
     """Expectations that the clients in a range of versions have of a server.
 
     `holds`: whether a request waits in the gateway while its model is loaded. The open-source SDKs repeat requests
-    themselves, so the gateway answers them at once. `on_item_error`: default of the request parameter `on_item_error`.
-    `statuses`: HTTP status by error code, where the status differs from that of NATIVE. `codes`: retryable error code
-    -> code that is sent instead. Most of the replaced codes are unknown to these clients, and they do not retry after
-    an unknown code.
+    themselves, so `holds` is false for them: the gateway answers at once. `on_item_error`: default of the request
+    parameter `on_item_error`. `statuses`: HTTP status by error code, where the status differs from that of NATIVE.
+    `codes`: retryable error code -> code that is sent instead. Most of the replaced codes are unknown to these clients,
+    and they do not retry after an unknown code.
     """
 
     holds: bool = True
@@ -43,8 +43,8 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` with these clients' code and status. A replaced code becomes the reason if `error` has no
-        reason.
+        """Return `error` with the code and the status that clients of this dialect expect. If the code is replaced and
+        `error` has no reason, the former code becomes the reason.
         """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
@@ -61,7 +61,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# ALL_ITEMS_FAILED becomes RESOURCE_EXHAUSTED, after which these clients repeat a request only three times. More
+# ALL_ITEMS_FAILED becomes RESOURCE_EXHAUSTED, after which the open-source SDKs repeat a request only three times. More
 # repetitions are useless if all inputs of the request fail each time.
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 

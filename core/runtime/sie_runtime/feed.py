@@ -173,7 +173,7 @@ class CatalogueFeed:
         bundle: str | None = None,
     ) -> None:
         self.catalogue = initial or Catalogue()
-        self.first = asyncio.Event()  # set when `catalogue` is a snapshot: `initial`, or the first export
+        self.first = asyncio.Event()  # set when `catalogue` is `initial` or an export
         if initial is not None:
             self.first.set()
         # number of deltas since the start of the process, by (kind, result)

@@ -168,8 +168,9 @@ class KeyBuckets:
 
     async def read(self) -> list[tuple[Key, int]]:
         """Return (key, revision of its record in the bucket) for all keys. The revision is 0 if only the copy has the
-        key. If bucket and copy have different records of a key, the `stricter` record is returned; gateways use it
-        too. The revision is right even if the record in the bucket cannot be decoded, so that `write` can replace it.
+        key. If bucket and copy have different records of a key, the record that `stricter` chooses is returned;
+        gateways use the same record. The revision is right even if the record in the bucket cannot be decoded, so that
+        `write` can replace it.
         """
         keys = {key.id: key for key, _ in readable(await self.copy.entries())}
         entries = await self.bucket.entries()

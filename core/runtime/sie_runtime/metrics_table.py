@@ -2,11 +2,11 @@
 docs/metrics.md are checked against it.
 
 `Metric.most`: largest number of label sets (combinations of label values) of a metric. There is a limit because clients
-may name ten thousand models. Above this number, values are counted with `other` in the labels that FOLDED lists;
-`Metric.rest` label sets are reserved for `other`. In a metric with `series_per_name`, the busiest values of the first
-label (names) keep their own series: `series_per_name` series are reserved for each name, and a name may use further
-free series. In any other metric, the label sets that occur first keep their own series. A process has at most
-MAX_SERIES series in total.
+may name ten thousand models. When the limit is reached, further label sets are counted with the value `other` in the
+labels that FOLDED lists; `Metric.rest` label sets are reserved for this. In a metric with `series_per_name`, the
+busiest names (values of the first label) have series of their own: `series_per_name` series are reserved for such a
+name, and it may use further free series. In any other metric, the label sets that occur first have series of their own.
+A process has at most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
 _COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
-# number of values of the label `endpoint` at a gateway: as many label sets are reserved for `other` (`Metric.rest`)
+# Number of values of the label `endpoint` at a gateway. A metric with this label and `machine_profile` reserves as many
+# label sets (`Metric.rest`): one for each endpoint, with the machine profile `other`.
 _ENDPOINTS = 26
 _CHUNK_ENDPOINTS = 6
 _BELOW = (

@@ -25,8 +25,8 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Return the rules by which a worker trusts an entry. Each claim of the entry (to run code, or to read a path) must
-    be allowed by the worker's settings, or a packaged entry or an entry in SIE_MODELS_DIR must have the same claim. A
+    """Return the rules by which a worker trusts an entry. An entry may claim to run code or to read a path. The worker
+    trusts a claim if its settings allow it, or if a packaged entry or an entry in SIE_MODELS_DIR has the same claim. A
     check reads SIE_MODELS_DIR again if the settings do not allow a claim.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()

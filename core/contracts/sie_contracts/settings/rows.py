@@ -56,8 +56,8 @@ class SettingRow:
         return "--" + self.name.removeprefix("SIE_").lower().replace("_", "-")
 
     def read(self, raw: str) -> Any:
-        """Return the value of a flag or variable. An empty text means None if the default is None; otherwise it is
-        parsed like any other text. Raises SettingError.
+        """Return the value of a flag or variable. An empty text means None if the default of the setting is None. With
+        any other default, it is parsed like any other text. Raises SettingError.
         """
         text = raw.strip()
         if not text and self.default is None:

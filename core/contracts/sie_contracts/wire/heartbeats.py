@@ -202,10 +202,10 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     """State of a gateway. The gateway sends this state to all gateways every second, and five times per second while
     `queued` is not empty.
 
-    `traffic`: by lane and priority; the keys are `pool.machine profile.bundle.priority`. `qps`: recent number of
-    answered inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: work
-    of the gateway in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers
-    erase. `erasures`: number of erasures that the gateway has sent, including `erasure`.
+    `traffic`: traffic by `pool.machine profile.bundle.priority`. `qps`: recent number of answered inference requests
+    per second. `config_epoch`: epoch (version) of the catalogue that the gateway uses. `queued`: work of this gateway
+    that is in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers erase.
+    `erasures`: number of erasures that the gateway has sent, including `erasure`.
     """
 
     gateway: str

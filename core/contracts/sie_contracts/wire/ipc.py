@@ -163,9 +163,9 @@ class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one input, in a `Group` whose texts have chunks.
 
     `rows`: number of rows of the input. `spans`: int32 [chunks, 3]: first code point, end code point and number of
-    tokens of each chunk; empty if the input has no chunks. `segments`: int32 [segments, 4]: chunk, row within the
-    input, first and end token in the row; ordered by chunk. The vector of a chunk is pooled from its segments. If
-    `segments` is empty, each chunk is a row.
+    tokens of each chunk; empty if the input has no chunks. `segments`: int32 [segments, 4]: number of the chunk,
+    number of the row within the input, first and end token in the row; ordered by chunk. The vector of a chunk is
+    pooled from its segments. If `segments` is empty, each chunk is a row.
     """
 
     rows: int = 1
@@ -221,9 +221,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
     pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built; empty: no
-    check. If the loaded model has another fingerprint, the adapter refuses the batch as not loaded. `traceparent` and
-    `tracestate`: trace context of the batch. `may_drop`: models that the adapter may evict if memory runs out, or if
-    memory use is above `Description.threshold_percent` after the batch.
+    check. If the loaded model has another fingerprint, the adapter refuses the batch with the same error as for a model
+    that is not loaded. `traceparent` and `tracestate`: trace context of the batch. `may_drop`: models that the adapter
+    may evict if memory runs out, or if memory use is above `Description.threshold_percent` after the batch.
     """
 
     batch: str
@@ -347,17 +347,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Message before the reply: the adapter begins with the inputs of this batch. A device thread has taken the batch,
-    an extraction family tokenises its texts, or the model generates text. If the adapter dies after this message, an
-    input of the batch may be the cause.
+    """Message that the adapter sends before the reply, when it begins to read the inputs of the batch: a device thread
+    takes the batch, an extraction family tokenises the texts, or a model begins to generate text. If the adapter dies
+    after this message, an input of the batch may be the cause.
     """
 
     batch: str
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Results of a batch, one for each input, group by group. Slices refer to `block`; consecutive inputs have
-    consecutive slices.
+    """Results of a batch, one for each input, group by group. The arrays in `outcomes` are slices of `block`;
+    consecutive inputs have consecutive slices.
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
     the copy to the host. `padding`: number of computed padding tokens. `preprocess_ms`: time of tokenising, if the

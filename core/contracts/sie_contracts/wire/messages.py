@@ -145,12 +145,13 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """All options with which a model runs a request, after defaults and parameters are merged.
 
     `prefix` and `suffix`: prompt around a text. `query_prefix` and `query_suffix`: prompt around the query of a score.
-    `pieces`: template of a pair, for models that have one; each piece alternates literal text and a field (`query` or
-    `document`). `dimensions` and `max_tokens`: 0 means the model's own value. `document_tokens`: largest number of
-    tokens that the model reads of a document to score; 0: as many as fit. `parameters`: options that not every family
-    or operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile;
-    empty if none differs. The result's fingerprint includes this digest. `sound_from_s`: read only the part of a sound
-    that begins at this second, at most MAX_SECONDS long; None: read the whole sound, and refuse one above MAX_SECONDS.
+    `pieces`: template of a pair, empty for models without such a template. The texts of a piece are, in turn, literal
+    text and the name of a field (`query` or `document`). `dimensions` and `max_tokens`: 0 means the model's own value.
+    `document_tokens`: largest number of tokens that the model reads of a document to score; 0: as many as fit.
+    `parameters`: options that not every family or operation reads, with their JSON types. `variant`: digest of the
+    options that differ from those of the profile; empty if none differs. The result's fingerprint includes this digest.
+    `sound_from_s`: read only the part of a sound that begins at this second, at most MAX_SECONDS long; None: read the
+    whole sound, and refuse one above MAX_SECONDS.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -300,7 +301,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """Results of a work item, one for each input, in order. `block`: bytes of all arrays, to which slices refer."""
+    """Results of a work item, one for each input, in order. `block`: bytes of all arrays of these results."""
 
     request: str
     chunk: int
@@ -340,9 +341,9 @@ ResidencyAction = Literal["load", "unload"]
 
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
-    """Request of an operator to one worker: load or unload a model. `model`: name of the residency (a model with one
-    set of load options), `model` or `model:profile`, as in heartbeats. If the message is lost, the heartbeats show that
-    the state of the model has not changed.
+    """Request of an operator to one worker: load or unload a model with one set of load options. `model`: the name by
+    which heartbeats report it, an id or `id:profile`. If the message is lost, the heartbeats show that the state of the
+    model has not changed.
     """
 
     action: ResidencyAction

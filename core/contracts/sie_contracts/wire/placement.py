@@ -46,10 +46,10 @@ def replicas(
     unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has loaded the model.
     `load_s`: duration of a load.
 
-    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A smaller number is raised to this
-    value at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts have
-    loaded the model, and if the last raise was more than `load_s` ago. The number is lowered by one after each 60 s in
-    which fewer hosts are enough and no work waits longer than `adopt_after_s`.
+    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. If the model has fewer hosts, their
+    number is raised to this value at once. The number is raised by one if work waits longer than `adopt_after_s`
+    although all hosts have loaded the model, but only if the last raise was more than `load_s` ago. The number is
+    lowered by one after each 60 s in which fewer hosts are enough and no work waits longer than `adopt_after_s`.
     """
     planned = USED * rate
     needed = 1

@@ -43,8 +43,8 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
     the model. `at_s`: time of the last planning step. `raised_s`: for each model, the time when its number of workers
     was last raised. Times are by the broker's clock.
 
-    A large table is stored in several values, each a PlacementPart. Then `parts` has the stamps of these values, and
-    `hosts` and `raised_s` are empty.
+    A large table is stored in several values, each a PlacementPart. Then `parts` has the `stamp` of each of these
+    values, and `hosts` and `raised_s` are empty.
     """
 
     at_s: float

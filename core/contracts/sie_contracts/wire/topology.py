@@ -63,7 +63,7 @@ HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
-STREAMS_SUBJECT = "sie.streams"  # prefix of the subjects of `streams_subject`
+STREAMS_SUBJECT = "sie.streams"  # prefix of the subjects that `streams_subject` returns
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
@@ -325,8 +325,8 @@ def residency_subject(worker: str) -> str:
 
 
 def streams_subject(stream: str) -> str:
-    """Return the subject for requests to the owner of streams (the process that creates them) about `stream`. Workers
-    have permission only for the subject of buckets.
+    """Return the subject for requests about `stream`, which the owner of streams (the process that creates them)
+    receives. Workers have permission only for the subject of buckets.
     """
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 

@@ -60,8 +60,8 @@ def uuid7() -> str:
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
     """Return `headers` in their order, then the headers of every reply, including probes, preflights and refusals: ids,
     trace, versions, and security headers for browsers. A header in `headers` replaces the common header of the same
-    name. A name must have only a-z, 0-9 and -: for other names, such as upper case, uvicorn sends a reply in two
-    writes, which takes longer.
+    name. A name must have only a-z, 0-9 and -: if a name has other characters, such as upper case, uvicorn sends
+    the reply in two writes, which takes longer.
 
     `x-request-id` is the client's id if this id has at most MAX_ID_CHARS characters of printable ASCII; otherwise the
     server's id.

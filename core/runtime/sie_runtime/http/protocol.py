@@ -13,8 +13,10 @@ least at the minimum rate of the server; time in which the server does not read 
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
 name to this machine (DNS rebinding). But the browser names the origin of the page in headers that no page can change:
 
-    Host: a name of this listener? ──► websocket, or method other than GET, HEAD, OPTIONS: do Origin and Sec-Fetch-Site
-    show a page of this server, of SIE_ALLOWED_HOSTS or of SIE_CORS_ORIGINS, or no web page (curl)? ──► application
+    Host is a name of this listener ──► GET, HEAD, OPTIONS ───────────────────────────────────────────► application
+                                    └─► any other method, or a websocket: Origin and Sec-Fetch-Site
+                                        show a page of this server, of SIE_ALLOWED_HOSTS or of
+                                        SIE_CORS_ORIGINS, or no web page at all (curl) ───────────────► application
 
 GET, HEAD and OPTIONS change nothing, and only pages of SIE_CORS_ORIGINS get CORS headers: the browser hides the reply
 from pages of other origins.
@@ -63,9 +65,9 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Number of bytes (a slice) that the parser gets at a time from a chunked body. From any other received input, it gets
-# one slice, then all other bytes. If the parser finds no bytes of a body in a slice, the whole slice counts towards
-# MAX_HEAD_BYTES.
+# Number of bytes of a slice of received input. The parser gets the input of a chunked body slice by slice. Of any other
+# input, it first gets one slice, then all remaining bytes together. If the parser finds no bytes of a body in a slice,
+# the whole slice counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
 # Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
 # may return tens of thousands of chunks of one byte.
@@ -103,9 +105,9 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class SharedState(ServerState):
-    """State that all connections of a server share. `min_rate`: bytes per second at which a client must send a body and
-    read a response; 0: a body may come at any rate. `leaving`: if true, each connection is closed after its next
-    response.
+    """State that all connections of a server share. `min_rate`: lowest rate at which a client must send a body and read
+    a response, in bytes per second. 0: a body may come at any rate, and a client need only read one byte of a response
+    in WRITE_S. `leaving`: if true, each connection is closed after its next response.
     """
 
     def __init__(self, refusals: Refusals | None = None, min_rate: int = MIN_RATE) -> None:
@@ -440,9 +442,10 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Send an error, after the responses to earlier requests, and close the connection: its input is malformed or
-        too slow, or there are too many connections. Send no error if the response to the newest request has begun, or
-        if this request was read completely and awaits its response: the client would take the error for this response.
+        """Send an error and close the connection, because its input is malformed or too slow, or because there are too
+        many connections. The error follows the responses to earlier requests. Send no error if the response to the
+        newest request has begun, or if this request was read completely and awaits its response: the client would take
+        the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()

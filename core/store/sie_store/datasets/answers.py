@@ -53,8 +53,8 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """Answer of a model to one row. `arrays`: arrays by name, as in `messages.Ok`, such as `dense`, `dense.scale` or
-    `sparse.indices`, and `chunks` if the row has chunks.
+    """Answer of a model to one row. `arrays`: output arrays by name, such as `dense`, `dense.scale` or
+    `sparse.indices`. A row with chunks also has the array `chunks`. `messages.Ok` describes the names.
     """
 
     error: ErrorInfo | None = None

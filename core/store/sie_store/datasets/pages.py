@@ -18,7 +18,7 @@ from sie_store.datasets.sizes import MAX_DECODED_BYTES
 RATIO = 8  # usual number of decoded bytes for each compressed byte; only decoded bytes above this ratio are limited
 # largest number of decoded bytes, above RATIO times the compressed bytes, in the pages of one batch of rows
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
-MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header; so large because of statistics
+MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may contain statistics
 MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group; more are a PageFault
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20 fields
@@ -44,9 +44,9 @@ class FooterTooLarge(PageFault):
 
 
 class ChunkPages:
-    """Pages of one column in one row group: the bytes from `start` to before `end` of a file, with `values` values.
-    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes above RATIO times the compressed
-    bytes, summed over the last pages that one batch may need.
+    """Pages of one column in one row group. The pages are the bytes of a file from `start` to before `end`, and have
+    `values` values. `window`: mean number of values of the column in a batch of rows. `bytes`: decoded bytes above
+    RATIO times the compressed bytes, summed over the latest pages that together have at least `window` values.
     """
 
     def __init__(self, start: int, end: int, values: int, window: int) -> None:

@@ -289,8 +289,8 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
 
 class _JsonSample(NamedTuple):
     """First rows of a JSON Lines object. `columns`: names of all columns in these rows. If the job needs a column that
-    none of these rows has, the job probably misspells the column's name, and the object is Broken. `values`: largest
-    number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
+    none of these rows has, the job probably misspells its name, so the plan has a `Broken` for the object. `values`:
+    largest number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
     """
 
     columns: list[str]

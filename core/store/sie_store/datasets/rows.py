@@ -101,7 +101,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        # only the values in lists and maps are added here: `_RowMaker` adds the row and its copied columns
+        # Only the values inside lists and maps are added here: `_RowMaker` adds 1 for the row and each copied column.
         size.add(values - len(read), 0)
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:

@@ -18,7 +18,7 @@ MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-# `decoded` refuses a value if this many more levels of nesting would exceed the interpreter's limit of recursion
+# `decoded` raises an error for a value that would exceed Python's recursion limit inside this number of nested lists
 SPARE_LEVELS = 200
 # The pattern also matches a string without an end. Otherwise the search would start again at each escaped quote in this
 # string, and take quadratic time.
@@ -83,16 +83,16 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often the bytes `marks` occur in JSON. The first, fast count includes strings. If this count is above
-    `most`, return the count outside of strings.
+    """Return how often the characters in `marks` occur in JSON. A fast count includes the insides of strings. If this
+    count is above `most`, return the result of `count_outside` instead.
     """
     total = sum(map(text.count, marks))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often the bytes `marks` occur in JSON outside of strings. Counting stops above `most`. The loop lets
-    other threads run, while a single call of a C function would hold the interpreter lock.
+    """Return how often the characters in `marks` occur in JSON outside of strings. Counting stops above `most`. The
+    loop lets other threads run, while a single call of a C function would hold the interpreter lock.
     """
     total = at = 0
     for string in _STRING.finditer(text):

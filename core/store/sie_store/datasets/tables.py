@@ -94,9 +94,9 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Return an array whose type Arrow infers from the values. The array has JSON texts if the values have several
-    types, or a type for which `_is_flat` is False. If all values are None, the type is null, which every reader
-    accepts.
+    """Return an array whose type Arrow infers from the values. If the values have several types, or if `_is_flat` is
+    False for their type, the array has the values as JSON texts. If all values are None, the type is null, which every
+    reader accepts.
     """
     import pyarrow as pa
 

@@ -53,7 +53,8 @@ class LanceDatabase:
 
     async def run(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
         """Return the result of `work`, called with a connection. Without `once`, `work` is called again if another
-        attempt may help. `seconds`: time that an attempt may take beyond `stall_s` of the policy. Raises StoreError.
+        attempt may help. `seconds`: time that an attempt may take in addition to the `stall_s` of the RetryPolicy.
+        Raises StoreError.
         """
         attempt = functools.partial(self._once, work, self._patience.stall_s + seconds)
         return await (attempt() if once else self._patience.repeated(attempt))

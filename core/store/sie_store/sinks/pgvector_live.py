@@ -6,7 +6,8 @@
 
 A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
 the migration needs no clock, trigger or change log to notice the change of a row. A write locks a row, and then
-compares its text with the text that was read. If another transaction has locked the row, a write of a vector skips it.
+compares the row's text with the text for which the vector was computed. A write of vectors
+skips a row that another transaction has locked.
 """
 
 from __future__ import annotations
@@ -385,7 +386,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(side, f"NULL::{shape.type}")
         await connection.execute(
-            # With this marker, a later scan for the opposite side accepts the vector of the opposite side in this row.
+            # a later scan for the opposite side finds this marker, and accepts the row's vector of that side as current
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
