@@ -178,8 +178,8 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        # while this is a list, it collects changes of the stored tables, which are made at the end of the step: until
-        # then, a thread reads the tables
+        # While `_held` is a list, changes of the stored tables are appended to it and applied at the end of the step,
+        # because the threads that compute new tables read the stored tables during the step.
         self._held = []
         try:
             await self._refresh()
