@@ -397,8 +397,8 @@ class AnswerPace:
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
 # Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
-# turns (retry times of refused clients) are booked, a client without a turn need not wait for these turns if fewer
-# batches wait in the queue. The work of turns that are due within the time of a batch counts as waiting.
+# turns (retry times of refused clients) are booked, a client without a turn need not wait for these turns if fewer than
+# BUSY_BATCHES batches wait. The work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits the
 # work of these clients to what the queue runs in TURN_PACE x t seconds, where t is the shorter of one second and the
@@ -528,7 +528,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # true for the first chunk in an empty queue, and for further chunks that were admitted at the same time
+        # the condition holds for the first chunk in an empty queue, and for chunks that were admitted at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s
@@ -614,7 +614,7 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Record what another gateway announced: its work in the queue, booked retry times and claimed retry times."""
+        """Record what another gateway announced: its work in the queue, and its booked and its claimed retry times."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)

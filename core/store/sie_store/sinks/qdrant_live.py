@@ -162,7 +162,7 @@ class QdrantLive:
                 f"the collection {target} has custom sharding (shards by key), which a migration does not support"
             )
         if in_use == "new":
-            is_begun = bool(old)  # without an old collection, the migration is cleaned up already
+            is_begun = bool(old)  # the clean-up of a migration removes the old collection
         else:
             is_begun = await self._server.send("GET", _path(new), missing=True) is not None
         self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
