@@ -229,8 +229,8 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the epoch (version) of the catalogue of each live gateway, by id: of other gateways the last announced
-        epoch, of this gateway the present epoch.
+        """Return the epoch (version) of the catalogue of each live gateway, by id of the gateway. For this gateway, it
+        is the present epoch; for another gateway, the epoch that this other gateway announced last.
         """
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 

@@ -53,8 +53,8 @@ MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
 # factor: a batch this many times slower or faster than its size explains may show a change of the device's speed
 CHANGED = 2.0
-# number of consecutive samples, for each batch that runs at the same time: if all of them are beyond CHANGED, the speed
-# of the device has changed, and older samples are discarded
+# Number of consecutive samples, multiplied by the number of batches that run at the same time. If all these samples are
+# beyond CHANGED, the speed of the device has changed, and older samples are discarded.
 CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample, and longer than half of MIN_SPAN_S, is a stall, and
 # is not used for predictions
@@ -94,8 +94,8 @@ class ExpectedWait(NamedTuple):
 
     @property
     def belief(self) -> float:
-        """Return the factor, from 0 to 1, by which a refusal multiplies the expected wait. It is 0 without samples, and
-        approaches 1 with their number.
+        """Return the factor by which a refusal multiplies the expected wait. It is 0 without samples, and comes closer
+        to 1 with each sample.
         """
         samples = self.evidence * self.evidence
         return samples / (samples + DOUBT)
@@ -397,8 +397,8 @@ class AnswerPace:
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
 # Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
-# turns (retry times of refused clients) are booked, a client without a turn need not wait for these turns if fewer
-# batches wait in the queue. The work of turns that are due within the time of a batch counts as waiting.
+# turns (retry times of refused clients) are booked, a client without a turn need not wait for these turns if fewer than
+# BUSY_BATCHES batches wait. The work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Retry-After is in whole seconds, so refused clients with the same value return at the same time. `_bunch_s` limits the
 # work of these clients to what the queue runs in TURN_PACE x t seconds, where t is the shorter of one second and the
@@ -431,9 +431,9 @@ class WaitRefusal(NamedTuple):
 
     `wait_s`: expected wait in seconds, longer than the time that the request has left. For an admitted request, it is
     `ExpectedWait.likely_s` plus `stalled_s`. For a new request, `likely_s` is first multiplied by `belief` and by a
-    safety margin. If a new request would be in time without the clients that were refused earlier, `wait_s` includes
-    their work, but not `stalled_s`. `turn_s`: seconds until the queue has space for the request. `room`: limit on the
-    summed cost of all refused clients that may try again within the same second.
+    safety margin. If a new request would be in time without the work of the clients that were refused earlier, `wait_s`
+    includes this work, but not `stalled_s`. `turn_s`: seconds until the queue has space for the request. `room`: limit
+    on the summed cost of all refused clients that may try again within the same second.
     """
 
     wait_s: float
@@ -491,8 +491,8 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; infinite without work, but unchanged if all work was withdrawn from a
-        # stalled queue
+        # time since which the queue has had work; infinite if the queue is empty. But if all work of a stalled queue
+        # was withdrawn, the time is unchanged, so that the queue still counts as stalled.
         self._busy_s = math.inf
         # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
         # the empty queue
@@ -528,7 +528,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # true for the first chunk in an empty queue, and for further chunks that were admitted at the same time
+        # the condition holds for the first chunk in an empty queue, and for chunks that were admitted at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s
@@ -614,7 +614,7 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Record what another gateway announced: its work in the queue, booked retry times and claimed retry times."""
+        """Record what another gateway announced: its work in the queue, and its booked and its claimed retry times."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
@@ -671,8 +671,8 @@ class ModelQueue:
         The queue is first in, first out, and mixes the work of all gateways. Work that waits in this gateway enters the
         queue only as fast as this gateway's share of the throughput allows. The announcement of another gateway may be
         OTHER_S seconds old. This function assumes that the other gateway's work has changed since then by the change of
-        this gateway's own work, times the ratio of the other gateway's rate to its own rate (at most 1). So a burst of
-        work that arrives at all gateways counts before the next announcement.
+        this gateway's work, times the ratio of the other gateway's rate to this gateway's rate (at most 1). So a burst
+        of work that arrives at all gateways counts before the next announcement.
         """
         rate = self.throughput.rate(now_s) if self._others else 0.0
         if not rate:

@@ -127,10 +127,11 @@ class RetrySlots:
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
         """Return the first number of seconds, from `retry_s` on, after which a turn of this cost may be due; a number
-        above MAX_RETRY_S if there is none. Neighbours are this gateway's turns that are due less than one second
-        earlier or later. A time is possible if the neighbours and the new turn cost at most `room` together, or if
-        there are no neighbours. A time is not possible while the turns that are due before it cost more than `room`;
-        the excess over `room` counts as cost of the next second.
+        above MAX_RETRY_S if there is none. Two conditions on this gateway's turns must hold.
+
+        The new turn and the turns that are due less than one second earlier or later cost at most `room` together, or
+        there are no such turns. All turns that are due earlier cost at most `room`. While a condition does not hold,
+        the next second is tried, and `room` is subtracted from the cost of the earlier turns.
         """
         if room == math.inf:
             return retry_s
@@ -168,9 +169,9 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Return what this gateway announces next to the other gateways: booked turns (retry times), and clients that
-        claimed their turn. Return at most `count` of both together, claims before turns, the oldest first. What is
-        returned once is not returned again.
+        """Return the news for this gateway's next announcement to the other gateways: booked turns (retry times), and
+        clients that claimed their turn. Return at most `count` turns and clients in total, clients before turns, the
+        oldest first. Each is returned only once.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -190,7 +191,8 @@ class RetrySlots:
 
     def claim(self, now_s: float, client: bytes) -> bool:
         """Return True if a turn (retry time) of this client is due, and end the turn. If the client has only one turn,
-        the client may come early (GRACE_SHARE). If the client has several turns, the first of them must be due.
+        it may come early, by up to GRACE_SHARE of its Retry-After. If the client has several turns, it must not come
+        before the first of them is due.
         """
         self.promised(now_s)
         turns = self._next(client)

@@ -175,7 +175,7 @@ class _KeyFlow:
     begun: deque[Ticket] = field(default_factory=deque)
     cost: int = 0
     tokens: int = 0
-    turn: bool = False  # true if the next chunk is from `begun`, false if it is from `fresh`
+    turn: bool = False  # true if the next chunk belongs to a request in `begun`, false for `fresh`
     # true if at the last check the queue had space for the next chunk, but the chunk exceeded the key's token limit
     is_limited: bool = False
 

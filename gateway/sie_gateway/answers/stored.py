@@ -35,8 +35,8 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, obje
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-# Largest number of digests of cached answers that a job has in memory, 24 bytes each. The job does not read the
-# segments (objects with answers) that are older than these digests.
+# Largest number of digests of cached answers that a job has in memory, 24 bytes each. The job reads the newest segments
+# (objects with answers) first, and ignores older segments after this number of digests.
 MAX_ITEMS = 4_000_000
 SEGMENTS_KEPT = 4  # largest number of segments (objects with answers) that a job has in memory
 SHORT_S, LONG_S = 10.0, 120.0  # time limits in seconds of small and of large requests to the store

@@ -150,8 +150,8 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
 
 
 def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
-    """Return the fields of this route, and the parameters of the extract request. Like these parameters, the fields may
-    be at the top of the body, in `params` or in `options`. Raises InvalidInput.
+    """Return the fields that only this route has, and the body without these fields, as parameters of the extract
+    request. The fields may be at the top of the body, in `params` or in `options`. Raises InvalidInput.
     """
     params = {} if body.get("params") is None else body["params"]
     if not isinstance(params, dict):

@@ -62,8 +62,8 @@ class Lag:
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Read the lag of all pools from the broker. Raises BrokerError if the lag of a pool cannot be read. The lag of
-        this pool is then unknown, and the lag of the other pools is known.
+        """Read the lag of all pools from the broker. If the lag of some pools cannot be read, record the lag of the
+        other pools, and raise BrokerError.
         """
         pools = sorted(self._pools)
         self._known = {lane: None for lane in self._known if lane.pool in pools}

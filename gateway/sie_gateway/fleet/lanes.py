@@ -455,7 +455,7 @@ class Fleet:
         return models
 
     def reported(self) -> frozenset[str]:
-        """Return the ids of the models that workers report, without their profiles."""
+        """Return the ids of the models that workers report. A profile after the colon of an id is left out."""
         return frozenset(model.partition(":")[0] for model in self._statuses)
 
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:

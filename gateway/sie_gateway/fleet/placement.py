@@ -36,7 +36,7 @@ EVERY_S = 0.5
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # largest number of NATS subjects in a lane for which one step reads the oldest message
+MAX_ASKED = 32  # largest number of NATS subjects of a lane whose oldest messages are read in one `Placer.step`
 _logger = logging.getLogger("sie.gateway.placement")
 
 
@@ -178,8 +178,8 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        # while this is a list, it collects changes of the stored tables, which are made at the end of the step: until
-        # then, a thread reads the tables
+        # While `_held` is a list, changes of the stored tables are appended to it and applied at the end of the step,
+        # because the threads that compute new tables read the stored tables during the step.
         self._held = []
         try:
             await self._refresh()

@@ -164,8 +164,8 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the heartbeats of the silent hosts that keep their models: those of models whose oldest message waits
-        for at most `adopt_after_s` seconds.
+        """Return the heartbeats of the silent hosts that keep their models. A silent host keeps its models if the
+        oldest message of each of them has waited for at most `adopt_after_s` seconds.
         """
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
@@ -351,8 +351,8 @@ class Planner:
         self._alone = alone
 
     def _resident(self, model: str) -> float | None:
-        """Return the time since which all hosts have the model loaded and one more worker can load the model. Return
-        None if a host has not loaded the model, or no further worker can load it now.
+        """Return the time since which two conditions hold: all hosts of the model have it loaded, and one more worker
+        can load it. Return None if one of the conditions does not hold now.
         """
         since_s = self._resident_s.get(model)
         if since_s is None or self._spare_s is None or model in self._alone:

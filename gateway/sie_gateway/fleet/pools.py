@@ -357,8 +357,8 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            # count one more worker, which can stay unreserved in place of the last unreserved worker of the bundle: the
-            # reservation needs that worker
+            # The reservation needs the last unreserved worker of its bundle, but one worker must stay unreserved. So
+            # count one more worker, which can stay unreserved in its place.
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

@@ -32,7 +32,8 @@ from sie_gateway.fleet.placement import Placer
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-# seconds before a message is sent again: the first may be lost, or a worker with an old catalogue may have ignored it
+# seconds after which messages.Residency is sent to a worker again: the first message may be lost, or the worker may
+# have ignored it because its catalogue was old
 AGAIN_S = 2.0
 LIFE_S = 600.0  # lifetime of a wish in seconds: the start of a machine and a worker takes minutes
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")

@@ -277,7 +277,7 @@ class Endpoints:
         is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")
         while True:
             try:
-                # read the file `ca.crt` before each list, because the kubelet replaces it
+                # read `ca.crt` before each request for the EndpointSlices, because the kubelet replaces this file
                 verify = ssl.create_default_context(cafile=authorities) if is_https else False
                 async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
                     addresses, version = await self._list(client)

@@ -40,7 +40,7 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
-# Limits in `patience_s` on the wait for answers that other requests compute. The second limit has precedence.
+# Limits in `patience_s` on the wait for answers that other requests compute. LONGEST_WAIT has precedence.
 SHORTEST_WAIT_S = 0.25  # shortest wait in seconds
 LONGEST_WAIT = 0.25  # longest wait, as a share of the request's remaining time
 OnChunk = Callable[[int, WorkResult], None]
@@ -49,8 +49,8 @@ Compute = Callable[
     [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
 ]
 """Function that computes some inputs of a request. Arguments: the call, the positions of the inputs in the request, the
-inputs, the RequestResult to which the function adds the result of each chunk, and the function that it calls with each.
-Returns the results of all chunks.
+inputs, the RequestResult to which the function adds the result of each chunk, and the OnChunk to call with each of
+these results. Returns the results of all chunks.
 """
 
 

@@ -162,7 +162,7 @@ class QdrantLive:
                 f"the collection {target} has custom sharding (shards by key), which a migration does not support"
             )
         if in_use == "new":
-            is_begun = bool(old)  # without an old collection, the migration is cleaned up already
+            is_begun = bool(old)  # the clean-up of a migration removes the old collection
         else:
             is_begun = await self._server.send("GET", _path(new), missing=True) is not None
         self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
@@ -249,9 +249,9 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # Without TEXT (first part of the marker), the vector comes from the application. It is a vector of the old
-        # model in two cases: the copy's payload is unchanged since both collections had this payload, or the copy has
-        # no marker and the old collection is not in use.
+        # Without TEXT (first part of the marker), the application has written the copy's vector. For the old
+        # collection, this vector fits the payload in two cases: the copy's payload is unchanged since both collections
+        # had this payload, or the copy has no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
@@ -282,7 +282,7 @@ class QdrantLive:
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
         """Set PAYLOAD (second part of a marker) of each point to the digest of the point's payload, so that the point
-        counts as unchanged. The other collection has the same payload, or a newer payload.
+        counts as unchanged. The other collection must already have the same payload or a newer one.
         """
         operations = [
             {
@@ -371,7 +371,7 @@ class QdrantLive:
             return [vector if isinstance(vector, dict) else {} for vector in vectors]
 
     def _copy(self, point: _Point, side: Side, vector: Vector | None, more_vectors: dict[str, Any]) -> dict[str, Any]:
-        """Return the copy of a point for a side's collection. `vector`: migrated vector, None if the text is empty."""
+        """Return the copy of a point for the collection `side`. `vector`: migrated vector; None for an empty text."""
         name = self._opened().vector
         content: Any = more_vectors
         payload = _plain(point)

@@ -54,7 +54,8 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # These limits are short, because a load of a model waits for this read before it tries the next source.
+        # Limits for reads of manifests. They are short, because a load of a model waits for the manifest before it
+        # tries the next source.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:

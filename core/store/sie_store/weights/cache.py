@@ -327,7 +327,7 @@ class LocalCache:
                     return
                 with contextlib.suppress(FileNotFoundError):
                     (folder / "partial" / revision).rmdir()
-                # no process holds the fetch lock: a fetch also holds a lease, and no lease exists beside `lock`
+                # no process holds the fetch lock: a fetch also holds a lease, and `lock` excludes all leases
                 self._lock_file(repository, revision, "fetch").unlink(missing_ok=True)
                 use.unlink()
             use.parent.rmdir()

@@ -77,9 +77,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Remove snapshots until the disk stays below the threshold after these bytes are written: `needed_bytes`, and the
-    bytes that other fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk.
-    Removes no snapshot if the bytes would not fit even after the removal of all candidates.
+    """Remove snapshots until the disk has space, below the threshold, for `needed_bytes` and for the bytes that other
+    fetches of this node have yet to write. Raises FetchFailed if all these bytes do not fit on the disk. Removes no
+    snapshot if the bytes would not fit even after the removal of all candidates.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []

@@ -19,8 +19,8 @@ class FetchProgress:
     """Progress of one fetch. Every method may be called from any thread. `label` names the fetch in the log; `clock` is
     in seconds.
 
-    `expect` calls `on_expect` with the number of missing bytes. This call may raise FetchFailed. Then `expect` calls
-    `on_step` with the progress. Later, `add` and `touch` call `on_step` at most once per second.
+    `expect` calls `on_expect` with the number of missing bytes, then `on_step` with the progress. `on_expect` may raise
+    FetchFailed. Later, `add` and `touch` call `on_step` at most once per second.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
