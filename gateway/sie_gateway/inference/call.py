@@ -188,9 +188,9 @@ class InferRequest(msgspec.Struct, frozen=True):
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    `query` or `document`, the kind of the texts if no parameter of an encode request sets it. For routes in the API
-    format of another server, `side` is empty, so that these routes return the same vectors as the model's own library.
-    `inputs_field`: field of the client's body with the inputs, for errors.
+    the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind. For
+    routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
+    model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
     """
 
     operation: Operation

@@ -551,8 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died, and its name is added to `lost`. Before this, `lost` is emptied if more rows are done now than at each earlier
-    death (`peak_done`).
+    died: add its name to `lost`, the leaders that died in a row. A row of deaths ends if more rows are done now than at
+    each earlier death (`peak_done`): then remove the earlier names.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -562,8 +562,8 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job that the gateway `leader` gives up. Also remove its name from `lost`: another gateway
-    that did not see a renewal of the lease in time may have added the name by mistake.
+    """Return the record of a job that the gateway `leader` gives up. Also remove `leader` from `lost` (the leaders that
+    died): another gateway that did not see a renewal of the lease in time may have added this name by mistake.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)

@@ -106,8 +106,8 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of an API key. Up to MAX_OWNERS keys have records that no other key displaces; further
-        keys share `remaining`.
+        """Return the records of an API key. Each of the first MAX_OWNERS keys of a minute has records of its own, which
+        no other key displaces. All further keys share `remaining`.
         """
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:

@@ -23,7 +23,7 @@ MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that are caused by the request, and do not count as faults of the server
 
-MAX_NAME = 200  # largest number of characters of a reported model name that are compared
+MAX_NAME = 200  # only this number of characters of a model name that a server reports is compared
 Vectors = NDArray[np.float32]
 
 

@@ -383,8 +383,8 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes by which a message must be below the broker's max_payload: room for the NATS headers of the publish, or for the
-# error and ids in a dead letter with this message
+# a message has at most the broker's max_payload minus this number of bytes. They are reserved for the NATS headers when
+# the message is published, and for the error and ids in a dead letter that contains the message.
 ENVELOPE_BYTES = 4 << 10
 # smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
 # for the heartbeat of a worker with a few hundred models
