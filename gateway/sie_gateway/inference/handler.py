@@ -133,7 +133,7 @@ class Inference:
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """Return the model that a request names. The route key of the call selects the target of an alias. The error
+        """Return the model that a request names. For an alias, `route_key(call)` selects one of its targets. The error
         for an unknown name suggests models for which `able` returns True. If the name looks like a model of a company
         in `_FOREIGN`, the error suggests loaded models. Otherwise it suggests models with similar names. Raises
         NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.

@@ -343,8 +343,8 @@ class JobRun:
                 tasks.create_task(self._answer(work, plan, waiting, done))
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Run, one after the other, the shards that may have killed a leader. Then reset the count of deaths. Write the
-        progress after each shard: if this leader dies, the first shard without a record is the cause.
+        """Run, one after the other, the shards that may have killed a leader. Write the progress after each shard: if
+        this leader dies, the first shard without a record is the cause. After the last shard, empty `JobRecord.lost`.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
