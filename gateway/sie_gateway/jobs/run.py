@@ -403,7 +403,7 @@ class JobRun:
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
         """Return the result of `attempt`. After a retryable error, call `attempt` again, for at most `for_s` seconds.
-        Raises the first error that is not retryable, or the last error of this time.
+        Raises the first error that is not retryable, or the last retryable error when the time is over.
         """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s

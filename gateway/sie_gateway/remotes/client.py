@@ -107,7 +107,7 @@ class RemoteClient:
     async def encode(
         self, texts: Sequence[str], width: int, timeout_s: float, *, normalize: bool = True
     ) -> RemoteAnswer:
-        """Return the vectors of the texts. All calls together take at most `timeout_s` seconds. Raises RemoteFailed."""
+        """Return the vectors of the texts. All HTTP requests together take at most `timeout_s`. Raises RemoteFailed."""
         answers: list[RemoteAnswer] = []
         until_s = time.monotonic() + timeout_s
         for start in range(0, len(texts), MAX_TEXTS):
