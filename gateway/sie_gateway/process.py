@@ -310,7 +310,7 @@ async def serve(
                 inference.slots.used,
             )
             await stop.lame_duck(lame_duck_s)
-            # idle connections stay open during the lame-duck time, because requests may still arrive on them
+            # idle connections are closed only after the lame-duck time, because requests may arrive on them until then
             await main.hang_up()
         readiness.draining = True
         inference.away.close()

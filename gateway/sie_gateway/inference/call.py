@@ -188,9 +188,9 @@ class InferRequest(msgspec.Struct, frozen=True):
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    `query` or `document`, the kind of the texts if no parameter of an encode request sets it. For routes in the API
-    format of another server, `side` is empty, so that these routes return the same vectors as the model's own library.
-    `inputs_field`: field of the client's body with the inputs, for errors.
+    the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind. For
+    routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
+    model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
     """
 
     operation: Operation
@@ -229,7 +229,7 @@ FREE_BYTES = COPIES * (256 << 10)
 # While small requests are in progress, the gateway reads at most this number of bytes per second of all large bodies
 # together. One core can receive three times as many.
 PACE_BYTES_S = 128 << 20
-# `BodyIntake.turn` waits before a read only if the read is more than this number of seconds too early for PACE_BYTES_S
+# `BodyIntake.turn` waits only if PACE_BYTES_S permits the next read more than this number of seconds later than now
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0

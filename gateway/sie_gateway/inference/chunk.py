@@ -61,8 +61,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class ItemFiles(NamedTuple):
     """Files of an input. `images`: number of images and sounds that the model reads for the input, including the files
-    of the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the
-    input's document in tokens.
+    of the query. `own_bytes`: bytes of the input's own files; the size of the input includes these bytes. `document`:
+    cost of the input's document in tokens.
     """
 
     images: int = 0
@@ -118,8 +118,8 @@ def plan(
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        # The options of a request are always in the message, never in the payload store. So the payload store helps
-        # only if the query, not the options, takes more than half of the message.
+        # The payload store can take the query, but the options are always in the message. So refuse the request if
+        # there is no payload store, or if the options alone take more than half of the message.
         if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
             shared = "query" if is_query else "labels" if run.labels else "instruction"
@@ -161,8 +161,8 @@ def plan(
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
         shared = "query" if is_query else "instruction"
         message = (
-            f"{shared}: its {shared_bytes} bytes are in each of {len(chunks)} messages, at most {MAX_BODY_BYTES} are "
-            "allowed in all"
+            f"{shared}: its {shared_bytes} bytes are in each of the {len(chunks)} messages of this request; all copies "
+            f"together may have at most {MAX_BODY_BYTES} bytes"
         )
         raise PayloadTooLarge(message, param=shared, extras={"limit": MAX_BODY_BYTES // len(chunks)})
     if operation in ("tokenize", "decode"):  # these operations do not use the device: a chunk costs only 1 token

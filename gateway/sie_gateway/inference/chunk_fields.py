@@ -49,7 +49,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
 def estimated_chunks(chunks: TextChunks, tokens: int) -> int:
     """Return the estimated number of chunks of a text with about `tokens` tokens."""
     if chunks.rule is None:
-        return len(chunks.spans) // 8  # a span has two int32
+        return len(chunks.spans) // 8  # a span has two int32, of 4 bytes each
     return min(MAX_CHUNKS, tokens // step_of(chunks.rule) + 1)
 
 

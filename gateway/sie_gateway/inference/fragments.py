@@ -79,8 +79,8 @@ class Fragments:
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes is not valid")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
-        # A worker splits a result again if the message limit of the broker has changed. The parts of the first split
-        # cannot be joined with the new parts, so drop them.
+        # A worker splits a result again if the message limit of the broker has changed. Drop the parts of the first
+        # split, because they cannot be joined with the new parts.
         if assembly is not None and len(assembly.parts) != part.count:
             self._all[key] = assembly
             self.drop(assembly)

@@ -98,7 +98,7 @@ class Inference:
         self._runner = runner
         self._urls = urls
         self.max_budget_s = settings.gateway_request_timeout  # longest time in seconds from request to reply
-        # default model by capability, for requests that name no model
+        # capability, such as `embed` -> model for requests that need this capability and name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.remotes: Remotes | None = None  # remote servers that run requests which this cluster cannot run now
@@ -133,7 +133,7 @@ class Inference:
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """Return the model that a request names. The route key of the call selects the target of an alias. The error
+        """Return the model that a request names. For an alias, `route_key(call)` selects one of its targets. The error
         for an unknown name suggests models for which `able` returns True. If the name looks like a model of a company
         in `_FOREIGN`, the error suggests loaded models. Otherwise it suggests models with similar names. Raises
         NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
@@ -241,7 +241,7 @@ class Inference:
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
                 if restarts >= MAX_ATTEMPTS or left_s <= 0:
-                    message = f"the entry of {entry.id} is being changed, and its workers do not have the new one yet"
+                    message = f"the entry of {entry.id} is being changed, and the workers do not have the new entry yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
             restarts += 1
             call.again()

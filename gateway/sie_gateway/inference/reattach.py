@@ -72,7 +72,9 @@ class Attachments:
         return next((run for run in self._away.get(_identity(call), ()) if run.call.body == call.body), None)
 
     def keep(self, run: Run) -> bool:
-        """Store a run without a client, so that `find` can return it. Return False at a limit, or after `close`."""
+        """Store a run without a client, so that `find` can return it. Return False if the run would exceed MAX_AWAY or
+        MAX_AWAY_BYTES, or after `close`.
+        """
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.call.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.call), []).append(run)

@@ -275,8 +275,8 @@ def _exact(values: arrays.Array) -> arrays.Array:
 
 
 class Joined:
-    """One output of all inputs, concatenated, as views on the bytes of the results. Adjacent outputs in a result share
-    one view.
+    """One output (such as `dense`) of all inputs, concatenated, as views of the bytes of the workers' results. If the
+    outputs of several inputs are adjacent in a result, they share one view.
     """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:

@@ -388,8 +388,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. The same amount of the queue time of `last` counts as load time,
-    because the chunk of `last` waited in the queue for the same load.
+    of the request waited for the model to load. The chunk of `last` waited in the queue for the same load, so up to
+    `load_ms` of its time in the queue counts as load time.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -660,6 +660,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            # a worker without a confirmation sends the last part again, and the inbox then confirms it
+            # only logged: a worker without a confirmation sends the last part again, and the inbox confirms that part
             except BrokerError as error:
                 _logger.warning("request %s: a result was not confirmed to the worker: %s", assembly.request, error)

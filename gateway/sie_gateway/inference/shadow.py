@@ -118,7 +118,7 @@ class Shadows:
         self._clock = clock
         self._figures: dict[str, ShadowStatistics] = {}  # id of an alias -> statistics of its shadow
         self._paused_s: dict[str, float] = {}  # model -> time until which it gets no copies
-        self._opening: set[str] = set()  # models that were not loaded when their running copy began
+        self._opening: set[str] = set()  # models with a running copy that were not loaded when it began
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:

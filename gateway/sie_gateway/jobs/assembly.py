@@ -30,7 +30,7 @@ from sie_store.files import open_files
 
 class JobParts(NamedTuple):
     """Objects that serve jobs and files. The handlers of routes use `files`, `jobs` and `results`. `start` runs the
-    background tasks of the other objects, and of `files`.
+    background tasks of `bucket`, `files`, `keeper` and `sweeper`.
     """
 
     files: FileStore

@@ -209,9 +209,9 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After a retryable error, call `attempt` again. The number of calls has no
-        limit. Only an error for a lack of memory on a worker is raised when it occurs for the ATTEMPTS-th time. Raises
-        SIEError, FailedRequest.
+        """Return the result of `attempt`. After a retryable error, call `attempt` again. The number of calls is limited
+        only for errors that report a lack of memory on a worker: the ATTEMPTS-th such error is raised. Raises SIEError,
+        FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:

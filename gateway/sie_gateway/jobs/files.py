@@ -4,7 +4,8 @@
     remove:  record `removing` ──► object deleted ──► record deleted
 
 If a process dies between two steps, a record in the state `writing` or `removing` remains. Requests cannot read its
-file. The gateway with the lease removes these records, their objects, and expired files. So no object remains forever.
+file. The gateway with the lease `files` removes these records and their objects, so that no object remains forever. It
+also removes expired files.
 """
 
 from __future__ import annotations

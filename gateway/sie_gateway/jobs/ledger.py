@@ -20,10 +20,10 @@ from sie_runtime.metrics import Scrape
 
 
 class JobLedger:
-    """Records of all jobs. Another task reads changes by other gateways into `bucket`.
+    """Records of all jobs. Changes by other gateways arrive while a task runs `JobsBucket.run` of `bucket`.
 
-    While a job runs, its record grows by less than 20 KiB. `usage` counts the growth, but the limits apply only to new
-    records: the growth may exceed a limit of the owner.
+    While a job runs, its record grows by less than 20 KiB. `usage` counts these bytes for the job's owner. The limits
+    of `usage` are checked only for new records, so the growth of a record may exceed them.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:

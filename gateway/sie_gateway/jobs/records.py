@@ -31,7 +31,7 @@ class RecordUse(NamedTuple):
 
 
 class UseBound(NamedTuple):
-    """Largest number and largest sum of bytes of records (`most`), and the names of the settings of both limits."""
+    """Limits of records. `most`: largest number and largest sum of bytes. `settings`: names of their two settings."""
 
     most: RecordUse
     settings: tuple[str, str]
@@ -103,7 +103,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._prefix = prefix
         self._values: dict[str, T] = {}
         # id -> revision of the record; if this gateway has removed the record: revision of the removal, until the watch
-        # delivers it
+        # reports the removal
         self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:

@@ -343,8 +343,8 @@ class JobRun:
                 tasks.create_task(self._answer(work, plan, waiting, done))
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Run, one after the other, the shards that may have killed a leader. Then reset the count of deaths. Write the
-        progress after each shard: if this leader dies, the first shard without a record is the cause.
+        """Run, one after the other, the shards that may have killed a leader. Write the progress after each shard: if
+        this leader dies, the first shard without a record is the cause. After the last shard, empty `JobRecord.lost`.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
@@ -403,7 +403,7 @@ class JobRun:
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
         """Return the result of `attempt`. After a retryable error, call `attempt` again, for at most `for_s` seconds.
-        Raises the first error that is not retryable, or the last error of this time.
+        Raises the first error that is not retryable, or the last retryable error when the time is over.
         """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
@@ -551,8 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died, and its name is added to `lost`. Before this, `lost` is emptied if more rows are done now than at each earlier
-    death (`peak_done`).
+    died: add its name to `lost`, the leaders that died in a row. A row of deaths ends if more rows are done now than at
+    each earlier death (`peak_done`): then remove the earlier names.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -562,8 +562,8 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job that the gateway `leader` gives up. Also remove its name from `lost`: another gateway
-    that did not see a renewal of the lease in time may have added the name by mistake.
+    """Return the record of a job that the gateway `leader` gives up. Also remove `leader` from `lost` (the leaders that
+    died): another gateway that did not see a renewal of the lease in time may have added this name by mistake.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)

@@ -1,5 +1,5 @@
-"""Storage of a job's plan, and of the parts of a batch (output lines of one shard each): objects below `jobs/{id}` in
-the payload store.
+"""Storage of a job's plan, and of the parts of a batch (one part: output lines of one shard), as objects below
+`jobs/{id}` in the payload store.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
 
 
 class Unique(NamedTuple):
-    """Inputs without repetition, their digests, and for each row the index of its input."""
+    """Distinct `inputs`, their digests, and for each of the original inputs its index in `inputs` (`places`)."""
 
     inputs: list[ModelInput]
     digests: list[bytes]

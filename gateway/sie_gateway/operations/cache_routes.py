@@ -30,8 +30,8 @@ _logger = logging.getLogger("sie.gateway.cache")
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the size of this gateway's cache, and the number of answers for each pair (model, API key), of at
-    most MAX_LISTED pairs.
+    """Return the size of this gateway's cache. Also return the number of its answers for each pair (model, API key); at
+    most MAX_LISTED pairs are listed.
     """
     memory = gateway.memory
     models = [api.CachedModel(model=model, key=owner, answers=count) for (model, owner), count in memory.counts()]

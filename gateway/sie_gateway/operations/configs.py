@@ -143,8 +143,8 @@ async def status(gateway: Gateway, request: Request) -> Response:
     gateways = gateway.peers.epochs()
 
     def revision_at(epoch: str) -> int | None:
-        # None if a catalogue of this epoch (version) does not contain the revision, or contains writes that `present`
-        # does not contain
+        # None (unknown) if the catalogue of the version `epoch` lacks the revision, or contains writes that `present`
+        # lacks
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

@@ -82,7 +82,9 @@ async def purge(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Remove the letters that match the filters. Raises InvalidInput if neither a filter nor `all` is set, or both."""
+    """Remove the letters that match the filters. Raises InvalidInput if neither a filter nor `all` is set, or if both
+    are set.
+    """
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
     if letters.is_all != (request.query_params.get("all") == "true"):

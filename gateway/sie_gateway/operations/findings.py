@@ -25,7 +25,7 @@ MAX_FINDINGS = 50
 # largest difference in seconds between the clocks of a worker and the broker that is not reported; with a larger
 # difference, times in the worker's log mislead
 CLOCK_S = 2.0
-WINDOW_S = 300.0  # number of seconds, up to now, of the request history whose refusals are counted
+WINDOW_S = 300.0  # the refused requests of this number of last seconds are counted
 REFUSED_SHARE = 0.01
 # a queue whose oldest message is older than this number of seconds is reported; the alert SIEQueueStuck has the same
 # limit

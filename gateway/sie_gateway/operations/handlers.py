@@ -101,7 +101,7 @@ def flag(query: QueryParams, name: str, *, default: bool) -> bool:
 
 async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
     """Return the models that the query selects. If the query has `limit`, also return `total`, the number of models
-    without this limit. `fields`: fields of each returned model that get these values.
+    without this limit. `fields`: name -> value of a field that each returned model gets.
     """
     query = request.query_params
     infos, total = await model_list(

@@ -1,8 +1,8 @@
 """Log and history of a gateway's inference requests, to find out why requests are slow.
 
 The history covers the last hour. It has counts, errors and stage latencies of each STEP_S seconds, and records of the
-slowest requests. The log has one line for each request, but in each interval at most MAX_REFUSED_LINES lines for
-requests that the gateway refused for overload or a rate limit. One more line counts the other refused requests:
+slowest requests. The log has one line for each request, but in INTERVAL_S seconds at most MAX_REFUSED_LINES lines
+for requests that the gateway refused for overload or a rate limit. One more line counts the other refused requests:
 
  encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
  512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
@@ -106,8 +106,8 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of an API key. Up to MAX_OWNERS keys have records that no other key displaces; further
-        keys share `remaining`.
+        """Return the records of an API key. Each of the first MAX_OWNERS keys of a minute has records of its own, which
+        no other key displaces. All further keys share `remaining`.
         """
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:

@@ -61,7 +61,7 @@ class _PoolBody(Struct, forbid_unknown_fields=True):
 
 def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
     """Read a reservation from a decoded body. `profiles`: existing machine profiles. Raises InvalidInput, which names
-    the field, PoolOperationForbidden above a limit, ModelNotFound for a pinned model, and PayloadTooLarge.
+    the field, PoolOperationForbidden above a limit, ModelNotFound for an unknown pinned model, and PayloadTooLarge.
     """
     body = converted(raw, _PoolBody)
     name = _name(body.name)

@@ -56,7 +56,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 # largest number of workers that the probe checks every EVERY_S seconds, because a check takes 0.1 ms of CPU
 MAX_ASKED = 16
-# seconds for which the probe checks the workers that a page shows, from the last request of the page
+# the probe checks the workers that a page shows until this number of seconds after the last request of the page
 LOOKED_S = 5.0
 # seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
 HEARD_S = 0.5
@@ -386,8 +386,8 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the workers that host each model, by lane (pool, machine profile and bundle): of each lane, at most
-        MAX_SHOWN models with `text` in their name, first the models with waiting messages.
+        """Return the workers that host each model, by lane (pool, machine profile and bundle). A lane has at most
+        MAX_SHOWN models, all with `text` in their name. Models with waiting messages come first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
@@ -426,8 +426,8 @@ class ClusterStatus:
             await self._show(frames, scope, receive, send)
 
     async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send frames to a websocket until it is closed. All websockets of one key with the same content share
-        `frames`.
+        """Send frames to a websocket until it is closed. Websockets share `frames` if they have the same API key and
+        show the same: the cluster, or the same worker.
         """
         try:
             await frames.show(scope, receive, send)

@@ -34,7 +34,7 @@ _FIRST_NAMES = (
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
 _HOSTS = 254  # number of addresses that are used in each of the networks of _NETS
-_StandIn = Callable[[str, int], str]  # function that returns a made-up value for a value and its number (see below)
+_StandIn = Callable[[str, int], str]  # (original value, its serial number) -> made-up value
 
 
 class ReplacedValue(NamedTuple):

@@ -23,7 +23,7 @@ MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that are caused by the request, and do not count as faults of the server
 
-MAX_NAME = 200  # largest number of characters of a reported model name that are compared
+MAX_NAME = 200  # only this number of characters of a model name that a server reports is compared
 Vectors = NDArray[np.float32]
 
 
@@ -107,7 +107,7 @@ class RemoteClient:
     async def encode(
         self, texts: Sequence[str], width: int, timeout_s: float, *, normalize: bool = True
     ) -> RemoteAnswer:
-        """Return the vectors of the texts. All calls together take at most `timeout_s` seconds. Raises RemoteFailed."""
+        """Return the vectors of the texts. All HTTP requests together take at most `timeout_s`. Raises RemoteFailed."""
         answers: list[RemoteAnswer] = []
         until_s = time.monotonic() + timeout_s
         for start in range(0, len(texts), MAX_TEXTS):

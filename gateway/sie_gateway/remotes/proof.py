@@ -2,7 +2,7 @@
 
     golden vectors of the entry  ──┐
                                    ├──► Reference ── compared with the vectors of the remote server ──► Proof
-    vectors of a worker, stored  ──┘                                                        └ too far: Deviates
+    vectors of a worker, stored  ──┘                                                        └ too different: Deviates
 
 The cosine and the relative difference both have a bound. The cosine alone is not enough: it does not depend on the
 lengths of the vectors, and it changes little with small errors.
@@ -105,7 +105,9 @@ class Deviates(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Texts of a probe, and the vectors that a remote server must return. `long`: index of the long text, or None."""
+    """Probe texts, and the vectors that a remote server must return for them. `long`: index of the text that the model
+    truncates (see `long_text`); None if there is no such text.
+    """
 
     texts: tuple[str, ...]
     vectors: Vectors
@@ -204,8 +206,8 @@ def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
 
 def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     """Return the golden vectors (reference vectors that SIE ships) of texts without a prompt, from the file that the
-    entry names. Return None if the file is missing, has no such vectors or more than MAX_GOLDEN_BYTES bytes, or if the
-    entry accepts unproven answers.
+    entry names. Return None if the file is missing, exceeds MAX_GOLDEN_BYTES, or has no such vectors, or if the entry
+    accepts unproven answers.
     """
     path = packaged_folder() / entry.golden
     if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
@@ -246,7 +248,7 @@ def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
 
 def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
     """Compare the vectors of a remote server with the reference vectors, and return the proof. If only the vector of
-    the long text deviates, `any_length` of the proof is False. Raises Deviates if another vector deviates.
+    the text `reference.long` deviates, `any_length` of the proof is False. Raises Deviates if another vector deviates.
     """
     bound = BOUNDS[reference.precision]
     agreements = list(measure(reference.vectors, actual))

@@ -1,10 +1,10 @@
 """Remote servers for requests that this cluster refuses for lack of capacity. Only proven servers get requests.
 
-    every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day (for an
-                                            │                     │                      hour by golden vectors)
-                                            └ none: not proven    └ no reply, or too far: not proven
-    a refused request ──► may it leave, server proven? ──► budget ──► the remote server ──► checked vectors
-                             └ no: client gets the refusal               └ no reply: client gets the refusal
+    every second ──► probe due? ──► reference vectors ──► vectors of the server ──► close enough: proven for a day, or
+                                       │                     │                      for an hour by golden vectors
+                                       └ none: not proven    └ no reply, or too different: not proven
+    a refused request ──► may it leave, and is a server proven? ──► budget ──► the remote server ──► checked vectors
+                          └ no: client gets the refusal                        └ no reply: client gets the refusal
 
 A remote server gets requests only while it has a proof. After two failed calls in a row, or a reply that names another
 model, the server loses its proof until it passes a probe. Probes run in the background, not during a request.
@@ -354,8 +354,8 @@ class Remotes:
         self, remote: Remote, reference: Reference, *, normalize: bool
     ) -> tuple[Vectors, frozenset[str]]:
         """Return (vectors, models): the server's vectors of the reference texts, and the model names in its replies. If
-        the server refuses the long text, the vector of this text has only zeros, which differ from every reference
-        vector. Raises RemoteFailed.
+        the server refuses the text `reference.long`, the vector of this text has only zeros, which differ from every
+        reference vector. Raises RemoteFailed.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]

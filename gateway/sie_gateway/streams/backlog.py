@@ -23,7 +23,7 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds after a read for which its numbers are used; after that, they are unknown
+UNKNOWN_S = 5.0  # numbers of messages that were read longer ago than this number of seconds are not used
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
@@ -50,7 +50,7 @@ class Backlog:
         self._asking = SharedTasks()
 
     async def run(self, stop: Stop) -> None:
-        """Read the numbers of every pool every EVERY_S seconds until `stop`."""
+        """Read the numbers of messages of every pool every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "the backlog is unknown")
         while not await stop.wait_for(EVERY_S):
             with trouble.logged(BrokerError):
@@ -60,7 +60,7 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Read the pool's numbers if they are older than `max_age_s`. Raises BrokerError."""
+        """Read the pool's numbers of messages if the last read is older than `max_age_s`. Raises BrokerError."""
         read = self._read.get(pool)
         if read is not None and self._clock() - read[0] < max_age_s:
             return

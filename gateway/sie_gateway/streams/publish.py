@@ -103,9 +103,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If the
-    number of remaining consumers of single models is above 15/16 of `limit`, also return the excess ones, longest
-    unused first, but none that was used in the last CROWDED_IDLE_S seconds.
+    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. Of the
+    other consumers, at most 15/16 of `limit` should belong to single models. If there are more of these, also return
+    the surplus, longest unused first, but no consumer that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -383,8 +383,8 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes by which a message must be below the broker's max_payload: room for the NATS headers of the publish, or for the
-# error and ids in a dead letter with this message
+# a message has at most the broker's max_payload minus this number of bytes. They are reserved for the NATS headers when
+# the message is published, and for the error and ids in a dead letter that contains the message.
 ENVELOPE_BYTES = 4 << 10
 # smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
 # for the heartbeat of a worker with a few hundred models
@@ -430,8 +430,9 @@ class WorkQueue:
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
         """`on_lost` is called with a pool whose stream and work the broker has lost; `on_publish`, with work items
-        before they are published. `offload` stores inputs that are too large for a message. `serves` returns True if a
-        pool exists, `is_reservation` if it is a reservation. Raises SettingError if a limit of the broker is too low.
+        before they are published. `offload` stores inputs that are too large for a message. `serves(pool)` is True for
+        an existing pool, `is_reservation(pool)` for a reservation. Raises SettingError if a limit of the broker is too
+        low.
         """
         self._broker = broker
         self._settings = settings
@@ -472,8 +473,8 @@ class WorkQueue:
 
     async def ensure_pool(self, pool: str) -> None:
         """Create the pool's stream, or check the existing stream. Call `on_lost` if the stream was created again since
-        the last call. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has
-        ended, BrokerError.
+        the previous `ensure_pool`. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation
+        that has ended, BrokerError.
         """
         name = topology.stream_name(pool)
         try:
