@@ -155,7 +155,8 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        # `_ParseCall.end` may have killed the process after its answer, so the process must get no other document
+        # `_ParseCall.end` may have killed the process after the process had answered, so the process must get no other
+        # document
         if call.is_over:
             self._dismiss()
             raise cancelled()

@@ -323,8 +323,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # `construction` holds a lock, because this code changes the warning filters, and a trace changes torch's map of
-        # modules: the filters and the map are global to the process
+        # `construction` holds a lock, because this code changes two objects that are global to the process: the warning
+        # filters, and torch's map of modules, which the trace changes
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             # Warnings about the trace, and torch's check by a second trace, are switched off: the backbone later
             # compares the states of the graph with those of the model.

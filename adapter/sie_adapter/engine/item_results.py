@@ -347,9 +347,9 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
-    probability of yes. It is the logit of yes minus the logit of no if the request sets `raw_scores`, or if
-    `difference` is set and the client did not request relevance.
+    """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the logit of yes
+    minus the logit of no if the request sets `raw_scores`, or if `difference` is set and the client did not request
+    relevance. In all other cases, a score is the softmax probability of yes.
     """
     # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()

@@ -155,7 +155,8 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     best[:, gray] = first
     for bit in range(projections):
         sides = best.view(-1, 2, 1 << bit)
-        # `best` is distance * entries + entry: its minimum has the smallest distance, then the smallest entry
+        # `best` is distance * entries + entry, so a minimum selects the smallest distance, and of equal distances the
+        # smallest entry
         best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)
     best = best[:, gray].flatten()
     return (best % entries).where(best < far, -1)

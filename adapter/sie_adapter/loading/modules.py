@@ -205,8 +205,8 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 def read_modules(folder: Path) -> Modules:
     """Return the modules that modules.json in `folder` lists. Without this file, return only the transformer. Raises
     ModelLoadFailed: INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a module
-    outside of `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling
-    without its config.json.
+    outside of `folder`, for a Dense or a LayerNorm without weights, and for a Router without token weights for queries;
+    NOT_FOUND for a Pooling without its config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):

@@ -253,7 +253,8 @@ class PassRecord:
 
 class PassRecords:
     """File with records of the passes that one adapter process is running. `during` is thread-safe. No method raises
-    for a file that cannot be read or written: the process works, but a crash then does not lower a limit.
+    for a file that cannot be read or written: the process then works without records, so a crash of the process lowers
+    no limit.
     """
 
     def __init__(self, path: Path) -> None:

@@ -301,7 +301,7 @@ class ResidentModels:
             # and uses no device memory
             pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
-            # wait for the end of the load; its error is for the callers that requested that model
+            # wait for the end of the load, and ignore its error: the callers that requested that model get the error
             pending.exception()
         return "load_ended" if pending is not None else None
 
