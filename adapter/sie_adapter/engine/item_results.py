@@ -115,7 +115,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
         encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
-        # MUVERA adds vectors: only vectors of a client can have an infinite sum, because a model's are normalised
+        # MUVERA adds vectors. Only vectors that a client sent can have an infinite sum: a model's vectors are
+        # normalised.
         for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
             results[item] = InvalidInput.at("multivector", "the numbers are too large, their sum is infinite")
         _put("dense", options.dtype, encoded, range(count), results)
