@@ -144,8 +144,9 @@ class Graph:
 
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
-    """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
-    A process holds the lock of its folder while the graph is there, so a graph beside a free lock is left over.
+    """Yield a new temporary folder in `place`. Before that, remove the folders that killed processes left in `place`:
+    each is as large as a model. A process holds the lock of its folder while the graph is in the folder. So if the lock
+    is free, no process uses the graph.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time

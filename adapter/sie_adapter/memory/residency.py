@@ -211,8 +211,8 @@ class ResidentModels:
         self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
     ) -> Resident:
         """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
-        models that were evicted for the load, even if this method raises. Raises ModelLoadFailed: class OOM and reason
-        no_room if the model does not fit beside the models that must not be evicted.
+        models that were evicted for the load, even if this method raises. Raises ModelLoadFailed, with the error class
+        OOM and the reason no_room if the model does not fit beside the models that must not be evicted.
         """
         permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
