@@ -41,7 +41,8 @@ _MAPPED_BYTES = 32 << 20
 # This threshold replaces _MAPPED_BYTES while a model loads, and always if RLIMIT_DATA is set. Allocations of at least
 # this size are then outside the heap, so they leave no holes in the heap when they are freed.
 _APART_BYTES = 1 << 20
-# number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
+# number of model loads in progress, and the lock for this number; the capture of a CUDA graph holds the lock, so that
+# no load begins during the capture
 _apart, _apart_lock = 0, threading.Lock()
 # bytes that `claim` allocates in addition to `nbytes`: several times the 1 MB or so that oneDNN needs for a new shape
 _CLAIM_BYTES = 8 << 20

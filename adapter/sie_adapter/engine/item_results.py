@@ -313,8 +313,9 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     probability of the last label; for "sigmoid", the sigmoid of the only logit; for "identity", the logit, or its
     sigmoid if the client requested relevance.
 
-    If the request sets `raw_scores`, the score is the logit. For "softmax" it is then the log-odds of the probability:
-    with two classes, the second logit minus the first, as in Text Embeddings Inference and Infinity.
+    If the request sets `raw_scores`, the score is the logit for "sigmoid" and "identity", and the log-odds of the
+    probability for "softmax": with two classes, the second logit minus the first, as in Text Embeddings Inference and
+    Infinity.
     """
     # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()

@@ -46,7 +46,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-# seconds until a started server must be ready; imports and weights take minutes on a busy machine
+# seconds within which a started server must be ready; imports and reading of weights take minutes on a busy machine
 START_S = 300.0
 RUN_S = 120.0  # a server that has not answered a batch after these seconds is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready

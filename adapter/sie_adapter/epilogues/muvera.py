@@ -56,7 +56,7 @@ def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) 
     range of its own.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    # an intermediate result has for each token a vector (float32), or an int64 index per repetition; the largest counts
+    # bytes per token of the largest intermediate result: a float32 vector, or an int64 index for each repetition
     token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):

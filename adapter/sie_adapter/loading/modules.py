@@ -26,7 +26,8 @@ from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
 # class name of a module -> accepted settings of its file (config.json, or one of TRANSFORMER_FILES). This adapter reads
-# these settings, or they do not change the results. A load refuses a value that this adapter does not support.
+# each of these settings, except settings that do not change results. A load refuses a value that this adapter does not
+# support.
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {

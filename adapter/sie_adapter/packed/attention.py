@@ -332,7 +332,8 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
     all sequences. The row of a group has the index of the first token, the number of sequences, the length of the
-    longest sequence, the number of visible tokens of each sequence, and the kernel.
+    longest sequence, the number of visible tokens of each sequence (tokens at its start that are attended to), and the
+    kernel.
     """
     if kernel >= Kernel.VARLEN:
         # these kernels count a window from the last token, which is wrong if only the first tokens are visible
