@@ -52,8 +52,8 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
     serves. In the parent, return when no child runs and no fork is due.
 
     Do not replace a child that exits with status 0: the child has drained. After a signal to end, or if a child exits
-    with EXIT_BAD_SETTING, end all children. If this process cannot fork and `count` is 1, return as in child 0: this
-    process then serves. Before the fork of a new child, call `died` with the number of the dead child.
+    with EXIT_BAD_SETTING, end all children. If this process cannot fork and `count` is 1, return what child 0 would
+    return, so that this process serves. Before the fork of a new child, call `died` with the number of the dead child.
 
     Call this while the process has only one thread, with SIGNALS blocked. SIGNALS stay blocked in the children.
     """

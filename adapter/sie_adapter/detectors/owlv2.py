@@ -35,9 +35,9 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Largest edge of an image that the adapter gets, as a multiple of the edge of the model's images. The sidecar scales a
-# larger submitted image down to this edge, which slightly changes the pixels that the model reads (figures:
-# tests/parity/test_detector.py).
+# Largest edge of an image that the adapter gets, as a multiple of the edge of the images that the model reads. The
+# sidecar scales a larger submitted image down to this edge, which slightly changes the pixels that the model reads
+# (figures: tests/parity/test_detector.py).
 _OVERSAMPLED = 3
 _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
 

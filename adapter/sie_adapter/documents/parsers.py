@@ -37,9 +37,9 @@ from sie_contracts.wire.ipc import FrameError, receive_frame
 
 DEADLINE_S = 60.0  # time limit for one document, in seconds
 MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
-# bytes of resident memory: a process that has more than this when it has parsed a document is replaced
+# limit in bytes: a process with more resident memory than this after a document is replaced
 KEPT_BYTES = 1 << 30
-START_S = 120.0  # seconds in which a process must start; its imports take seconds, more on a busy machine
+START_S = 120.0  # seconds within which a process must start; the imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two checks whether a client still waits (`is_gone`)
 _DIED_S = 1.0  # seconds in which a process must end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
@@ -155,7 +155,8 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        # `_ParseCall.end` may have killed the process after its answer, so the process must get no other document
+        # `_ParseCall.end` may have killed the process after the process had answered, so the process must get no other
+        # document
         if call.is_over:
             self._dismiss()
             raise cancelled()
@@ -230,8 +231,8 @@ class _ParserProcess:
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
-                        # one thread for the libraries, because the pool has several processes, and threads need address
-                        # space
+                        # one thread per process for the libraries: the pool runs several processes at once, and each
+                        # thread needs some of the limited address space of its process
                         "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1",
                     },

@@ -36,12 +36,13 @@ _STATUS = Path("/proc/self/status")
 # device files of the GPU drivers: NVIDIA, NVIDIA under WSL, AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
+# largest threshold that glibc accepts: glibc serves allocations of at least this size by mmap, outside the heap
 _MAPPED_BYTES = 32 << 20
-# threshold in place of _MAPPED_BYTES while a model loads, and always if RLIMIT_DATA is set: freed memory of this size
-# or more then leaves no holes in the heap
+# This threshold replaces _MAPPED_BYTES while a model loads, and always if RLIMIT_DATA is set. Allocations of at least
+# this size are then outside the heap, so they leave no holes in the heap when they are freed.
 _APART_BYTES = 1 << 20
-# number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
+# number of model loads in progress, and the lock for this number; the capture of a CUDA graph holds the lock, so that
+# no load begins during the capture
 _apart, _apart_lock = 0, threading.Lock()
 # bytes that `claim` allocates in addition to `nbytes`: several times the 1 MB or so that oneDNN needs for a new shape
 _CLAIM_BYTES = 8 << 20
@@ -76,7 +77,7 @@ def _cuda_devices() -> int:
 
 def hide_other_gpus(name: str) -> None:
     """Hide all GPUs except `cuda:N` from this process and its children, so that no library uses the GPU of another
-    adapter. The GPU is then called `cuda:0`. Call this before any use of CUDA. Raises SettingError if
+    adapter. The visible GPU is then called `cuda:0`. Call this before any use of CUDA. Raises SettingError if
     CUDA_VISIBLE_DEVICES lists at most N GPUs.
     """
     index = int(name.removeprefix("cuda:"))
@@ -417,7 +418,7 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Block new model loads, and `give_memory_back` on a GPU, while this context is open. Both synchronise the device,
-    which makes the capture of a CUDA graph on another thread fail. Yield True if no load is in progress.
+    which would make the capture of a CUDA graph in this context fail. Yield True if no load is in progress.
     """
     with _apart_lock:
         yield not _apart

@@ -450,8 +450,8 @@ class BatchRun:
             for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
                 self._rows[head] += rows
         if self._device.type == "cuda":
-            # wait only for this CUDA stream: waiting for the whole device would break the capture of a graph on another
-            # thread
+            # wait only for this thread's CUDA stream: a wait for the whole device would break the capture of a CUDA
+            # graph on another thread
             torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
         results = (result for group in self._message.groups for result in self._answers(group))

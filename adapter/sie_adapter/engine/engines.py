@@ -57,7 +57,7 @@ NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen engine. `reason`: why it was chosen, and the obstacles of the engines before it in RULES. `demand`: the
+    """Chosen engine. `reason`: why it was chosen, and why each engine before it in RULES was not chosen. `demand`: the
     field of the entry that demands this engine, with its value, else empty.
     """
 

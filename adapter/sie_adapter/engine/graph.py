@@ -144,8 +144,9 @@ class Graph:
 
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
-    """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
-    A process holds the lock of its folder while the graph is there, so a graph beside a free lock is left over.
+    """Yield a new temporary folder in `place`. Before that, remove the folders that killed processes left in `place`:
+    each is as large as a model. A process holds the lock of its folder while the graph is in the folder. So if the lock
+    is free, no process uses the graph.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time
@@ -323,8 +324,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # `construction` holds a lock, because this code changes the warning filters, and a trace changes torch's map of
-        # modules: the filters and the map are global to the process
+        # `construction` holds a lock, because this code changes two objects that are global to the process: the warning
+        # filters, and torch's map of modules, which the trace changes
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             # Warnings about the trace, and torch's check by a second trace, are switched off: the backbone later
             # compares the states of the graph with those of the model.

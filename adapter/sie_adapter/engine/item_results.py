@@ -115,7 +115,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
         encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
-        # MUVERA adds vectors: only vectors of a client can have an infinite sum, because a model's are normalised
+        # MUVERA adds vectors. Only vectors that a client sent can have an infinite sum: a model's vectors are
+        # normalised.
         for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
             results[item] = InvalidInput.at("multivector", "the numbers are too large, their sum is infinite")
         _put("dense", options.dtype, encoded, range(count), results)
@@ -312,8 +313,9 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     probability of the last label; for "sigmoid", the sigmoid of the only logit; for "identity", the logit, or its
     sigmoid if the client requested relevance.
 
-    If the request sets `raw_scores`, the score is the logit. For "softmax" it is then the log-odds of the probability:
-    with two classes, the second logit minus the first, as in Text Embeddings Inference and Infinity.
+    If the request sets `raw_scores`, the score is the logit for "sigmoid" and "identity", and the log-odds of the
+    probability for "softmax": with two classes, the second logit minus the first, as in Text Embeddings Inference and
+    Infinity.
     """
     # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()
@@ -347,9 +349,9 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
-    probability of yes. It is the logit of yes minus the logit of no if the request sets `raw_scores`, or if
-    `difference` is set and the client did not request relevance.
+    """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the logit of yes
+    minus the logit of no if the request sets `raw_scores`, or if `difference` is set and the client did not request
+    relevance. In all other cases, a score is the softmax probability of yes.
     """
     # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()

@@ -46,7 +46,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-# seconds until a started server must be ready; imports and weights take minutes on a busy machine
+# seconds within which a started server must be ready; imports and reading of weights take minutes on a busy machine
 START_S = 300.0
 RUN_S = 120.0  # a server that has not answered a batch after these seconds is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
@@ -146,7 +146,8 @@ class SGLang:
         self._width = 0
         # the kernel kills the server when the thread that started it ends, so a thread of this executor starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # A list with the one server in use. The finalizer below runs after this object was freed, so it gets the list.
+        # A list that contains the one server in use. The finalizer below runs after this object was freed, when it
+        # cannot read the object's attributes, so it gets the list as an argument.
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()

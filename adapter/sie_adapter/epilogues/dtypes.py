@@ -49,7 +49,7 @@ def _bits(vectors: Tensor) -> Converted:
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    return divisor.where(divisor > 0, 1.0)  # 1 replaces a divisor of zero, whose dividend is zero too
+    return divisor.where(divisor > 0, 1.0)  # 1 replaces a divisor of 0, because its dividend is also 0
 
 
 def _per_row(values: Tensor) -> Array:

@@ -26,8 +26,8 @@ from sie_contracts.models.muvera import Muvera
 
 # largest number of bytes of an intermediate result for several items; a result for a single item may be larger
 BLOCK_BYTES = 32 << 20
-# On a CPU the limit is smaller, so that the result fits the CPU's cache: with 16 MiB, an encoding took 1.4 times as
-# long on an AMD EPYC (bench/muvera.py --block-mib).
+# On a CPU the limit is smaller, so that the result fits the CPU's cache: an encoding took 1.4 times as long with 16 MiB
+# as with this limit on an AMD EPYC (bench/muvera.py --block-mib).
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices: bytes, number of entries
 
@@ -52,10 +52,11 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
     """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes. The partitions
-    of a range in one repetition also need at most `budget` bytes. An item above one of these limits is a range alone.
+    of a range in one repetition also need at most `budget` bytes. An item that alone exceeds one of these limits is a
+    range of its own.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    # an intermediate result has for each token a vector (float32), or an int64 index per repetition; the largest counts
+    # bytes per token of the largest intermediate result: a float32 vector, or an int64 index for each repetition
     token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):
@@ -155,7 +156,8 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     best[:, gray] = first
     for bit in range(projections):
         sides = best.view(-1, 2, 1 << bit)
-        # `best` is distance * entries + entry: its minimum has the smallest distance, then the smallest entry
+        # `best` is distance * entries + entry, so a minimum selects the smallest distance, and of equal distances the
+        # smallest entry
         best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)
     best = best[:, gray].flatten()
     return (best % entries).where(best < far, -1)

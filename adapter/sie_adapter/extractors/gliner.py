@@ -265,7 +265,9 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _read(self, words: list[list[str]], batch: Any, request: GlinerRequest) -> list[WindowResult | SIEError]:
-        """Run one pass over the collator's batch. Return the result of each row; positions are indices in its words."""
+        """Run one pass over the collator's batch. Return the result of each row. Positions in a result are indices of
+        the row's words.
+        """
         inputs = self._inputs(batch)
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}

@@ -103,9 +103,9 @@ _KEYS: dict[str, Any] = {
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
     """Yield groups of candidates that overlap, directly or through other candidates. Only the best _CANDIDATES spans of
-    a group are kept: the time and memory of the package grow with the square of their number, and with a threshold of 0
-    from a client, all spans are candidates. If the text fits into one window of the model, and no group is reduced, its
-    entities equal those of the package.
+    a group are kept, because the package's time and memory grow with the square of the number of spans, and all spans
+    are candidates if a client sets the threshold 0. If a text fits into one window of the model, and no group is
+    reduced, the text's entities equal those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

@@ -44,7 +44,7 @@ def words_of_choices(processor: Any, record: TextRecord) -> tuple[list[str], lis
     }
     words: list[str] = processor._build_classification_prefix({"json_structures": [{record.name: structure}]})
     positions: list[list[int]] = []
-    end = 2  # index of a property in the words: ( record: property ( choice | choice ) , property ( choice ) )
+    end = 2  # index of the current property in the words ( record: property ( choice | choice ) , property ( choice ) )
     for text_field in record.fields:
         start = end + 2
         positions.append(list(range(start, start + 2 * len(text_field.labels), 2)))

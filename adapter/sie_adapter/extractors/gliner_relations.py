@@ -26,7 +26,8 @@ from sie_adapter.families.extraction import ExtractOptions, Result, TextWindow, 
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 
-# limit of spans per window that may be head or tail of a relation, best first; each pair of these spans has a vector
+# Limit of the spans of a window that may be head or tail of a relation; the spans with the best scores are used. Each
+# pair of these spans has a vector.
 _CANDIDATES = 64
 _RELATIONS = 1024  # limit of relations per window; the best relations are kept
 # Limit for the windows of a pass, by type of device. A window with _CANDIDATES spans has 4,032 pairs, which need about
@@ -81,7 +82,7 @@ class GlinerRelationModel(GlinerModel):
         inputs, model = self._inputs(batch), self._gliner.model
         if not request.relation_labels:
             return self._window_results(UniEncoderSpanModel.forward(model, **inputs).logits, words, batch, request)
-        # the threshold of spans also applies to pairs, as by default in the package
+        # the threshold of spans is also that of pairs, which is the default of the package
         output = model(**inputs, threshold=request.threshold, adjacency_threshold=request.threshold)
         results = self._window_results(output.logits, words, batch, request)
         places, _ = _candidates(output.logits, inputs["span_mask"], request.threshold)
@@ -129,8 +130,8 @@ def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor,
 def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Return the vectors of the spans of `_candidates`, [windows, spans, width], and the mask of `_candidates`. This
-    function replaces the method of the package's model, which does not limit the number of spans.
+    """Return the vectors of the spans that `_candidates` selects, [windows, spans, width], and the mask that it
+    returns. This function replaces the method of the package's model, which does not limit the number of spans.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)

@@ -60,7 +60,7 @@ _TRUTH = ("false: no, the statement does not hold", "true: yes, the statement ho
 _OPTION_TOKENS = 48  # largest number of tokens of an option; further tokens are cut off
 _QUESTION_TOKENS, _LEAST_QUESTION_TOKENS, _LEAST_OPTION_TOKENS = 16, 8, 4
 _AROUND_TOKENS = 32  # approximate number of tokens around a statement: its type, its two options and the special tokens
-_HEAD_TOKENS = 192  # limit for the tokens of question and options, if the configuration has none
+_HEAD_TOKENS = 192  # limit for the tokens of question and options, if the configuration has no limit
 _TEMPERATURES = (0.5, 5.0)  # smallest and largest temperature that the package applies
 _UNREAD = ("act_head.", "temperature")  # prefixes of tensors that do not affect the probabilities
 

@@ -155,8 +155,8 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Embeddings of a text encoder, without the check of the class in transformers that the input has at most as many
-    tokens as one text may have: here the input is all packed texts of a pass.
+    """Embeddings of a text encoder. The class in transformers refuses an input with more tokens than one text may have.
+    This class has no such check, because its input is all packed texts of a pass.
     """
 
     def __init__(self, source: Any) -> None:

@@ -178,7 +178,7 @@ class Builder:
         check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            # as in FlagEmbedding, these tokens get no weight
+            # these special tokens get no weight, because FlagEmbedding gives them none
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None

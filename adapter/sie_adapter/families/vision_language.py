@@ -49,7 +49,8 @@ class VisionLanguageKind(Protocol):
     """Model class of a vision-language model. Its constructor loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
-    that read images. `output`: the name of its output in an entry. `width`: the width of its vectors, 0 if it has none.
+    that read images. `output`: the name of the model's output in an entry. `width`: the width of the model's vectors, 0
+    if it returns no vectors.
     """
 
     model: Any

@@ -71,7 +71,7 @@ class JoiningHead(Head, Protocol):
     """Head whose result for a chunk of a text can be joined from parts, one for each segment (tokens in one row)."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return for each sequence one part of a chunk's result. Here, a sequence is one segment of a chunk."""
+        """Return one part of a chunk's result for each sequence. Each sequence here is one segment of a chunk."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the

@@ -37,7 +37,8 @@ class SequenceHead:
 
 class TokenHead:
     """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. A trial call in the
-    constructor detects whether the head mixes tokens. A head that mixes no tokens is called once for all sequences.
+    constructor detects whether the logits of a token depend on other tokens. If they do not, the head is called once
+    for the tokens of all sequences.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:

@@ -67,8 +67,8 @@ class MaskedLanguageHead:
         usable: list[Tensor] = []
         waiting: list[Tensor] = []
         block = max(1, BLOCK_BYTES // (self._vocabulary * 4))
-        # on a GPU, counting entries waits for the device, so many rows are counted at once; a CPU counts while the rows
-        # of a block are in its cache
+        # on a GPU, counting entries waits for the device, so one call counts the entries of many rows; a CPU counts the
+        # entries of each block, while the block's rows are in its cache
         most = 1 if states.hidden.device.type == "cpu" else _rows_at_once(self._vocabulary)
         for part in _blocks(states.packed.lengths[sequences], block):
             chosen = sequences[part]
@@ -138,7 +138,9 @@ def _rows(weights: Tensor) -> list[Row]:
 
 
 def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
-    """Yield ranges of consecutive sequences with at most `tokens` tokens in total. A longer sequence is alone."""
+    """Yield ranges of consecutive sequences with at most `tokens` tokens in total. A sequence with more tokens is alone
+    in its range.
+    """
     start, total = 0, 0
     for index, length in enumerate(lengths.tolist()):
         if index > start and total + length > tokens:

@@ -26,7 +26,8 @@ from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
 # class name of a module -> accepted settings of its file (config.json, or one of TRANSFORMER_FILES). This adapter reads
-# these settings, or they do not change the results. A load refuses a value that this adapter does not support.
+# each of these settings, except settings that do not change results. A load refuses a value that this adapter does not
+# support.
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -205,8 +206,8 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 def read_modules(folder: Path) -> Modules:
     """Return the modules that modules.json in `folder` lists. Without this file, return only the transformer. Raises
     ModelLoadFailed: INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a module
-    outside of `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling
-    without its config.json.
+    outside of `folder`, for a Dense or a LayerNorm without weights, and for a Router without token weights for queries;
+    NOT_FOUND for a Pooling without its config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):

@@ -99,7 +99,7 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
 
 
 def tokenizer_limit(folder: Path) -> int | None:
-    """Return the limit of the tokenizer in tokens; None if its configuration has none."""
+    """Return the tokenizer's limit for the tokens of a text; None if its configuration has no limit."""
     limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
     return int(limit) if limit and limit < UNLIMITED else None
 
@@ -285,7 +285,9 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
 
 
 def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> str:
-    """Return why a tokenizer cannot belong to a model with `table` embeddings, with a fix; empty if no check fails."""
+    """Return why a tokenizer cannot belong to a model with `table` embeddings, and a remedy. Return an empty string if
+    no check fails.
+    """
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     around = [number for number in _around(tokenizer) if number >= table]
     if largest >= table or around:

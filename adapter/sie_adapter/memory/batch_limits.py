@@ -252,8 +252,9 @@ class PassRecord:
 
 
 class PassRecords:
-    """File with records of the passes that one adapter process is running. `during` is thread-safe. No method raises
-    for a file that cannot be read or written: the process works, but a crash then does not lower a limit.
+    """File with records of the passes that one adapter process is running. `during` is thread-safe. No method raises an
+    error if the file cannot be read or written: passes then run without records, so a crash of the process lowers no
+    limit.
     """
 
     def __init__(self, path: Path) -> None:

@@ -25,8 +25,9 @@ _ALLOCATION = (
 )
 
 
-# oneDNN gives no reason. "could not create a primitive" means that memory for the primitive's code is missing. "could
-# not create a primitive descriptor" means that oneDNN lacks the operation, for example a product of two precisions.
+# oneDNN's errors have only a message. "could not create a primitive" means that memory for the primitive's code is
+# missing. "could not create a primitive descriptor" means that oneDNN lacks the operation, for example a product of two
+# precisions.
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 

@@ -40,7 +40,7 @@ class OomCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # model -> counters of its remedies; a model stays a key after it is unloaded or evicted
+        # model -> counters of the remedies for this model; the counters stay after the model is unloaded or evicted
         self._counts: dict[str, Counter[str]] = {}
 
     def count(self, model: str, remedy: Remedy) -> None:

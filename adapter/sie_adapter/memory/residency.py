@@ -211,8 +211,8 @@ class ResidentModels:
         self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
     ) -> Resident:
         """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
-        models that were evicted for the load, even if this method raises. Raises ModelLoadFailed: class OOM and reason
-        no_room if the model does not fit beside the models that must not be evicted.
+        models that were evicted for the load, even if this method raises. Raises ModelLoadFailed, with the error class
+        OOM and the reason no_room if the model does not fit beside the models that must not be evicted.
         """
         permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
@@ -301,7 +301,7 @@ class ResidentModels:
             # and uses no device memory
             pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
-            # wait for the end of the load; its error is for the callers that requested that model
+            # wait for the end of the load, and ignore its error: the callers that requested that model get the error
             pending.exception()
         return "load_ended" if pending is not None else None
 

@@ -29,7 +29,8 @@ FAR = 1 << 30  # as a number of visible keys before or after a query, this means
 # largest number of scores in one block on a CPU: a larger block does not fit the second-level cache, and each operation
 # on the block would wait for memory
 _BLOCK_SCORES = 1 << 18
-# largest number of scores in one block on a GPU, which computes them all at once; so many need 128 MB in float32
+# largest number of scores in one block on a GPU, which computes all scores of a block at once; this number of float32
+# scores needs 128 MB
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
 # shorter rows of scores are padded to this length, one vector register. Softmax sums a shorter row number by number,
 # which took eight times as long.
@@ -331,7 +332,8 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
     all sequences. The row of a group has the index of the first token, the number of sequences, the length of the
-    longest sequence, the number of visible tokens of each sequence, and the kernel.
+    longest sequence, the number of visible tokens of each sequence (tokens at its start that are attended to), and the
+    kernel.
     """
     if kernel >= Kernel.VARLEN:
         # these kernels count a window from the last token, which is wrong if only the first tokens are visible
