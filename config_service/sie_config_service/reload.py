@@ -63,8 +63,9 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 
 @dataclass
 class _Watched:
-    """Stored change. Until `due_s` (monotonic time), `Reload` checks whether all gateways, and the workers of
-    `bundles`, have reached `epoch`, the first state of the catalogue with the change. `outcome`: log text about it.
+    """A change of the folder that was written to the catalogue. `epoch`: the first version of the catalogue that has
+    the change. Until `due_s` (monotonic time), `Reload` checks whether all gateways, and the workers of `bundles`, have
+    read this version or a later one. `outcome`: log text that describes the change.
     """
 
     outcome: str

@@ -240,8 +240,8 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass its value to `on_value`, by default the owner's callback. Log an error if the entry
-        cannot be decoded.
+        """Decode an entry and pass its value to `on_value`, by default the callback that this object was created with.
+        Log an error if the entry cannot be decoded.
         """
         if not self._wants(entry.key):
             return
@@ -256,7 +256,7 @@ class Record(Generic[T]):
         (on_value or self._on_value)(entry.key, value, entry.revision)
 
     async def refresh(self, key: str) -> None:
-        """Read the value of a key again, and pass it to the owner if the key exists. Raises BrokerError."""
+        """Read the value of a key again, and pass it to `on_value` if the key exists. Raises BrokerError."""
         entry = await self.bucket.get(key)
         if entry is not None:
             self.apply(entry)

@@ -91,7 +91,9 @@ class Puller(Protocol):
     """Pulls of one connection from one stream: the methods that the server calls."""
 
     def attach(self, name: str) -> None:
-        """Add the credit that these pulls have for the consumer `name`, if any, to the consumer's queue of credits."""
+        """If these pulls have credit for the consumer `name` (the number of messages that the consumer may deliver to
+        them), add the credit to the consumer's queue of credits.
+        """
 
     def attach_all(self) -> None: ...
 

@@ -101,13 +101,14 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """Return the cost of a full window, in tokens. A sound shorter than the window has the same cost."""
+        """Return the cost of a sound of `window` samples, in tokens. A shorter sound has the same cost."""
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: the shape of a full window. If sounds are not filled
-        up, return the shape of two frames, because the features of one frame have no variance.
+        """Return the smallest shape that the features of a sound can have: the shape for `window` samples, because
+        shorter sounds are filled up. With `filling: none`, return the shape for two frames, because the features of one
+        frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
