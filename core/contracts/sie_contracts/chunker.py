@@ -70,8 +70,8 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
     """Return the end of a chunk: the last possible cut of the highest level that has a possible cut. Possible cuts have
-    `least` to `most` tokens before them. If no level has a possible cut, a grapheme is too long; then the end is the
-    first cut after this grapheme.
+    `least` to `most` tokens before them. If no level has a possible cut, a grapheme of several tokens is in the way.
+    Then the end is the first cut after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1

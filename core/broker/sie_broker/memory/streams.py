@@ -303,7 +303,7 @@ class Stream:
             self.server.timers.at(self._age_due_s, self._age)
 
     def _age(self) -> None:
-        if self.server.clock() < self._age_due_s:  # this timer was armed before the spec changed
+        if self.server.clock() < self._age_due_s:  # a timer for an earlier spec; the timer for this spec is due later
             return
         self._age_due_s = math.inf
         horizon_s = self.server.clock() - self.spec.max_age_s

@@ -186,7 +186,9 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch in tokens that takes at most `seconds`; 0 if none, infinity before a measurement."""
+        """Return the largest number of tokens of a batch with a predicted time of at most `seconds`. The result is 0 if
+        every batch would take longer, and infinity before the first measurement.
+        """
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

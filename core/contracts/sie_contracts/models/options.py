@@ -276,7 +276,9 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with the changes. If a value differs, a new `variant` changes the results' fingerprint too."""
+    """Return `usual` with the changes. If a changed value differs from that in `usual`, the result also has another
+    `variant`, which changes the fingerprint of its answers.
+    """
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
