@@ -88,7 +88,7 @@ class Message:
 
 
 class Puller(Protocol):
-    """Pulls of one connection from one stream: the methods that the server calls."""
+    """Pulls of one connection from one stream. The server calls these methods."""
 
     def attach(self, name: str) -> None:
         """If these pulls have credit for the consumer `name` (the number of messages that the consumer may deliver to

@@ -172,8 +172,9 @@ FUSED_BINS = 64
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
     """Return the recipe for a checkpoint's preprocessor_config.json. Raises UnknownExtractor.
 
-    A sound costs about one token for each position that it takes in the model. `positions`: number of positions of one
-    window. For a model without a window, `positions` is the number of frames of one position.
+    A sound costs about one token for each position that it takes in the model. `positions`: number of positions that a
+    sound of the length of one window takes. For a model without a window (Parakeet), it is the number of frames of the
+    spectrogram that become one position.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:
