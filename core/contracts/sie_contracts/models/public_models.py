@@ -213,7 +213,7 @@ class Translation:
 
 
 # Entry in progress for one profile of a public model file: name of a part of the entry (load, run, head, prompts, pair)
-# -> fields of this part. The key `ignored` has the ignored fields of the file.
+# -> fields of this part. The key `ignored` has path -> reason for each ignored field of the file.
 _Draft = defaultdict[str, dict[str, Any]]
 
 
