@@ -54,8 +54,9 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log all invalid aliases with a name or target in these changes, because the service applies a change of the
-    folder even if the change makes an alias invalid.
+    """Log each alias that is invalid after the changes `done`, because the service applies a change of the folder even
+    if an alias then becomes invalid. Only the aliases that the changes concern are checked: their own documents or
+    their targets were written or removed.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is invalid after a change of the model folder: %s", alias, why)
@@ -63,8 +64,9 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 
 @dataclass
 class _Watched:
-    """Stored change. Until `due_s` (monotonic time), `Reload` checks whether all gateways, and the workers of
-    `bundles`, have reached `epoch`, the first state of the catalogue with the change. `outcome`: log text about it.
+    """A change of the folder that was written to the catalogue. `epoch`: the first version of the catalogue that has
+    the change. Until `due_s` (monotonic time), `Reload` checks whether all gateways, and the workers of `bundles`, have
+    read this version or a later one. `outcome`: log text that describes the change.
     """
 
     outcome: str

@@ -40,8 +40,8 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models with a revision that no worker has loaded, and that permanently failed to load on a worker that
-    had loaded an earlier revision.
+    """Return each model with a revision that meets three conditions: a worker permanently failed to load the revision,
+    no worker has loaded it, and a worker that failed had loaded an earlier revision.
     """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}

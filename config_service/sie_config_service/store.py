@@ -275,8 +275,9 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Read the slot for an Idempotency-Key, whose digest `key` selects one of REPLY_SLOTS slots. If the slot cannot
-        be decoded, return an empty slot: the next reply then replaces the stored slot.
+        """Read the slot that has the reply to a write with an Idempotency-Key. `key`: digest of the Idempotency-Key,
+        which selects one of REPLY_SLOTS slots. If the slot cannot be decoded, return an empty slot: the next reply then
+        replaces the stored slot.
         """
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
@@ -533,8 +534,8 @@ class CatalogueStore:
                     if is_alias(change.entry) or is_alias(change.held.entry)
                 }
                 index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                # Broadcast only the last batch. A reader that gets its delta sees that earlier changes are missing, and
-                # fetches the whole catalogue. Readers of other bundles find the changes at their next poll.
+                # Broadcast only the deltas of the last batch. A reader that gets such a delta sees that earlier changes
+                # are missing, and fetches the whole catalogue. Other readers find the changes at their next poll.
                 await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                 done.extend(batch)
 

@@ -158,7 +158,7 @@ class CatalogueWriter:
                 }
             _logger.info("%s of %s: revision %d", request.operation, request.model, held.revision + 1)
         else:
-            await store.copy_held(held)  # the earlier write of `held` may have failed to reach the copy
+            await store.copy_held(held)  # the earlier write of this revision may have failed before it wrote the copy
             if reply is not None:
                 await store.remember(reply)
         return WriteReply(body, created)

@@ -246,7 +246,9 @@ class KeyValue(Protocol):
         """Return `created:last revision`, a text that changes with each write and if the bucket is created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the broker still has an entry of this or a later revision. Entries can expire or be lost."""
+        """Return whether the broker still has an entry with the revision `revision` or a later one. Entries can expire
+        or be lost.
+        """
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also after reconnects. If a key was

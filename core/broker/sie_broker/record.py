@@ -155,13 +155,14 @@ class Record(Generic[T]):
         `decode` returns the value of an entry, or raises an error of UNDECODABLE. Keys for which `wants` returns False
         are ignored.
 
-        `on_value(key, value, revision)` is called for each value that is read, watched or written by `change`; the
-        value is None for a removed key. After a value that `change` wrote, the watch may deliver an earlier value. So
-        the owner must ignore a revision below the last revision of the key. `on_lost` is called before the first value
-        of a new bucket or a new watch. All earlier values and revisions are then invalid.
+        `on_value(key, value, revision)` is called for each value that a read or the watch delivers, and for each value
+        that `change` has written; the value is None for a removed key. After a value that `change` has written, the
+        watch may deliver an earlier value. So the owner must ignore a revision below the last revision of the key.
+        `on_lost` is called before the first value of a new bucket or a new watch. All earlier values and revisions are
+        then invalid.
 
-        `read` returns (entries, revision). The entries are passed to the owner before the watch starts. The watch
-        delivers all entries after this revision, and perhaps earlier entries. By default, `read` returns all entries.
+        `read` returns (entries, revision). The entries are passed to `on_value` before the watch starts. The watch
+        delivers all entries after `revision`, and perhaps earlier entries. By default, `read` returns all entries.
         With `drops_unreadable`, an entry that cannot be decoded counts as removed. Otherwise the key keeps its previous
         value.
         """
@@ -240,8 +241,8 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass its value to `on_value`, by default the owner's callback. Log an error if the entry
-        cannot be decoded.
+        """Decode an entry and pass its value to `on_value`, by default the callback that this object was created with.
+        Log an error if the entry cannot be decoded.
         """
         if not self._wants(entry.key):
             return
@@ -256,7 +257,7 @@ class Record(Generic[T]):
         (on_value or self._on_value)(entry.key, value, entry.revision)
 
     async def refresh(self, key: str) -> None:
-        """Read the value of a key again, and pass it to the owner if the key exists. Raises BrokerError."""
+        """Read the value of a key again, and pass it to `on_value` if the key exists. Raises BrokerError."""
         entry = await self.bucket.get(key)
         if entry is not None:
             self.apply(entry)

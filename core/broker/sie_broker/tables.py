@@ -63,7 +63,8 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    # The parts may come from a replica that lacks the latest writes, so the watch starts at the lower revision.
+    # The parts may come from a replica that lacks the latest writes. So the watch must start at the lower one of two
+    # revisions: that of the lane's entry, and the newest revision of a part.
     parts = await bucket.entries(lane_key)
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 

@@ -70,8 +70,8 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
     """Return the end of a chunk: the last possible cut of the highest level that has a possible cut. Possible cuts have
-    `least` to `most` tokens before them. If no level has a possible cut, a grapheme is too long; then the end is the
-    first cut after this grapheme.
+    `least` to `most` tokens before them. If no level has a possible cut, a grapheme of several tokens is in the way.
+    Then the end is the first cut after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -87,10 +87,11 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
-    """Return the start of the chunk after `chunk`: the earliest possible cut of the highest level that has a possible
-    cut, or the end of `chunk` if there is none. Possible cuts lie within the last `overlap_tokens` tokens of `chunk`.
-    The overlap is shortened if it would keep the next chunk from reaching the next cut of the highest level.
-    `end_count`: number of tokens before the end of `chunk`.
+    """Return the start of the chunk after `chunk`. Of the possible cuts within the last `overlap_tokens` tokens of
+    `chunk`, it is the earliest one of the highest level. Without a possible cut there, it is the end of `chunk`.
+
+    A shorter overlap is used if the next chunk could otherwise not reach the first cut of the highest level after
+    `chunk`. `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens
@@ -126,7 +127,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     # true at each position where the end of a sentence is not a cut, for example inside a code block
     whole = np.zeros(len(text) + 1, bool)
-    heading: int | None = None  # start of a heading that is directly before this block
+    heading: int | None = None  # start of the heading if the previous block is a heading
     for token in _markdown().parse(text):
         if token.map is None:
             continue
@@ -135,8 +136,8 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            # No sentence end from the heading to the next block is a cut, so that the heading stays in one chunk with
-            # this block if possible.
+            # The ends of sentences between the start of a heading and the block after it are not cuts, so that the
+            # heading stays in one chunk with this block if possible.
             if heading is not None:
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None

@@ -105,7 +105,7 @@ class Exchange(StreamServer):
 
 
 class WatchReader(Protocol):
-    """Watch of a bucket: the methods that its connection calls."""
+    """Watch of a bucket. The connection that opened the watch calls these methods."""
 
     def catch_up(self) -> None:
         """Read the entries that the watch has missed. Called after a reconnect."""

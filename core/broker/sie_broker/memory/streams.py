@@ -88,10 +88,12 @@ class Message:
 
 
 class Puller(Protocol):
-    """Pulls of one connection from one stream: the methods that the server calls."""
+    """Pulls of one connection from one stream. The server calls these methods."""
 
     def attach(self, name: str) -> None:
-        """Add the credit that these pulls have for the consumer `name`, if any, to the consumer's queue of credits."""
+        """If these pulls have credit for the consumer `name` (the number of messages that the consumer may deliver to
+        them), add the credit to the consumer's queue of credits.
+        """
 
     def attach_all(self) -> None: ...
 
@@ -301,7 +303,7 @@ class Stream:
             self.server.timers.at(self._age_due_s, self._age)
 
     def _age(self) -> None:
-        if self.server.clock() < self._age_due_s:  # this timer was armed before the spec changed
+        if self.server.clock() < self._age_due_s:  # a timer for an earlier spec; the timer for this spec is due later
             return
         self._age_due_s = math.inf
         horizon_s = self.server.clock() - self.spec.max_age_s

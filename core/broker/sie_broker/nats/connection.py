@@ -42,8 +42,8 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Pull requests that are open: the methods that their connection calls. The inbox (reply subject) of the
-    pull requests is lost with the connection.
+    """Open pull requests with one inbox (reply subject). The connection to the broker calls these methods. When the
+    connection is lost, the inbox is lost too.
     """
 
     def abandon(self) -> None:
@@ -280,7 +280,7 @@ class NatsConnection(ConnectionState):
         self._reconnected.set()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # before its first success, `open` itself raises the error
+        if self._opened and not self._closed:  # before the first connection, `open` raises the error to its caller
             log.critical("%s: the connection is closed and is not restored: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()

@@ -233,8 +233,8 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """End the inbox (reply subject of the pulls) when its arrived deliveries are handled. Later deliveries may be
-        lost.
+        """End the inbox (reply subject of the pulls) after the deliveries that have arrived on it are handled. Later
+        deliveries may be lost.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:

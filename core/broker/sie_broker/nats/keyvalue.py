@@ -337,7 +337,8 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # these entries may still arrive: they count as missed only if the next check finds both revisions unchanged
+        # The missing entries may still arrive. They count as missed if neither the last handled revision nor the last
+        # revision of the bucket has changed at the next check.
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

@@ -49,9 +49,11 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     The squares of `tiles`, row by row, lie one below the other. The last square is the whole image, shrunk to a square;
     if the resized image fits into one square, there is only this square.
 
-    `raised`, for `blocks`: an image with an edge below `multiple` is first enlarged, until this edge is `multiple`. Its
-    other edge is then rounded to the nearest whole number with `rounded`, and down with `floored`. `no` skips this
-    step. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to `tokens`.
+    `raised`, for `blocks`: with `rounded` or `floored`, an image with an edge below `multiple` is first enlarged, until
+    this edge is `multiple`. `rounded` rounds the other edge to the nearest whole number, `floored` rounds it down. With
+    `no`, such an image is not enlarged first.
+
+    `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to `tokens`.
     """
 
     kind: Kind = "squash"
@@ -95,7 +97,8 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 class TileTokens(msgspec.Struct, frozen=True):
     """Token ids around the tiles of an image. A reduced copy of the whole image follows the tiles.
-    `before[row][column]`: the ids before that tile; before the first tile, these include the ids that begin the image.
+    `before[row][column]`: the ids before the tile at this place; those of the first tile include the ids that begin the
+    image.
     `overview`: the ids between the last tile and the reduced copy.
     """
 

@@ -101,13 +101,14 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """Return the cost of a full window, in tokens. A sound shorter than the window has the same cost."""
+        """Return the cost of a sound of `window` samples, in tokens. A shorter sound has the same cost."""
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: the shape of a full window. If sounds are not filled
-        up, return the shape of two frames, because the features of one frame have no variance.
+        """Return the smallest shape that the features of a sound can have: the shape for `window` samples, because
+        shorter sounds are filled up. With `filling: none`, return the shape for two frames, because the features of one
+        frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
@@ -171,8 +172,9 @@ FUSED_BINS = 64
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
     """Return the recipe for a checkpoint's preprocessor_config.json. Raises UnknownExtractor.
 
-    A sound costs about one token for each position that it takes in the model. `positions`: number of positions of one
-    window. For a model without a window, `positions` is the number of frames of one position.
+    A sound costs about one token for each position that it takes in the model. `positions`: number of positions that a
+    sound of the length of one window takes. For a model without a window (Parakeet), it is the number of frames of the
+    spectrogram that become one position.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:

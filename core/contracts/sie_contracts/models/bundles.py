@@ -67,7 +67,9 @@ def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """Return the bundles that can serve `family`, the preferred first. `named`: only this bundle, if not empty."""
+    """Return the bundles that can serve `family`, the preferred bundle first. If `named` is not empty, return only the
+    bundle of this name, or nothing if this bundle cannot serve `family`.
+    """
     if not bundles:  # the catalogue of a process that serves one model has no bundles
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))

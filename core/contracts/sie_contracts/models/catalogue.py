@@ -125,8 +125,8 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch (version of the catalogue) right after the write of a model's current revision, or the
-        snapshot's epoch if the number of this write is unknown.
+        """Return the epoch (version of the catalogue) that the write of a model's current revision created. If the
+        number of this write is unknown, return the epoch of this snapshot.
         """
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"

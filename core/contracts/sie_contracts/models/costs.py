@@ -62,7 +62,8 @@ _IMPOSSIBLE = 2.0
 # A measured time above the range is also an outlier if it exceeds the time on the fitted line by more than this factor.
 # The same holds for a time below the range that is shorter than the time on the line by more than this factor.
 _UNLIKELY = 4.0
-# before the first line is fitted, the predicted time of a batch of up to this many times the mean size is the mean time
+# Before the first line is fitted, a batch has the mean time as its predicted time if its size is at most the mean size
+# times this factor.
 _GROWTH = 2.0
 
 
@@ -70,11 +71,11 @@ class BatchTimes:
     """Estimate of the time of a batch: a fixed part, and a part for each token. A line is fitted by least squares to
     about the last `memory` measured times.
 
-    A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
-    two parts, a batch with n times as many tokens takes between 1 and n times as long. A time far outside this range is
-    an outlier. A single outlier is ignored, because it may be a stall. Two outliers in a row in the same direction show
-    that the speed of the device has changed: all earlier times are multiplied by the factor of the outlier that is
-    nearer to the range.
+    A device may suddenly become slower or faster, for example when its processor is throttled. A batch with n times the
+    tokens of the mean batch should take between 1 and n times the mean time, whatever the two parts are. A time far
+    outside this range is an outlier: too long or too short by some factor. A single outlier is ignored, because it may
+    be a stall. Two outliers in a row, both too long or both too short, show that the speed of the device has changed.
+    Then all earlier times are multiplied by the factor of one of these outliers: the factor that is nearer to 1.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -185,7 +186,9 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch in tokens that takes at most `seconds`; 0 if none, infinity before a measurement."""
+        """Return the largest number of tokens of a batch with a predicted time of at most `seconds`. The result is 0 if
+        every batch would take longer, and infinity before the first measurement.
+        """
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -1,5 +1,6 @@
 """Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle). A
-`Layout` keeps the table of hosts between planning steps. A step places only the models whose inputs have changed.
+`Layout` keeps the table of hosts between planning steps. The inputs of a model are its state on the workers, its number
+of hosts, and its hosts in the previous table. A step places only the models whose inputs have changed.
 
     workers, number of hosts per model, previous table ──► models whose inputs have changed
     `settle`, for these models:  keep live hosts ─► adopt workers that have loaded the model ─► add free workers
@@ -175,7 +176,9 @@ class Layout:
         return len(self._target_counts)
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place the models whose inputs have changed. Return model -> new hosts, for each model whose hosts changed.
+        """Choose hosts for the models whose inputs the calls since the last `settle` have changed, and for the models
+        in `_unsettled`. Then relieve workers that are too full or too busy. Return model -> new hosts, for each model
+        whose hosts changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """
@@ -245,7 +248,9 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index. Rounding makes the sums independent of the order of additions."""
+        """Return the planned use of each worker (share of its time that its models need), by index of the worker. The
+        sums are rounded, so that they do not depend on the order of the additions.
+        """
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:

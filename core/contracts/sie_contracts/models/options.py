@@ -234,7 +234,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # if the family needs an instruction, this is a query: a part of the input, which does not change the fingerprint
+    # if the family needs an instruction, the instruction is a part of the input, and does not change the fingerprint
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -276,7 +276,9 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with the changes. If a value differs, a new `variant` changes the results' fingerprint too."""
+    """Return `usual` with the changes. If a changed value differs from that in `usual`, the result also has another
+    `variant`, which changes the fingerprint of its answers.
+    """
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual

@@ -19,8 +19,8 @@ from sie_contracts.models.option_values import any_value, bad, number
 from sie_contracts.wire.messages import RunOptions
 
 PARTS = "parts"  # key in `RunOptions.parameters` for the parts of a schema; requests and entries cannot set this key
-# Maximum number of groups in `label_groups`, or of properties of a schema: of the whole object, and of objects in it. A
-# property that is an object does not count, only the properties of this object.
+# Maximum number of groups in `label_groups`, or of properties in an output schema. The properties of the schema's inner
+# objects are counted too; a property that is itself an object is not counted.
 MAX_FIELDS = 64
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property's name, or of a choice

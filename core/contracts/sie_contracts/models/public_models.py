@@ -26,8 +26,9 @@ from sie_contracts.names import located
 @dataclass(frozen=True)
 class _Kind:
     """Family that replaces a class of the public server. `extracts`: outputs of the family for the task `extract`.
-    `package`: the Python package that contains the model; empty for a model with weights. `is_complete`: the file has
-    all values that an entry needs; if false, the prompts are copied from this catalogue's entry of the same model.
+    `package`: the Python package that contains the model; empty for a model with weights. `is_complete`: a public model
+    file has all values that an entry of this family needs; if false, the file lacks the prompts, which are copied from
+    the entry that this catalogue has for the same model.
     """
 
     family: str
@@ -211,7 +212,8 @@ class Translation:
     ignored: tuple[str, ...] = ()
 
 
-# part of an entry (load, run, head, prompts, pair) or `ignored` -> its fields, for one profile of a file
+# Entry in progress for one profile of a public model file: name of a part of the entry (load, run, head, prompts, pair)
+# -> fields of this part. The key `ignored` has path -> reason for each ignored field of the file.
 _Draft = defaultdict[str, dict[str, Any]]
 
 
