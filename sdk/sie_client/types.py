@@ -325,7 +325,7 @@ class ScoreEntry(TypedDict, total=False):
 
 class ScoreResult(Shared, total=False):
     """Result of score. `scores`: one entry for each item, the best first, failed items last. `query_id`: the query's
-    id, None for a query without one. `usage` is for the whole call.
+    id, or None if the query has no id. `usage` is for the whole call.
     """
 
     query_id: str | None
@@ -380,9 +380,9 @@ class RedactResult(ItemReply, total=False):
 
 
 class SchemaResult(ItemReply, Generic[M], total=False):
-    """Result of extract with a `schema`: `data` is an instance of this class. `entities` or `classifications` has an
-    entry for each value in `data`, with its score and, if known, its offsets in the text. The label of an entry is the
-    path of the value in `data`.
+    """Result of extract with a class as `schema`: `data` is an instance of the class. `entities` or `classifications`
+    has an entry for each value in `data`, with its score and, if known, its offsets in the text. The label of an entry
+    is the path of the value in `data`.
     """
 
     entities: list[dict[str, Any]]

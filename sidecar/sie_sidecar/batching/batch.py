@@ -91,8 +91,8 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, given as the number of tokens of short
-    texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
+    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as the number of tokens of short texts
+    that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
     crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
     `budget_s`: seconds from its publication to its deadline. `media_bytes`: size of its pixels and audio features.
     `writes`: it generates text token by token, and uses no lane of the device (`ipc.Rows.writes`).
@@ -433,8 +433,8 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches that can run
-    at the same time.
+    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches that the
+    devices for this work can run at the same time.
     """
 
     cost: int

@@ -162,8 +162,8 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of models that are placed on this worker (`_mine`), or that it has loaded
-        and whose work waits while the table is old (`_waiting`).
+        """Store for each consumer the models whose work it may deliver to this worker: the models that the table places
+        here (`_mine`), and loaded models of which work waits while the table is old (`_waiting`).
         """
         self._consumers = {}
         mine = self.models() or ()
@@ -290,8 +290,8 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers that `refill` checks: they have delivered since the last refill, or got less credit because too much
-        # work waited here
+        # consumers that `refill` checks: they have delivered since the last refill, or may deliver fewer messages
+        # because too much work waited here
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may lack these
@@ -348,7 +348,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Record a delivery, valid or not: its consumer is active, and `refill` may let it deliver more messages."""
+        """Record a delivery, valid or not: its consumer is active, and `refill` may let the consumer deliver more."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()

@@ -314,7 +314,7 @@ def effort_of(layout: Rows, item: WorkItemInput) -> int:
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return the text of an input with its prompt before and after it. `empty` replaces a missing text."""
+    """Return the text of an input between the `prefix` and `suffix` of `options`. `empty` replaces a missing text."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
