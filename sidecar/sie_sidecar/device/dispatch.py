@@ -334,8 +334,8 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the load of the devices on which one of these models accepts work. If there is no such device, return
-        `load`.
+        """Return the load of the connected devices on which at least one of `models` accepts work. If there is no such
+        device, return `load`.
         """
         if len(self.all) == 1:
             return load

@@ -325,8 +325,8 @@ class ModelStates:
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # not computed during a load: `device.models` lacks the loading model, so its bytes would count as bytes
-        # of other programs
+        # compute `_usable_bytes` only while no load runs: `device.models` lacks a model that is being loaded, so the
+        # model's bytes would count as bytes of other programs
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -667,9 +667,9 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model, and return its report. Return None if memory was short because other models
-        were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry has
-        changed meanwhile.
+        """Let the adapter load a model, and return the adapter's report. Return None if memory was short because other
+        models were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry
+        has changed during the load.
         """
         offered = [
             candidate
@@ -730,9 +730,10 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, close the model that may be closed first: it accepts no new work until `hosted` is
-        loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        """Wait until one of the other models with work has no more work, or until no caller needs `hosted` any more.
+        When `hosted` has waited for `swap_after_s`, close one of the other models (`next_to_close`): it accepts no new
+        work until `hosted` is loaded. `closed`: the model that was closed in an earlier call. Return the closed model,
+        or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):

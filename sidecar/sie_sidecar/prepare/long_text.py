@@ -140,8 +140,9 @@ class LongTexts:
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
     def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
-        """Return the first piece of a text (`from_end`: the last), and the number of tokens to drop at its beginning.
-        The piece has at least `size` characters unless the text is shorter; with `from_end`, it may have fewer.
+        """Return the first piece of a text, or with `from_end` the last piece, and the number of its first tokens to
+        drop (those of SENTINEL). The first piece has at least `size` characters unless the text is shorter; the last
+        piece may have fewer.
         """
         return next(self._pieces(text, size, from_end))
 
