@@ -36,8 +36,8 @@ T = TypeVar("T")
 # this number of batches for each lane.
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
-# maximum number of models whose batch times are stored; beyond it, the times of the model that was stored first are
-# removed
+# maximum number of models whose batch times are stored; for each further model, the times of the model that was added
+# first are removed
 MAX_TIMES = 1024
 # A model with padding runs work items of similar length together. They are chosen from the oldest LOOK_AHEAD *
 # `BatchLimits.requests` work items of a queue.
@@ -342,7 +342,7 @@ class Waiting(Generic[T]):
     def __init__(self) -> None:
         # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
-        self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
+        self.overtakes = 0  # number of interactive batches in a row that were sent while bulk work waited
         self._length = 0
         # measured times of batches, by residency (a model with one set of load options)
         self._times: dict[str, BatchTimes] = {}

@@ -126,9 +126,9 @@ class DeviceForecast:
         return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
 
 
-WINDOW = 128  # number of last answers from which the median is computed
-WINDOW_S = 10.0  # seconds; an older answer does not count in the median
-EVERY = 16  # number of answers after which the median is computed again, because a computation takes long
+WINDOW = 128  # number of last answers from which `Quantum.p50_s`, the median time to answer, is computed
+WINDOW_S = 10.0  # an answer that is more than this number of seconds old does not count in `Quantum.p50_s`
+EVERY = 16  # number of answers after which `Quantum.p50_s` is computed again, because the computation takes long
 
 
 class Quantum:

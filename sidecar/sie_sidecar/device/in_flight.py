@@ -340,7 +340,7 @@ class Inventory:
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """Remove a work item after `let_model_go`."""
+        """Remove a work item, and end its span. The caller has called `let_model_go` before."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]

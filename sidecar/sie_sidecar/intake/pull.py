@@ -1,7 +1,8 @@
 """Pulling of messages for the models that this worker hosts. Gateways write a placement table for each lane (a pool,
 machine profile and bundle): it names the hosts of each model, which are the workers that serve it.
 
-    watch of the table ──► HostAssignment.table ──role(model)──► pull many · probe: pull one · load in advance · none
+    watch of the table ──► HostAssignment.table ──► role of this worker for each model:
+                                                    pull, probe (pull one message), ahead (load in advance) or none
 
 Before the first table, the worker pulls nothing for FIRST_S seconds. A gateway writes the table within a second after
 the first heartbeat. Without this wait, each new worker would load every model that has work. If there is no table after

@@ -407,7 +407,7 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
 
 
 def _place(options: RunOptions) -> int:
-    """Return the index of the piece with the document, which may be truncated."""
+    """Return the index in `options.pieces` of the piece with the document."""
     return next(index for index, piece in enumerate(options.pieces) if is_cut(piece))
 
 

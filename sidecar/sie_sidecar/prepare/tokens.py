@@ -184,7 +184,7 @@ class ModelTokenizer:
         return spans
 
     def _long_spans(self, text: str, room: int, truncate: Truncate) -> tuple[Tokens, Ids]:
-        """Return the ids and offsets of a long text as in `spans`. Only a piece of the text is read, with more than
+        """Return the ids and offsets of a long text, for `spans`. Only a piece of the text is read, with more than
         `room` tokens if the text has so many: the last piece if `truncate` is "START", otherwise the first. If
         `truncate` is "NONE", the tokens of the whole text are also counted.
         """
