@@ -268,8 +268,8 @@ class Loading:
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # if the load failed on the chosen device too, the model fits on no connected device, unless a device
-                # whose adapter was lost comes back
+                # if the load failed on the chosen device too, no connected device can load the model now: only a device
+                # whose adapter was lost and comes back could load it
                 if chosen.refusal(time.monotonic()) is not None:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise
