@@ -73,7 +73,7 @@ class Send:
     response arrives for this number of seconds. `hedge_after_s`: after this number of seconds without a response, the
     driver may send a second copy of the request, and uses the first successful response; None: no copy. `sink`: gets
     the body of a successful response; `Received.body` is then empty. `may_repeat`: after a broken connection or the
-    error of a proxy, SIE may have run the request; `call` sends it again only if this function returns True.
+    error of a proxy, SIE may have run the request; `call` sends it again only if `may_repeat()` returns True.
     """
 
     method: str
@@ -154,9 +154,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """State of waiting that all requests of a call share. A request that succeeds replaces `mark` by a new object. If
-    another request of the call then fails and sees the new object, it sets its waiting time back to 0, because the
-    server works.
+    """State of waiting that all requests of a call share. A request that succeeds replaces `mark` by a new object. A
+    failed request that sees a new object in `mark` counts its own waiting time from 0 again, because the server works.
     """
 
     def __init__(self) -> None:

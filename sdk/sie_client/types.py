@@ -282,7 +282,7 @@ class Sparse(TypedDict):
 
 
 class ChunkResult(TypedDict, total=False):
-    """Vectors of one chunk, as in EncodeResult. `start`, `end`: place of the chunk in the text, in code points."""
+    """Vectors of one chunk, in the fields of EncodeResult. `start`, `end`: place of the chunk, in code points."""
 
     start: Required[int]
     end: Required[int]
@@ -325,7 +325,7 @@ class ScoreEntry(TypedDict, total=False):
 
 class ScoreResult(Shared, total=False):
     """Result of score. `scores`: one entry for each item, the best first, failed items last. `query_id`: the query's
-    id, None for a query without one. `usage` is for the whole call.
+    id, or None if the query has no id. `usage` is for the whole call.
     """
 
     query_id: str | None
@@ -380,9 +380,9 @@ class RedactResult(ItemReply, total=False):
 
 
 class SchemaResult(ItemReply, Generic[M], total=False):
-    """Result of extract with a `schema`: `data` is an instance of this class. `entities` or `classifications` has an
-    entry for each value in `data`, with its score and, if known, its offsets in the text. The label of an entry is the
-    path of the value in `data`.
+    """Result of extract with a class as `schema`: `data` is an instance of the class. `entities` or `classifications`
+    has an entry for each value in `data`, with its score and, if known, its offsets in the text. The label of an entry
+    is the path of the value in `data`.
     """
 
     entities: list[dict[str, Any]]
@@ -416,9 +416,9 @@ class JobOptions(TypedDict, total=False):
     Input: `text` (for encode and extract), `query` and `document` (for score) are templates with the columns of a row,
     for example `{title}\\n{body}`. `image`: the column with image files. `id`: the column with ids. `keep`: columns to
     copy to the output. `input_format`: the format of files whose names do not show it. `chunks`: a rule by which each
-    text is encoded in chunks, or the column with the spans or the rule of each row; `context` as in `encode`.
-    `documents`: the column with document files, whose Markdown is encoded in `chunks`; `parser`: the model that parses
-    them (default: docling).
+    text is encoded in chunks, or the column with the spans or the rule of each row. `context` False: each chunk is
+    encoded alone (see `Item`). `documents`: the column with document files, whose Markdown is encoded in `chunks`;
+    `parser`: the model that parses them (default: docling).
 
     `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
     parquet), `sink` (name of a vector database in the server's setting SIE_JOBS_SINKS, which also gets the vectors) and

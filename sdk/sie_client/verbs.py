@@ -207,7 +207,7 @@ def _send_parts(
 
 def _failed_part(verb: str, error: SIEError, items: Sequence[Any], good: _PartReply) -> _PartReply:
     """Return a reply for a part whose items all failed. Its results look like the results of failed items in a reply
-    that also has successful items. `good`: reply to another part.
+    that also has successful items. `good`: reply to another part, from which the model and its fingerprint are copied.
     """
     slots = []
     for failure in error.details["errors"]:
@@ -484,7 +484,7 @@ def redact(
     model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
 ) -> Plan[Results[RedactResult]]:
     """Send `POST /v1/redact/{model}`. Return the results in input order. For the style `hash` without a `key`, all
-    parts of the list get the same random key, so that equal values get equal hashes.
+    requests for `items` have the same random key, so that equal values get equal hashes.
     """
     if not items:
         return Results()

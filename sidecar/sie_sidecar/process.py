@@ -267,8 +267,8 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 
 
 def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """Return the model of this name, or all models of the alias of this name. Raises SettingError if the name is
-    unknown, or if `bundle` does not serve all of these models.
+    """Return the model with this name or, if the name is an alias, all models of the alias. Raises SettingError if the
+    name is unknown, or if `bundle` does not serve all of these models.
     """
     try:
         entries = resolve_all(catalogue, name)

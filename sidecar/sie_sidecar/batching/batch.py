@@ -36,8 +36,8 @@ T = TypeVar("T")
 # this number of batches for each lane.
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
-# maximum number of models whose batch times are stored; beyond it, the times of the model that was stored first are
-# removed
+# maximum number of models whose batch times are stored; for each further model, the times of the model that was added
+# first are removed
 MAX_TIMES = 1024
 # A model with padding runs work items of similar length together. They are chosen from the oldest LOOK_AHEAD *
 # `BatchLimits.requests` work items of a queue.
@@ -91,8 +91,8 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, given as the number of tokens of short
-    texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
+    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as the number of tokens of short texts
+    that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
     crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
     `budget_s`: seconds from its publication to its deadline. `media_bytes`: size of its pixels and audio features.
     `writes`: it generates text token by token, and uses no lane of the device (`ipc.Rows.writes`).
@@ -342,7 +342,7 @@ class Waiting(Generic[T]):
     def __init__(self) -> None:
         # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
-        self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
+        self.overtakes = 0  # number of interactive batches in a row that were sent while bulk work waited
         self._length = 0
         # measured times of batches, by residency (a model with one set of load options)
         self._times: dict[str, BatchTimes] = {}
@@ -433,8 +433,8 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches that can run
-    at the same time.
+    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches that the
+    devices for this work can run at the same time.
     """
 
     cost: int

@@ -74,9 +74,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was sealed could be late. The time of the batch is the predicted time of these work items, or the
-    mean time of the last batches if this mean is longer. If no batch was measured yet, return True if a work item has a
-    budget of at most UNKNOWN_S.
+    after the batch was sealed could be late. `asks`: the work items of the batch. The time of the batch is their
+    predicted time, or the mean time of the last batches if this mean is longer. If no batch was measured yet, return
+    True if a work item has a budget of at most UNKNOWN_S.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -126,9 +126,9 @@ class DeviceForecast:
         return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
 
 
-WINDOW = 128  # number of last answers from which the median is computed
-WINDOW_S = 10.0  # seconds; an older answer does not count in the median
-EVERY = 16  # number of answers after which the median is computed again, because a computation takes long
+WINDOW = 128  # number of last answers from which `Quantum.p50_s`, the median time to answer, is computed
+WINDOW_S = 10.0  # an answer that is more than this number of seconds old does not count in `Quantum.p50_s`
+EVERY = 16  # number of answers after which `Quantum.p50_s` is computed again, because the computation takes long
 
 
 class Quantum:

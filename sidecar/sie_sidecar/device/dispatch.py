@@ -220,7 +220,7 @@ class DeviceQueue:
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = asyncio.Event()
-            # the request does not wait beyond its deadline: then the adapter stops generating, which frees memory
+            # nobody waits for the text after the request's deadline: stop the adapter then, which frees memory
             timer = asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - time.monotonic()), _LONGEST_S), abandoned.set
             )
@@ -334,8 +334,8 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the load of the devices on which one of these models accepts work. If there is no such device, return
-        `load`.
+        """Return the load of the connected devices on which at least one of `models` accepts work. If there is no such
+        device, return `load`.
         """
         if len(self.all) == 1:
             return load
@@ -346,7 +346,9 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if this consumer's work generates text, and the queue of every device for it is full."""
+        """Return True if this consumer's work generates text, and the queues of all devices that got such work from it
+        are full.
+        """
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 

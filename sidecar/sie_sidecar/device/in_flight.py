@@ -92,7 +92,8 @@ class InFlight:
     settled: bool = False  # true as soon as the item has a result, is cancelled or returns to the queue
     batch_entry: BatchEntry[InFlight] | None = None  # entry in the queue of a device; None if the item is in no queue
     given_up: SIEError | None = None  # error of work that is not tried again; the message becomes a dead letter
-    dead: list[Mark] = field(default_factory=list)  # poison marks of the inputs that crash adapters
+    # poison marks (`poison.Mark`) of the item's inputs that were refused because they have crashed adapters
+    dead: list[Mark] = field(default_factory=list)
     is_coming: bool = False  # true from the item's delivery until the item is assigned to a device or settled
     payload_bytes: int = 0  # bytes of memory of inputs that were read from the payload store
     counted: int = 0  # tokens of the item that wait for a device now
@@ -252,8 +253,8 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     # milliseconds of tokenising in the adapter: 0, except for some model families
     tokenised_there_ms = done.preprocess_ms if done else 0.0
-    # BatchStarted may be read only together with the result, which makes `started_s` too late. So the waiting time is
-    # at most the total time less the times that the adapter measured
+    # Sometimes the message BatchStarted is read at the same time as the result, so that `started_s` is too late. So the
+    # waiting time is limited to the total time less the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     # if the adapter tokenises the batch, `started_s` is before the wait for the device and does not measure this wait
     started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000
@@ -339,7 +340,7 @@ class Inventory:
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """Remove a work item after `let_model_go`."""
+        """Remove a work item, and end its span. The caller has called `let_model_go` before."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]

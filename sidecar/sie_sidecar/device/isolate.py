@@ -35,7 +35,9 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # after SLICE_S, a waiting batch runs; the next input waits for its end at most these seconds
+# when inputs have run alone for SLICE_S, a waiting batch runs; the next input waits at most this number of seconds for
+# the end of the batch
+BATCH_BETWEEN_S = 1.0
 
 
 class Isolate:
@@ -64,7 +66,7 @@ class Isolate:
         self._work = work
         # Work items that wait to run alone, each with the function that `Loading.park` returned. The credit of the
         # consumers limits how many items wait. While an item waits, its model may be evicted, because the item before
-        # it may need the memory for another model. The function forbids the eviction again.
+        # it may need the memory for another model. The item's function ends the permission to evict.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0

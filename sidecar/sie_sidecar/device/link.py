@@ -287,7 +287,9 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Context manager: yield a free connection. `more`: a connection for text generation, opened if needed."""
+        """Context manager: yield a free connection; with `more`, a connection for text generation, which is opened if
+        none is free. Raises AdapterGone.
+        """
         if not self.connected:
             raise AdapterGone(f"{self.path}: the adapter is not connected")
         pool = self._more if more else self._idle
@@ -335,9 +337,10 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch and return its result. `on_started` is called when the device begins the batch. `abandoned` is
-        set when no request waits for generated text. A batch larger than a frame is refused here, because the adapter
-        would close the connection, and all batches at the adapter would be lost. Raises AdapterGone, SIEError.
+        """Run one batch and return its result. `on_started` is called when the device begins the batch. `abandoned`:
+        only for a batch that generates text; the event is set when no request waits for the text any more. Raises
+        AdapterGone, SIEError. A batch of more than MAX_REQUEST_BYTES is refused before it is sent, because the adapter
+        would close the connection, and all batches at the adapter would be lost.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)

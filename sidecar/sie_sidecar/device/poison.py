@@ -6,8 +6,8 @@ of the input's content, and not its text.
                                                                 the input is poison, and is refused from now on
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
-broker, or if the broker has lost the bucket, a worker uses the marks in its memory. If a marked input crashes an
-adapter again, the worker stores the mark of this input in the new bucket.
+broker, or if the broker has lost the bucket, a worker uses the marks in its memory. If the bucket was lost and created
+again, it is empty; a worker stores a mark in it when the marked input crashes an adapter again.
 """
 
 from __future__ import annotations

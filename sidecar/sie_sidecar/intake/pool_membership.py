@@ -50,9 +50,9 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Requests the pool of this worker from gateways. If a gateway does not reply, the next gateway is asked. `asked`
-    is set after the first attempt, also if no gateway replied. `changed` is set when the worker must serve another pool
-    or load other models.
+    """Requests the pool of this worker from gateways, one after the other until a gateway replies. The event `asked` is
+    set after the first attempt, even without a reply. The event `changed` is set when the worker must serve another
+    pool or load other models.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str) -> None:

@@ -1,7 +1,8 @@
 """Pulling of messages for the models that this worker hosts. Gateways write a placement table for each lane (a pool,
 machine profile and bundle): it names the hosts of each model, which are the workers that serve it.
 
-    watch of the table ──► HostAssignment.table ──role(model)──► pull many · probe: pull one · load in advance · none
+    watch of the table ──► HostAssignment.table ──► role of this worker for each model:
+                                                    pull, probe (pull one message), ahead (load in advance) or none
 
 Before the first table, the worker pulls nothing for FIRST_S seconds. A gateway writes the table within a second after
 the first heartbeat. Without this wait, each new worker would load every model that has work. If there is no table after
@@ -162,8 +163,8 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of models that are placed on this worker (`_mine`), or that it has loaded
-        and whose work waits while the table is old (`_waiting`).
+        """Store for each consumer the models whose work it may deliver to this worker: the models that the table places
+        here (`_mine`), and loaded models of which work waits while the table is old (`_waiting`).
         """
         self._consumers = {}
         mine = self.models() or ()
@@ -290,8 +291,8 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers that `refill` checks: they have delivered since the last refill, or got less credit because too much
-        # work waited here
+        # consumers that `refill` checks: they have delivered since the last refill, or may deliver fewer messages
+        # because too much work waited here
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may lack these
@@ -348,7 +349,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Record a delivery, valid or not: its consumer is active, and `refill` may let it deliver more messages."""
+        """Record a delivery, valid or not: its consumer is active, and `refill` may let the consumer deliver more."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()

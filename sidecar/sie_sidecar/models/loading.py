@@ -177,9 +177,9 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """If an earlier catalogue entry of the model was loaded here, wait until the config service has restored an
-        earlier entry, at most until RESTORED_S seconds after the failed load. Return True if the catalogue then has a
-        later revision of the model.
+        """Wait until the config service has replaced the catalogue entry that could not be loaded, for example by the
+        entry before it. Return True if the catalogue then has a later revision of the model. Wait only if an earlier
+        entry of the model was loaded here, and at most until RESTORED_S seconds after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - time.monotonic()
         if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -225,13 +225,15 @@ class Loading:
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
         """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
-        Raises SIEError; with `past_gate` also AdapterGone.
+        `in_turn`: the caller holds the lock `ModelState.lora_lock`. Raises SIEError; with `past_gate` also AdapterGone.
 
-        If the adapter is lost, wait for a new adapter or move the items to another device, and try again. The attempts
-        end at the last deadline of the items, so that an input that crashes every adapter does not run for ever.
+        If the device's adapter is lost, or if the load fails there but may succeed on another device, move the items to
+        another device and try again. While no adapter is connected, wait for one. The attempts end at the last deadline
+        of the items, so that an input that crashes every adapter does not run for ever.
+
         `past_gate`: the items have left the queue, and run on their device even if the model is closed to new work.
-        They are not moved. If no new adapter connects, or if another device may have memory for the model, raise
-        AdapterGone, and the caller queues them again. `in_turn`: the caller holds the lock `ModelState.lora_lock`.
+        Such items are not moved: raise AdapterGone, after which the caller queues the items again. Before that, if the
+        adapter was lost, wait AWAY_S seconds for the next adapter of the device.
         """
         began_s = time.monotonic()
         try:
@@ -266,7 +268,8 @@ class Loading:
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # a refusal means that the load failed on the chosen device too: the model may fit on no other device
+                # if the load failed on the chosen device too, no connected device can load the model now: only a device
+                # whose adapter was lost and comes back could load it
                 if chosen.refusal(time.monotonic()) is not None:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise

@@ -72,15 +72,16 @@ SPARE_TOKENIZER_BYTES = 1 << 30
 # largest number of states (`ModelState`) on a device. It is limited because each heartbeat contains all states. Above
 # it, `remove_unused` removes the least recently used states of models that are not loaded
 MAX_STATES = 1000
-UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task refers to an unused state so long
-# largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
-# while another model needs its memory. A request for the other model waits for these seconds and then for the load of
-# that model; the gateway limits this wait (SIE_LOAD_HOLD_S)
+# seconds after its last use until a state may be removed; no task refers to a state for that long without using it
+UNUSED_S = 600.0
+# If model B waits for the memory of a loaded model A that has work, A stays open to new work for at most this number of
+# seconds, or for `swap_after_s` if that is longer. A request for B waits for these seconds and then for the load of B.
+# The gateway limits this wait (SIE_LOAD_HOLD_S)
 MAX_TURN_S = 5.0
-# number of seconds for which a load does not evict a model whose last work item has just ended, at most until the end
-# of the model's turn (`ModelStates._turn_ends_s`). A gateway publishes the next chunk of a request when it has the
-# results of earlier chunks. Without these seconds two models that do not fit into memory together would run one chunk
-# for each load
+# After a model's last work item has ended, a load of another model does not evict it for this number of seconds, but
+# not beyond `ModelStates._turn_ends_s`. A gateway publishes the next chunk of a request when it has the results of
+# earlier chunks. Without this pause, two models that do not fit into memory together would be loaded again for each
+# chunk
 NEXT_CHUNK_S = 0.1
 
 
@@ -116,8 +117,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items; it returns the number of items in the group. While parked
-        # work items wait, the model may be evicted
+        # one function for each group of parked work items (items that wait while the model may be evicted); it returns
+        # the number of items in the group
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter loads the model, false while the load waits for memory
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
@@ -324,8 +325,8 @@ class ModelStates:
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # not computed during a load: `device.models` lacks the loading model, so its bytes would count as bytes
-        # of other programs
+        # compute `_usable_bytes` only while no load runs: `device.models` lacks a model that is being loaded, so the
+        # model's bytes would count as bytes of other programs
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -350,8 +351,8 @@ class ModelStates:
         return hosted
 
     def remove_unused(self) -> None:
-        """Above MAX_STATES states, remove the least recently used of the states that no work needs and that were not
-        used for UNUSED_S seconds.
+        """If there are more than MAX_STATES states, remove the surplus, the least recently used states first. A state
+        is removed only if no work needs it and it was not used for UNUSED_S seconds.
         """
         before_s = self._clock() - UNUSED_S
         unused = [hosted for hosted in self._hosted.values() if hosted.is_unneeded and hosted.used_s <= before_s]
@@ -596,8 +597,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it now.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work. Work that the model accepted before it was closed needs this: the other
-        model, for which it was closed, is loaded only after this work.
+        if the model is closed to new work. This is for work that the model accepted before it was closed: the other
+        model, which needs the memory, is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """
@@ -666,9 +667,9 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model, and return its report. Return None if memory was short because other models
-        were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry has
-        changed meanwhile.
+        """Let the adapter load a model, and return the adapter's report. Return None if memory was short because other
+        models were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry
+        has changed during the load.
         """
         offered = [
             candidate
@@ -729,9 +730,10 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, close the model that may be closed first: it accepts no new work until `hosted` is
-        loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        """Wait until one of the other models with work has no more work, or until no caller needs `hosted` any more.
+        When `hosted` has waited for `swap_after_s`, close one of the other models (`next_to_close`): it accepts no new
+        work until `hosted` is loaded. `closed`: the model that was closed in an earlier call. Return the closed model,
+        or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):

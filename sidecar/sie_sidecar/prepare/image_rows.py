@@ -31,7 +31,7 @@ class Beside(NamedTuple):
 
 
 def alone(images: PreparedImages, layout: Rows) -> TokenRow:
-    """Return the row of images without text. For this model, the text of an input with images is ignored."""
+    """Return the row of images for a model that ignores the text of an input with images."""
     assert layout.images is not None
     ids, pixels = ids_of(images, layout), cost_of(images, layout)
     uncounted = pixels - len(images) if has_one_size(layout.images) else 0

@@ -55,9 +55,11 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
 _STRIP_PIXELS = 1 << 20
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 _LEVELS_12 = [min(255, round(level * 255 / 4095)) for level in range(1 << 16)]
-_BITS, _WHITE = 0x0102, 0x0106  # numbers of the TIFF tags for the bits of a sample, and for the meaning of 0
-# A PNG file may declare one sample value (its transparent level) as transparent. Pillow converts only the samples to 8
-# bits, not this level. Raw mode of the samples -> conversion of the level. Of 16 bits, only the upper 8 are compared.
+# numbers of two TIFF tags: number of bits of a sample, and photometric interpretation (whether 0 means black or white)
+_BITS, _WHITE = 0x0102, 0x0106
+# A PNG file may declare one sample value (its transparent level) as transparent. Pillow converts the samples to 8 bits,
+# but does not convert this level. So the functions below convert it, by Pillow's raw mode of the samples. Of 16 bits,
+# only the upper 8 are compared.
 _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
     "L;2": lambda level: level % 4 * 85,
     "L;4": lambda level: level % 16 * 17,
@@ -184,8 +186,9 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of an empty page of this
-    size instead; for `tiles`, put its tiles one below the other, then the whole image, shrunk to one tile.
+    """Return an image of `size`. For a recipe of the kind `page`, put the image into the centre of an empty page. For
+    `tiles`, put its tiles one below the other, and below them the whole image, shrunk to one tile. For any other kind,
+    crop the image around its centre.
     """
     if (image.height, image.width) == size:
         return image

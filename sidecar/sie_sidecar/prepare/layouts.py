@@ -407,7 +407,7 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
 
 
 def _place(options: RunOptions) -> int:
-    """Return the index of the piece with the document, which may be truncated."""
+    """Return the index in `options.pieces` of the piece with the document."""
     return next(index for index, piece in enumerate(options.pieces) if is_cut(piece))
 
 
@@ -499,8 +499,8 @@ def _raw(
 def _costs_with_questions(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, contents: Sequence[Tokens]
 ) -> list[int]:
-    """Return for each text its number of tokens, summed over the questions: the model reads the text with each one.
-    Without questions, return 0 for each text.
+    """Return for each text its number of tokens, summed over the questions, because the model reads the text once with
+    each question. Without questions, return 0 for each text.
     """
     questions = questions_of(item.options) if layout.questions else []
     most = tokenizer.max_tokens

@@ -44,8 +44,8 @@ from sie_contracts.errors import InvalidInput
 # piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-# number of characters up to which later pieces grow, to limit memory: the tokenizer needs about 100 bytes for a token.
-# A piece is longer if no earlier cut is allowed; the first piece also if `room` is large
+# Later pieces of a text grow up to this number of characters. It limits memory: the tokenizer needs about 100 bytes for
+# a token. A piece is longer if no earlier cut is allowed. The first piece is also longer if many ids are needed
 MAX_PIECE_CHARACTERS = 1 << 18
 # maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
 MAX_CALL_CHARACTERS = 4 << 20
@@ -127,8 +127,8 @@ class LongTexts:
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
         """Return for each text its first `room` ids (with `from_end`, its last), int32, without special tokens, and the
-        number of ids that were read. Reading stops after more than `room` ids; with `count_all`, it reads the whole
-        text.
+        number of ids that were read. Reading of a text stops when it has more than `room` ids; with `count_all`,
+        the whole text is read.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -140,13 +140,15 @@ class LongTexts:
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
     def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
-        """Return the first piece of a text (`from_end`: the last), and the number of tokens to drop at its beginning.
-        The piece has at least `size` characters unless the text is shorter; with `from_end`, it may have fewer.
+        """Return the first piece of a text, or with `from_end` the last piece, and the number of its first tokens to
+        drop (those of SENTINEL). The first piece has at least `size` characters unless the text is shorter; the last
+        piece may have fewer.
         """
         return next(self._pieces(text, size, from_end))
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Yield each piece, with the number of tokens of the sentinel to drop at its beginning. With `from_end`, the
+        """Return an iterator over the pieces of a text. Each piece except the first piece of the text begins with
+        SENTINEL. With each piece comes the number of tokens of SENTINEL, which the caller drops. With `from_end`, the
         last piece comes first.
         """
         if self.places is None:

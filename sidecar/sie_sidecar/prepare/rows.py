@@ -46,9 +46,9 @@ COST_CHARACTERS = 64
 class TokenRow:
     """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation. `types`: uint8
     [length], token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts `spans` and
-    `passages`. `expanded`: its length on the device or its cost, in tokens, if this is more than the number of ids.
-    `vectors`, `images`, `sound` or `document` may replace ids. `uncounted`: part of its cost, in tokens, that does not
-    count towards the size of a batch.
+    `passages`. `expanded`: the row's cost on the device in tokens, if this is more than the number of ids. `vectors`,
+    `images`, `sound` or `document` may replace ids. `uncounted`: part of the row's cost, in tokens, that does not count
+    towards the size of a batch.
     """
 
     ids: Ids
@@ -314,7 +314,7 @@ def effort_of(layout: Rows, item: WorkItemInput) -> int:
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return the text of an input with its prompt before and after it. `empty` replaces a missing text."""
+    """Return the text of an input between the `prefix` and `suffix` of `options`. `empty` replaces a missing text."""
     return options.prefix + (source.text or empty) + options.suffix
 
 

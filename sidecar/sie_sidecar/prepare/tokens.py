@@ -184,8 +184,9 @@ class ModelTokenizer:
         return spans
 
     def _long_spans(self, text: str, room: int, truncate: Truncate) -> tuple[Tokens, Ids]:
-        """Return the ids and offsets of a long text as in `spans`. Reading begins at the end that is not truncated, and
-        stops after more than `room` tokens. If `truncate` is "NONE", the tokens of the whole text are also counted.
+        """Return the ids and offsets of a long text, for `spans`. Only a piece of the text is read, with more than
+        `room` tokens if the text has so many: the last piece if `truncate` is "START", otherwise the first. If
+        `truncate` is "NONE", the tokens of the whole text are also counted.
         """
         from_end = truncate == "START"
         size = max(1, 2 * room * FIRST_CHARACTERS_PER_TOKEN)

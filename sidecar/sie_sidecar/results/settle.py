@@ -96,8 +96,9 @@ class ResultDelivery:
         await self.leases.finish(lease)
 
     async def _send(self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float) -> str:
-        """Encode a result for `send`, send it by `_deliver`, or in parts if it is too large, and return the verdict. If
-        the parts arrived damaged MAX_ROUNDS times, send an error in place of the result.
+        """Encode a result and send it by `_deliver`; if it is too large for one message, send it in parts. Return the
+        verdict: a string such as `fenced` or `unconfirmed`. If the parts arrived damaged MAX_ROUNDS times, send an
+        error in place of the result.
         """
         only_errors = all(isinstance(outcome, Failed) for outcome in result.outcomes)
         fence = lease if only_errors else None
