@@ -129,7 +129,8 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
     for name in ("raw bytes", "msgpack"):
         ratio = middle(rounds[name]).cpu_us["gateway"] / base.cpu_us["gateway"] - 1
         say(
-            f"\n{name} relative to prepared bytes: {ratio:+.0%} gateway processor time (goal: within {GOAL:.0%}), "
+            f"\n{name} relative to a reply of prepared bytes: {ratio:+.0%} gateway processor time "
+            f"(goal: within {GOAL:.0%}), "
             f"{middle(rounds[name]).load.rate / base.load.rate - 1:+.0%} requests/s."
         )
 

@@ -161,7 +161,7 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the CUDA context or a graph is lost: later batches would fail or return wrong results."""
+        """End the process if the CUDA context or an OpenVINO graph is lost: later batches would fail or be wrong."""
         if is_device_fatal(error) or isinstance(error, GraphLost):
             _logger.critical("the device or an OpenVINO graph is lost, so the process ends: %s", error)
             self._on_device_lost()

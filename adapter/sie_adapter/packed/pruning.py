@@ -43,7 +43,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
         own = spans[:, 0] >= 0
         keep = torch.sigmoid(logits).double().cpu().numpy()[own]
         text, spans = message.texts[place], spans[own]
-        # characters between two tokens, such as the second half of a composed character, belong to the earlier token
+        # code points between two tokens belong to the earlier token, such as an accent that follows its letter
         spans[:-1, 1] = np.maximum(spans[:-1, 1], spans[1:, 0])
         sections = _spans(text, "kept", spans, keep, keep >= least)
         summary = {"text": " ".join(span["text"] for span in sections), "label": "summary", "score": score.score}

@@ -42,7 +42,9 @@ MAX_NAME = 1000  # largest number of characters in the name of a kind of persona
 MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key of the style `hash`; an attacker could guess a shorter key
 _ASIDE = 1 << 13  # texts with at least this many code points in total are redacted in a thread, not in the event loop
-_CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
+# Number of code points of a text that the gateway writes into a reply in the time of one number of a vector. The time
+# for a reply is estimated in such numbers.
+_CODE_POINTS_PER_VALUE = 20
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model, not of the models in `models`
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common

@@ -261,12 +261,13 @@ class _DeliveryStatistics:
 
 
 class Pulling:
-    """Open pull requests to the consumers of a lane. Credit is the number of messages that a consumer may still
-    deliver.
+    """Open pull requests to the consumers of a lane. The pull requests of a consumer determine its credit: the number
+    of messages that it may still deliver.
 
-    `backlog(bulk)`: work at this worker that runs before a new work item; None if nothing may be pulled.
-    `role(consumer)`: role of this worker for the consumer's models, see `HostAssignment.role`. `narrowed(load,
-    consumer)`: the part of `load` on the devices that would run the consumer's work.
+    `backlog(bulk)`: work that this worker already has, and that runs before a new work item of priority bulk (True) or
+    interactive (False); None if nothing may be pulled. `role(consumer)`: what this worker does for the consumer's
+    models: pull, probe, load ahead or nothing (`HostAssignment.role`). `narrowed(load, consumer)`: the part of `load`
+    on the devices that would run the consumer's work.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Return the number of parked work items: items that wait while the model may be evicted."""
+        """Return the number of parked work items. They wait for their model, and do not prevent its eviction."""
         return sum(count() for count in self.before_gate)
 
     @property
