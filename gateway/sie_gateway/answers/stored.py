@@ -208,8 +208,8 @@ class StoredAnswers:
         return self._read[number]
 
     async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
-        """Store values as a segment, whose `name` differs for each shard of a job. Return the number of stored bytes, 0 if
-        there are no values or the segment exists already. Raises StoreError.
+        """Store values as a segment, whose `name` differs for each shard of a job. Return the number of stored bytes, 0
+        if there are no values or the segment exists already. Raises StoreError.
         """
         import obstore
 
