@@ -868,7 +868,7 @@ def lance(tmp_path: Path) -> Rows:
 @pytest.mark.parametrize(
     ("columns", "changes", "message"),
     [
-        ({"body": "string"}, {}, "no column vector of vectors, nor any other"),
+        ({"body": "string"}, {}, "no column vector with vectors, nor any other"),
         ({"id": "int64", "body": "string", "v": 3}, {}, "Name one with --vector: v"),
         ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
         ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),

@@ -197,7 +197,7 @@ def test_a_statement_is_whole_or_refused(tmp_path: Path) -> None:
     for error, param in ((refused, "instruction"), (long, "labels")):
         assert isinstance(error, InvalidInput)
         assert error.param == param
-    room = int(re.search(r"may have at most (\d+) tokens", refused.message)[1])  # type: ignore[index]
+    room = int(re.search(r"at most (\d+) tokens", refused.message)[1])  # type: ignore[index]
     tokens = len(model._ids("w " * 10)) // 10
     assert len(set(probabilities(asked(room // tokens - 2)).values())) == 2
     assert isinstance(asked(room // tokens + 2), InvalidInput)

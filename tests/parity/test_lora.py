@@ -431,7 +431,7 @@ REFUSED = {
     "overflow": (_huge, "output is not finite"),
     "half": (_half, "only one of its two matrices"),
     "unknown layer": (_layer, "absent.*belongs to no linear layer"),
-    "shape": (_shape, "64 to 64 wide"),
+    "shape": (_shape, "maps 64 to 64 numbers"),
     "rank": (_rank, "the rank 4, adapter_config.json says 6"),
     "modules_to_save": (_saved, "modules_to_save"),
     "initialisation": (_initialised, "pissa"),

@@ -60,11 +60,11 @@ COMPLETED = (
     "`sie models set {name}`",
     "`sie models load {name}`",
     "`sie models unload {name}`",
-    "`sie models list` shows each",
+    "see `sie models list`",
     "`sie keys create` makes",
     "`sie serve` with a higher `--workers`",
     "`sie doctor` tests",
-    "`sie doctor` on its machine tests",
+    "`sie doctor` on the machine of the store tests",
     "`sie doctor` there compares",
 )
 FOLLOWED = (

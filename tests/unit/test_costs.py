@@ -117,4 +117,4 @@ def test_a_gateway_knows_the_crossover_length_by_a_heartbeat() -> None:
     fleet.note(HOST)
     permits = admission.enter("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
     assert permits.tokens([0]) == LONG
-    assert permits.place.window.cost == round(text_cost(LONG, LONG**2, CROSSOVER))
+    assert permits.queue.window.cost == round(text_cost(LONG, LONG**2, CROSSOVER))

@@ -112,7 +112,7 @@ def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
 @pytest.mark.parametrize(
     ("reason", "remedy"),
     [
-        ("preloading a/b (try 1 of 3 failed: no network)", "as soon as these models"),
+        ("preloading a/b (try 1 of 3 failed: no network)", "as soon as each model"),
         ("draining", "it was told to shut down"),
         ("its heartbeats have stopped", "whether it runs"),
         ("no connection to the broker", "tests the broker"),

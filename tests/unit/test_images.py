@@ -401,7 +401,7 @@ def test_the_file_of_a_checkpoint_is_read(config: dict[str, Any], recipe: Recipe
         ({**CLIP, "use_square_size": True}, "use_square_size"),
         ({**SIGLIP, "size": 384}, "shortest_edge, without do_center_crop"),
         ({**SIGLIP, "do_pad": True}, "do_pad"),
-        ({"image_processor_type": "Qwen2VLImageProcessor"}, "bound the pixels"),
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, "min_pixels and max_pixels, as bounds"),
         ({**IDEFICS, "do_image_splitting": False}, "do_image_splitting is false"),
         ({**IDEFICS, "max_image_size": {"height": 9, "width": 9}}, "max_image_size has height, width"),
         ({**IDEFICS, "size": {"longest_edge": 4097}}, "size is 4097, expected at most 4096"),

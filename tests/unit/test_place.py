@@ -45,12 +45,12 @@ class Known:
                 pipeline=1,
             )
         )
-        self.place = self.admission._place(LANE, "interactive", "toy/one")
+        self.place = self.admission._queue(LANE, "interactive", "toy/one")
         for number in range(8):
             at_s = self.now_s - 4 + 0.5 * number
             is_crowded = batch_items == 12
             queued_s = 0.0 if is_crowded else at_s - 0.6
-            self.place.drain.left(at_s, str(number), 96, queued_s, is_crowded=is_crowded, device_s=0.5)
+            self.place.throughput.left(at_s, str(number), 96, queued_s, is_crowded=is_crowded, device_s=0.5)
 
     def enter(self, number: int, cost: int = 8) -> Any:
         return self.admission.enter(
@@ -69,7 +69,7 @@ def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_re
     permits = [gateway.enter(number) for number in range(24)]
     gateway.now_s += 0.01
     first = gateway.enter(24)
-    gateway.place.drain.left(gateway.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
+    gateway.place.throughput.left(gateway.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
     gateway.place.freed(gateway.now_s, is_result=True)
     before_s = gateway.place.wait(gateway.now_s, 200, 8, 1.0).likely_s
     for permit in permits[:12]:
@@ -109,7 +109,7 @@ def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
         gateway.enter(number).on_refused = refused.append
     gateway.now_s += 0.3
     last = gateway.enter(20)
-    gateway.place.drain.left(gateway.now_s, "new", 8, gateway.now_s - 0.6, is_crowded=False, device_s=0.5)
+    gateway.place.throughput.left(gateway.now_s, "new", 8, gateway.now_s - 0.6, is_crowded=False, device_s=0.5)
     gateway.place.freed(gateway.now_s, is_result=True)
     gateway.now_s += 0.2
     gateway.admission.refuse_late(gateway.place)

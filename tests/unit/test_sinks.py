@@ -176,7 +176,7 @@ async def test_answers_that_are_not_qdrant_s_are_named_in_our_words(body: bytes,
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("1.15.3", r"Qdrant is 1\.15\.3, and a migration .* needs 1\.16 or later"),
+        ("1.15.3", r"Qdrant is 1\.15\.3, and a migration.* needs 1\.16 or later"),
         ("0.99.0-dev", r"Qdrant is 0\.99\.0-dev"),
         ("", "its reply has no version"),
         (f"v{SECRET}", "its reply has no version"),

@@ -314,7 +314,7 @@ def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
     for arguments in (["list"], ["push", "org/model"], ["verify"]):
         invocation = node.run(*arguments, expected=1)
         assert (
-            f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials"
+            f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): set credentials"
             in invocation.stderr
         )
         assert "Traceback" not in invocation.output

@@ -149,7 +149,7 @@ def refused(server: type[Handler], cache: Path, monkeypatch: pytest.MonkeyPatch)
         (page(siblings(rfilename=7)), "not the listing"),
         *((page(siblings(size=size)), "not the listing") for size in ("9", -5, 1e300, float("nan"), [])),
         (page(siblings(size=2**70)), "ended early, at byte"),
-        (page(siblings(size=10)), "with another digest"),
+        (page(siblings(size=10)), "with a digest that differs"),
         (page(siblings(size=200_000)), "ended early, at byte"),
         *((page(siblings(lfs=lfs)), "not the listing") for lfs in ("x", {"size": 3}, {"sha256": 5})),
         *(

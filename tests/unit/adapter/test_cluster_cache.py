@@ -514,7 +514,7 @@ def test_credentials_that_expire_in_the_middle_are_a_typed_error(
         refuse=lambda request: (status, code) if len(faulty.server.faults.reads()) > 8 else None
     )
     with pytest.raises(
-        FetchFailed, match=rf"access is refused \(status {status[:3]} {code}\): give credentials"
+        FetchFailed, match=rf"access is refused \(status {status[:3]} {code}\): set credentials"
     ) as caught:
         obtained(faulty, tmp_path / "cache")
     assert caught.value.error_class == "NETWORK"

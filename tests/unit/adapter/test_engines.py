@@ -64,7 +64,7 @@ def absent(package: str) -> bool:
         (replace(TEXTS, device="cuda"), "torch", "the device is cuda"),
         (replace(TEXTS, reads_text=False), "torch", "more than texts"),
         (replace(TEXTS, lora="org/lora"), "torch", "a LoRA"),
-        (replace(TEXTS, is_limited=True), "torch", "limited"),
+        (replace(TEXTS, is_limited=True), "torch", "RLIMIT_DATA limits"),
         (replace(TEXTS, hides_tokens=True), "torch", "windows"),
         (replace(TEXTS, attention="eager"), "torch", "SIE_ATTENTION_BACKEND"),
     ],
