@@ -277,22 +277,22 @@ class Before(Admission):
     def check(
         self, key: str, lane: Lane, priority: Any, residency: str, cost: int, budget_s: float, client: Any = bytes
     ) -> None:
-        place = self._queue(lane, priority, residency)
-        ahead = place.window.ahead(key, cost)
-        self._refresh(place, self._clock())
-        if not ahead or not place.hosts:
+        queue = self._queue(lane, priority, residency)
+        ahead = queue.window.ahead(key, cost)
+        self._refresh(queue, self._clock())
+        if not ahead or not queue.hosts:
             return
         rate = 0.0
-        for host in place.hosts:
+        for host in queue.hosts:
             full = min(host.batch_cost, host.credit_items * host.batch_cost / host.credit_cost * cost)
-            full_s = self._batch_s(place, full)
+            full_s = self._batch_s(queue, full)
             rate += max(host.rate, full / full_s) if full_s else 0.0
-        wait_s = (ahead + max(cost, sum(host.batch_cost for host in place.hosts))) / rate if rate else 0.0
+        wait_s = (ahead + max(cost, sum(host.batch_cost for host in queue.hosts))) / rate if rate else 0.0
         if 1.2 * wait_s > budget_s:
             raise QueueFull("", retry_after_s=max(1, min(5, math.ceil(wait_s - budget_s))))
 
-    def _batch_s(self, place: ModelQueue, full: float) -> float:
-        batches = place.batches
+    def _batch_s(self, queue: ModelQueue, full: float) -> float:
+        batches = queue.batches
         if not batches._n:
             return 0.0
         line = batches.line()
@@ -300,7 +300,7 @@ class Before(Admission):
             return batches._y / batches._n * full / max(full, batches._x / batches._n)
         return line[0] + line[1] * full
 
-    def refuse_late(self, place: ModelQueue) -> None:
+    def refuse_late(self, queue: ModelQueue) -> None:
         pass
 
 
@@ -412,7 +412,7 @@ class World:
         return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
 
     def promised(self, admission: Any) -> float:
-        return sum(place.turns.promised(self.now_s) for place in admission._queues.values())
+        return sum(queue.turns.promised(self.now_s) for queue in admission._queues.values())
 
     # ---- clients
 

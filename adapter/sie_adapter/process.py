@@ -105,7 +105,7 @@ def _import() -> None:
 
 def _import_losses() -> None:
     """Import the loss functions of transformers, which only training calls, without scipy. All model classes import
-    them, and they would import scipy, which needs 50 MB in each adapter process, for the loss of object detection.
+    them, and they would import scipy, which needs 40 MB in each adapter process, for the loss of object detection.
     """
     from transformers import utils
 

@@ -115,10 +115,10 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
     await announce()
     await until(lambda: [member.peers.count() for member in both] == [2, 2], "two gateways")
     first, second = (member._queue(LANE, "bulk", "toy/one") for member in both)
-    for admission, place in zip(both, (first, second), strict=True):
+    for admission, queue in zip(both, (first, second), strict=True):
         admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
         for number in range(8):
-            place.throughput.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
+            queue.throughput.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
     both[0].enter("key", LANE, "bulk", "toy/one", [300], 100)
     assert first.turns.book(now_s, b"client", 50, 10.0) >= 10
     await announce()
@@ -145,9 +145,9 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     fleet = Fleet(Mock(), settings)
     admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: now_s)
     fleet.note(beat())
-    place = admission._queue(LANE, "bulk", "toy/one")
+    queue = admission._queue(LANE, "bulk", "toy/one")
     for number in range(8):
-        place.throughput.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
+        queue.throughput.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
     stalled = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
     now_s += 3
     stalled.close()

@@ -351,7 +351,7 @@ def test_a_process_does_not_import_what_only_few_requests_need(package: str) -> 
 
 
 def test_the_adapter_imports_no_scipy_before_it_clusters_vectors() -> None:
-    """The losses of transformers would import it. After that, transformers reports whether scipy is installed."""
+    """The losses of transformers would import it. Later, transformers still says that scipy is installed."""
     program = (
         "import sys, sie_adapter.process; sie_adapter.process._import(); "
         "print('scipy' in sys.modules); from transformers.utils import is_scipy_available; print(is_scipy_available())"

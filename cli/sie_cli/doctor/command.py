@@ -81,11 +81,7 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
             if "no such setting" not in warning
         ]
         count = sum(source in ("flag", "environment") for source in probe.cluster.sources.values())
-        says = (
-            f"{counted(count, 'setting')} given, each of them right"
-            if count
-            else "no setting is given: the defaults are in force"
-        )
+        says = f"{counted(count, 'setting')} set, all valid" if count else "no setting is set: all have their defaults"
         return says, [*faults, *idle]
 
     return check

@@ -20,7 +20,7 @@ from sie_gateway.streams.backlog import Backlog
 LANE = Lane("_default", "_default", "default")
 
 
-class Known:
+class LoneGateway:
     """Admission of a gateway alone, at a device that takes half a second for 12 messages of 8 tokens, one batch after
     the other. The test sets the clock.
     """
@@ -45,12 +45,12 @@ class Known:
                 pipeline=1,
             )
         )
-        self.place = self.admission._queue(LANE, "interactive", "toy/one")
+        self.queue = self.admission._queue(LANE, "interactive", "toy/one")
         for number in range(8):
             at_s = self.now_s - 4 + 0.5 * number
             is_crowded = batch_items == 12
             queued_s = 0.0 if is_crowded else at_s - 0.6
-            self.place.throughput.left(at_s, str(number), 96, queued_s, is_crowded=is_crowded, device_s=0.5)
+            self.queue.throughput.left(at_s, str(number), 96, queued_s, is_crowded=is_crowded, device_s=0.5)
 
     def enter(self, number: int, cost: int = 8) -> Any:
         return self.admission.enter(
@@ -65,24 +65,24 @@ class Known:
 
 def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_result() -> None:
     """Twelve run and twelve wait. When those that run are given up, the wait stays the same: their batch runs on."""
-    gateway = Known()
+    gateway = LoneGateway()
     permits = [gateway.enter(number) for number in range(24)]
     gateway.now_s += 0.01
     first = gateway.enter(24)
-    gateway.place.throughput.left(gateway.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
-    gateway.place.freed(gateway.now_s, is_result=True)
-    before_s = gateway.place.wait(gateway.now_s, 200, 8, 1.0).likely_s
+    gateway.queue.throughput.left(gateway.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
+    gateway.queue.freed(gateway.now_s, is_result=True)
+    before_s = gateway.queue.wait(gateway.now_s, 200, 8, 1.0).likely_s
     for permit in permits[:12]:
         permit.close()
-    assert gateway.place.wait(gateway.now_s, 104, 8, 1.0).likely_s == before_s
+    assert gateway.queue.wait(gateway.now_s, 104, 8, 1.0).likely_s == before_s
     permits[12].result_arrived(gateway.result(12))
-    assert gateway.place.wait(gateway.now_s, 96, 8, 1.0).likely_s < before_s
+    assert gateway.queue.wait(gateway.now_s, 96, 8, 1.0).likely_s < before_s
     first.close()
 
 
 def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> None:
     """The batch of the requests that timed out is over: a new request waits only for its own batch."""
-    gateway = Known()
+    gateway = LoneGateway()
     permits = [gateway.enter(number) for number in range(12)]
     gateway.now_s += 0.01
     for permit in permits:
@@ -91,35 +91,35 @@ def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> Non
     for number in range(12):
         gateway.admission.answered_late(gateway.result(number))
     gateway.enter(12)
-    assert gateway.place.wait(gateway.now_s, 8, 8, 1.0).likely_s == pytest.approx(1.0)
+    assert gateway.queue.wait(gateway.now_s, 8, 8, 1.0).likely_s == pytest.approx(1.0)
 
 
 def test_all_chunks_of_a_request_that_finds_an_empty_queue_run() -> None:
-    gateway = Known()
+    gateway = LoneGateway()
     gateway.admission.enter("key", LANE, "interactive", "toy/one", [8, 8, 8], 100, 1.0)
     gateway.now_s += 0.1
-    assert gateway.place.wait(gateway.now_s, 24, 8, 1.0).likely_s == pytest.approx(0.9)
+    assert gateway.queue.wait(gateway.now_s, 24, 8, 1.0).likely_s == pytest.approx(0.9)
 
 
 def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
     """Batches had 12 messages, because no more were there, and may have 24: all 20 that wait are in the next batch."""
-    gateway = Known(batch_items=24)
+    gateway = LoneGateway(batch_items=24)
     refused: list[QueueFull] = []
     for number in range(20):
         gateway.enter(number).on_refused = refused.append
     gateway.now_s += 0.3
     last = gateway.enter(20)
-    gateway.place.throughput.left(gateway.now_s, "new", 8, gateway.now_s - 0.6, is_crowded=False, device_s=0.5)
-    gateway.place.freed(gateway.now_s, is_result=True)
+    gateway.queue.throughput.left(gateway.now_s, "new", 8, gateway.now_s - 0.6, is_crowded=False, device_s=0.5)
+    gateway.queue.freed(gateway.now_s, is_result=True)
     gateway.now_s += 0.2
-    gateway.admission.refuse_late(gateway.place)
+    gateway.admission.refuse_late(gateway.queue)
     assert not refused
     last.close()
 
 
 def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_turned_out_to_be() -> None:
     """The first result shows that three estimated tokens are eight."""
-    gateway = Known()
+    gateway = LoneGateway()
     refused: list[QueueFull] = []
     permits = [gateway.enter(number, cost=3) for number in range(100)]
     for permit in permits:
@@ -127,19 +127,19 @@ def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_
     gateway.now_s += 0.5
     permits[0].result_arrived(gateway.result(0, chunks=1))
     assert refused
-    assert gateway.place.turns.promised(gateway.now_s) == pytest.approx(8 * len(refused))
+    assert gateway.queue.turns.promised(gateway.now_s) == pytest.approx(8 * len(refused))
 
 
 def test_whoever_is_refused_is_told_of_a_wait_that_is_longer_than_what_is_left() -> None:
     """Doubt about predictions makes the wait longer, and so does work that was promised to others."""
     for promises in (0, 40):
-        gateway = Known()
+        gateway = LoneGateway()
         permits = [gateway.enter(number) for number in range(60)]
         for number in range(promises):
-            gateway.place.turns.book(gateway.now_s, b"p%d" % number, 96, 0.5, 1000)
+            gateway.queue.turns.book(gateway.now_s, b"p%d" % number, 96, 0.5, 1000)
         refused = 0
         for tenths in range(1, 200):
-            refusal = gateway.place.judge(gateway.now_s, "key", 8, tenths / 10, lambda: b"new")
+            refusal = gateway.queue.judge(gateway.now_s, "key", 8, tenths / 10, lambda: b"new")
             if refusal is not None:
                 assert refusal.wait_s > tenths / 10, (promises, tenths)
                 refused += 1
