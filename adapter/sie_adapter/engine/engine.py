@@ -476,14 +476,16 @@ class BatchRun:
                 self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
                 self._masks["multivector"][row] = False
         for head, mask in self._masks.items():
-            mask[list(self._errors)] = False
-            needing |= mask & ~self._queries
-            for row in np.flatnonzero(mask & self._queries).tolist():
-                start = int(self._items.starts[row])
-                ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
-                self._rows[head][row] = output = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
-                mask[row] = output is None
-                needing[row] |= output is None
+            if self._errors:
+                mask[list(self._errors)] = False
+            table = self._model.query_tables.get(head)
+            if table is not None:
+                for row in np.flatnonzero(mask & self._queries).tolist():
+                    start = int(self._items.starts[row])
+                    ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
+                    self._rows[head][row] = table.row(ids)
+                    mask[row] = False
+            needing |= mask
         for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
@@ -563,10 +565,11 @@ class BatchRun:
                     f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)} sequences",
                     reason="wrong_length",
                 )
-            for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
-                self._rows[head][sequence] = row
-            bad = sequences[~reduced.usable.cpu().numpy()]
-            doubtful.update(packed.order[bad].tolist())
+            rows = packed.order[sequences].tolist()
+            for row, output, is_usable in zip(rows, reduced.rows, reduced.usable.tolist(), strict=True):
+                self._rows[head][row] = output
+                if not is_usable:
+                    doubtful.add(row)
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
@@ -585,9 +588,10 @@ class BatchRun:
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
         answers = iter(self._group_results(group, shared, good))
+        lengths = self._items.lengths.tolist()
         results: list[tuple[ItemResult | SIEError, int]] = []
         for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
-            tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
+            tokens = sum(lengths[row] for row in (unit if index else (*shared, *unit)))
             results.append((fault if fault is not None else next(answers), tokens))
         return results
 

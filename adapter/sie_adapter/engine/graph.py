@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -64,13 +64,13 @@ class NoGraph(Exception):
     """Raised if OpenVINO cannot convert or run this model."""
 
 
-class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+class _StackedInputs(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True)))[0]
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(**{name: inputs[place] for place, name in enumerate(self.names)})[0]
 
 
 class Graph:
@@ -100,7 +100,7 @@ class Graph:
             with _scratch(compute.scratch) as folder:
                 path = folder / "graph.xml"
                 with _traceable(model):
-                    converted = _converted(_PositionalModel(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
+                    converted = _converted(_StackedInputs(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
                     if compute.int8:
                         copy_bytes -= compress(converted) * (dtype.itemsize - 1)
                     _runtime().save_model(converted, path, compress_to_fp16=False)
@@ -135,10 +135,12 @@ class Graph:
         assert states is not None
         return states
 
-    def _inputs(self, part: Padded) -> list[Int64]:
-        inputs = [part.ids, part.attended.astype(np.int64)]
-        if _TYPES in self._names:
-            inputs.append(np.zeros_like(part.ids) if part.types is None else part.types)
+    def _inputs(self, part: Padded) -> Int64:
+        """Return the inputs of the graph as one array, [names, rows, columns], which OpenVINO reads without a copy."""
+        inputs = np.zeros((len(self._names), *part.ids.shape), np.int64)
+        inputs[0], inputs[1] = part.ids, part.attended
+        if part.types is not None and _TYPES in self._names:
+            inputs[2] = part.types
         return inputs
 
 
@@ -171,16 +173,15 @@ class _Compiled:
         self._compiled = runtime.Core().compile_model(path, "CPU", {**options, **more})
         self._of_thread = threading.local()
 
-    def infer(self, inputs: Sequence[Int64]) -> NDArray[Any]:
+    def infer(self, inputs: Int64) -> NDArray[Any]:
         """Return states, [rows, columns, width]. The array is valid until the calling thread calls `infer` again."""
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        # inputs are set one by one, because `infer` with inputs as arguments runs more Python code
-        for place, array in enumerate(inputs):
-            request.set_input_tensor(place, self._tensor(array, shared_memory=True))
+        # `infer` with the inputs as an argument runs more Python code
+        request.set_input_tensor(self._tensor(inputs, shared_memory=True))
         try:
-            request.infer()
+            request.infer(share_outputs=True)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -312,7 +313,7 @@ def compress(graph: Any) -> int:
     return count
 
 
-def _converted(states: _PositionalModel, tokens: int) -> Any:
+def _converted(states: _StackedInputs, tokens: int) -> Any:
     """Convert the model, traced with two texts of `tokens` tokens, to a graph for any batch. Raises NoGraph, or an
     out-of-memory error.
     """
@@ -320,8 +321,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-    ids = torch.ones((2, tokens), dtype=torch.int64)
-    example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
+    example = torch.ones((len(states.names), 2, tokens), dtype=torch.int64)
+    example[2:] = 0  # token types
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
         # `construction` holds a lock, because this code changes two objects that are global to the process: the warning
@@ -337,7 +338,7 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
         raise _no_graph("it does not convert", error) from error
     finally:
         _discard_traced_types()
-    converted.reshape({place: runtime.PartialShape([-1, -1]) for place in range(len(states.names))})
+    converted.reshape(runtime.PartialShape([len(states.names), -1, -1]))
     return converted
 
 

@@ -31,6 +31,7 @@ from sie_adapter.families.torch_twin import TorchTwin
 from sie_adapter.heads import Head, Row
 from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
+from sie_adapter.heads.sparse import TokenTable
 from sie_adapter.loading.checkpoint import empty_model
 from sie_adapter.loading.modules import read_modules
 from sie_adapter.loading.tokenizer import TokenNeeds, fault, fitted, text_tokenizer
@@ -55,10 +56,12 @@ class PackedModel:
     `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
     how the sidecar turns inputs into ids, for each operation. `vocabulary`: all ids are below this number. `attention`:
     the attention backend, with `padded` appended if the model runs on padded batches. `backbone`: the text model.
+    `query_tables`: for some heads, the table with the results of queries, which then need no forward pass.
     """
 
     heads: dict[str, Head]
     rows: dict[str, Rows]
+    query_tables: Mapping[str, TokenTable] = {}
     needs = TokenNeeds()
     memory_bytes: int
     # whether a score of token vectors is divided by the number of query vectors (`item_results.side_scores`)
@@ -79,10 +82,6 @@ class PackedModel:
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Return the batch in the form for a pass, e.g. with padded queries. `queries` [rows]: True for queries."""
         return batch
-
-    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the result of a head for these ids; None if the result needs a forward pass."""
-        return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         return self.backbone.pack(batch, chosen)
@@ -173,6 +172,8 @@ class TextEncoder(PackedModel):
         self.heads = self._parts.heads
         self.rows = self._parts.rows
         self.per_row = self._parts.per_row
+        if self._parts.query_weights is not None:
+            self.query_tables = {"sparse": self._parts.query_weights}
         self.tokenizer = builder.tokenizer.to_str().encode()
         is_decoder = any(isinstance(head, LastTokenHead) for head in self.heads.values())
         self.needs = TokenNeeds.for_family(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
@@ -210,11 +211,6 @@ class TextEncoder(PackedModel):
         """Pad the queries of a late-interaction model to their fixed length."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
-
-    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the sparse vector of an inference-free query, from a table of weights; None for other inputs."""
-        table = self._parts.query_weights
-        return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
         own = self._parts.reads.get(operation) if options.muvera is None else None

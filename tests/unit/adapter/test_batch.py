@@ -113,8 +113,9 @@ class FakeEncoder:
             else batch
         )
 
-    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        return TokenTable(TABLE).row(ids) if self.idf and is_query and head == "sparse" else None
+    @property
+    def query_tables(self) -> Mapping[str, TokenTable]:
+        return {"sparse": TokenTable(TABLE)} if self.idf else {}
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         return pack(batch, chosen, Positions())
