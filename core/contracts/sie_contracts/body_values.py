@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-MAX_VALUES = 1_000_000  # maximum number of values in a body; the decoder reads this number in less than 0.1 s
+MAX_VALUES = 1_000_000  # maximum number of values in a body, which the decoder reads in less than 0.1 s
 MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a body
 MAX_NESTING = 64
 VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes

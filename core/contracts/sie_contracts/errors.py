@@ -382,7 +382,7 @@ _RAW = Member("error", "all", "raw HTTP: no other member has `reason` and `param
 _COHERE = (Member("message", "message", "Cohere"), Member("id", "request id", "Cohere"))
 _JINA = Member("detail", "code and message", "Haystack's components for Jina, which put it into their exceptions")
 FAMILIES: dict[str, tuple[Member, ...]] = {
-    "native": (_ERROR, Member("detail", "all", "raw HTTP and calls of pools, which expect a map"), _CODE),
+    "native": (_ERROR, Member("detail", "all", "raw HTTP, and callers of the pool routes, which expect a map"), _CODE),
     "openai": (_ERROR._replace(reader="OpenAI, LangChain, LlamaIndex, LiteLLM"), _JINA, _CODE),
     "jina": (_RAW, _JINA, *_COHERE, _CODE),
     "cohere": (_RAW, *_COHERE, _CODE),

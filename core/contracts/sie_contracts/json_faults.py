@@ -13,7 +13,7 @@ _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 # Number of bytes of one escape \uXXXX. `_lone_surrogate` computes the position of a lone half of a surrogate pair from
 # the position that the decoder reports. The reported position is one escape after the half, or two escapes after it if
-# the half is the first of a pair and another escape follows.
+# the half is a high surrogate and another escape follows.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}

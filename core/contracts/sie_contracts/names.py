@@ -99,7 +99,7 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the case-folded ids to compare with a name: all, or those that share most of its groups of letters."""
+        """Return the case-folded ids to compare with a name: all, or those that share the most pieces with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

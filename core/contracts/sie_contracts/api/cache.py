@@ -60,8 +60,8 @@ class CacheErasure(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CacheErased(Struct, kw_only=True):
-    """Result of an erasure. `answers`: number of answers that the gateway which replies has erased. `gateways`: number
-    of gateways that the erasure was sent to, this one included.
+    """Result of an erasure. `answers`: number of answers that the replying gateway has erased. `gateways`: number of
+    gateways that the erasure was sent to, this one included.
     """
 
     EXAMPLE: ClassVar[Any] = {"answers": 10000, "gateways": 2}

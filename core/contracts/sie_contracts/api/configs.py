@@ -71,8 +71,8 @@ class BundleStatus(Struct, kw_only=True):
 
 
 class Follower(Struct, kw_only=True):
-    """A process that reads the catalogue, with its epoch and its revision of the model. `revision` is null if it is not
-    known.
+    """A process that reads the catalogue. `epoch`: version of the catalogue that it has. `revision`: revision of the
+    model in this version; null if it is not known.
     """
 
     id: str

@@ -315,8 +315,8 @@ class Rankings(Reply, kw_only=True):
 
 
 class Document(Struct, kw_only=True):
-    """A document as an object: a text, or an image (base64, a data URI or a URL). With `rank_fields`, the document is
-    the values of the fields that are named there, one per line.
+    """A document as an object: a text, or an image (base64, a data URI or a URL). With `rank_fields`, the model reads
+    the values of the named fields instead, one per line.
     """
 
     text: Text = UNSET
@@ -517,7 +517,7 @@ class GuardrailText(Struct, kw_only=True):
 
 
 class GuardrailEntity(Struct, kw_only=True):
-    """An entity. `start_position` and `end_position` are code points of the text."""
+    """An entity. `start_position` and `end_position`: positions in the text, in code points."""
 
     value: str
     suggested_label: str

@@ -77,7 +77,7 @@ class _Params(Struct, kw_only=True):
     timing: Annotated[
         Literal["request", "items"] | UnsetType, Meta(description="`items`: each result has its own timing as well.")
     ] = UNSET
-    options: Annotated[Map, Meta(description="The same parameters. Those outside `options` take precedence.")] = UNSET
+    options: Annotated[Map, Meta(description="Any of these parameters; values outside it take precedence.")] = UNSET
 
 
 class EncodeParams(_Params, kw_only=True):
@@ -175,7 +175,7 @@ class ExtractParams(_Params, kw_only=True):
     ] = UNSET
     label_thresholds: Annotated[
         dict[str, float] | UnsetType,
-        Meta(description="Lowest score of a label, or of a property by its path. It replaces `threshold` there."),
+        Meta(description="Lowest score of a label or of a property (by its path), in place of `threshold`."),
     ] = UNSET
 
 
@@ -498,7 +498,7 @@ class RedactionPart(Struct, kw_only=True):
 
 
 class RedactionMap(Struct, kw_only=True):
-    """Values of a redacted text, from which the text is restored. Store the map in another place than the text.
+    """The replaced values of a text, with which the redacted text is restored. Store the map apart from this text.
     `length`: length of the redacted text.
     """
 

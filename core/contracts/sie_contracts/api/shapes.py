@@ -19,7 +19,7 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 ManyTexts = Annotated[list[str], Meta(min_length=1)]
 Timing = Annotated[
     dict[str, float],
-    Meta(description="Milliseconds of the stages of a request: a full list with `_time`, a shorter one with `_ms`."),
+    Meta(description="Milliseconds by stage of a request: all stages in `_time` keys, fewer stages in `_ms` keys."),
 ]
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}

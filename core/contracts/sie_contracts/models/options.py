@@ -94,7 +94,7 @@ NEUTRAL: Mapping[str, str] = {
     "label_groups": "as labels",
     "relation_labels": "as labels",
     "precompute_labels": "labels give the same numbers if they are computed before the texts or together with them",
-    "ocr": "has one value",
+    "ocr": "has only one allowed value",
     "tree": "changes the form of the reply",
     "word_times": "adds words to the reply and changes nothing else in it",
 }

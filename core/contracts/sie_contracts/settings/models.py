@@ -14,7 +14,7 @@ class ModelSettings:
         "auto",
         "adapter",
         DEVICE,
-        "Device of all forward passes. auto uses one: CUDA, else MPS, else the CPU. all uses every GPU that CUDA shows; without one it is the same as auto. With a list or all the worker has one adapter process for each device, which needs Linux. A named device that is absent is a start error.",
+        "Device of all forward passes. auto uses one: CUDA, else MPS, else the CPU. all uses every GPU that CUDA shows; without one it is the same as auto. With a list or with all, the worker has one adapter process for each device, which needs Linux. A named device that is absent is a start error.",
     )
     models_dir: str | None = row(
         None,

@@ -43,7 +43,7 @@ class TelemetrySettings:
         "http://localhost:4317",
         "all",
         COLLECTOR,
-        "Address of the collector. If unset, http/protobuf uses port 4318. For http/protobuf /v1/traces is appended.",
+        "Address of the collector. With http/protobuf, the default port is 4318, and /v1/traces is appended.",
     )
     otel_exporter_otlp_traces_endpoint: str | None = row(
         None,

@@ -270,7 +270,7 @@ COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collec
 PROTOCOL = choice("grpc", "http/protobuf")
 LABEL = pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
 DEVICE = (
-    f"auto, all, cuda, cuda:N, mps or cpu, or a comma-separated list of different cuda:N or of cpu, at most {MAX_DEVICES}",
+    f"auto, all, cuda, cuda:N, mps or cpu, or a comma-separated list of at most {MAX_DEVICES}: cuda:N with different N, or only cpu",
     _devices,
 )
 STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)

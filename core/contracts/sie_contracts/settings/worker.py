@@ -29,13 +29,13 @@ class WorkerSettings:
         4,
         "sidecar",
         whole(1, 64),
-        "Maximum number of batches that the sidecar has at the adapter of each device, of all models together. The lanes of the device and SIE_RUST_PIPELINE_DEPTH may allow fewer.",
+        "Maximum number of batches that the sidecar has at the adapter of each device, of all models together. The number of device threads and SIE_RUST_PIPELINE_DEPTH may allow fewer.",
     )
     ipc_pool_size: int | None = row(
         None,
         "sidecar",
         whole(1),
-        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES, but above 6 no more than the lanes of the device need.",
+        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES, but at most 6 or the number of batches that can run or wait at the adapter, whichever is larger.",
     )
     worker_metrics_port: int = row(
         9095,
@@ -53,13 +53,13 @@ class WorkerSettings:
         None,
         "sidecar gateway",
         LABEL,
-        "Kind of machine on which the worker runs. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway whose SIE_GATEWAY_CONFIGURED_GPUS lists it: the profile for requests for the bundle `default` that name no profile, unless the model's entry has a list of profiles.",
+        "Kind of machine on which the worker runs. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway: the profile of requests for the bundle `default` that name no profile, if SIE_GATEWAY_CONFIGURED_GPUS lists it and the model's entry has no list of profiles.",
     )
     gpu_count: int = row(
         1,
         "sidecar",
         whole(0),
-        "Number of GPUs that the worker reports in its heartbeats. A worker whose device is a CPU reports 0, and one with several devices their number.",
+        "Number of GPUs that the worker reports in its heartbeats. A worker on a CPU reports 0; a worker with several devices reports their number.",
     )
     gateway_url: str | None = row(
         None,
@@ -112,7 +112,7 @@ class MemorySettings:
         True,
         "adapter",
         BOOL,
-        "Whether weights are removed while the disk is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT, the least recently used first. It is checked before a download and every 30 s. Only weights that SIE downloaded and that no process uses are removed.",
+        "Whether weights are removed while the disk is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT, the least recently used first. The disk is checked before a download and every 30 s. Only weights that SIE downloaded and that no process uses are removed.",
     )
     disk_pressure_threshold_percent: float = row(
         85.0,

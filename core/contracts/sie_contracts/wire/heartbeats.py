@@ -171,7 +171,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     """Work that one gateway sent for one model, at one priority of a lane (pool, machine profile and bundle).
-    `residency`: name of the model with one set of load options.
+    `residency`: the model's id, or `id:profile` if the profile has other load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
     second (0: unknown). `turns`: new promises to refused clients. `claimed`: clients that have used such a promise.

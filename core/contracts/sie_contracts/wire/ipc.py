@@ -138,8 +138,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     input; None: not allowed. `documents`: limits for the document file of an input with layout `raw`; the sidecar sends
     the file unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled;
     empty if texts have no chunks or the model has no dense vectors. `questions`: if above 0, the model (with layout
-    `raw`) reads each text once for each question of the request (`questions_of`); each time, it reads the tokens of the
-    text and of the question and this number of further tokens.
+    `raw`) reads each text once for each question of the request (`questions_of`), and adds this number of tokens to
+    text and question.
     """
 
     layout: Layout = "text"
