@@ -140,7 +140,7 @@ async def test_a_rollback_to_what_the_files_contradict_by_now_is_refused(api: co
     await api.call("PATCH", MODEL, {"run": {"pooling": None}})
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
     refused = await api.call("POST", f"{MODEL}/rollback", {"revision": 1}, 422)
-    assert "run.pooling is cls, its 1_Pooling says mean" in refused["error"]["message"]
+    assert "run.pooling is cls, the model's 1_Pooling says mean" in refused["error"]["message"]
 
 
 async def test_the_ways_that_the_refusal_names_are_taken(api: config_api.Api, folder: Path) -> None:
@@ -171,7 +171,7 @@ async def test_a_change_of_the_folder_of_models_that_no_load_would_take_leaves_t
     task = asyncio.create_task(follows.run(stop))
     file.write_text(json.dumps(raw(folder, run={"pooling": "cls"})))
     await until(lambda: "so the catalogue is not changed: m.yaml: " in caplog.text, "the log")
-    assert "run.pooling is cls, its 1_Pooling says mean" in caplog.text
+    assert "run.pooling is cls, the model's 1_Pooling says mean" in caplog.text
     assert (await prepared.store.held("my/model")).revision == 1
     file.write_text(json.dumps(raw(folder, profiles={"first": {"run": {"pooling": "cls"}}})))
 

@@ -175,8 +175,8 @@ class StoredTable:
         """Set the table and the parts to those of `change`, which the broker has stored with `revision`."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
         self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
-        # `put` ignores these entries when the watch delivers them. All keys may have the last revision of the batch: a
-        # batch is atomic, so no other write has a revision between its writes.
+        # `put` ignores these entries when the watch delivers them. The last revision of the batch is correct for each
+        # key, because no other write has a revision between those of the batch.
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _size(self, part: PlacementPart) -> int:

@@ -87,7 +87,7 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
         template = entry.prompts.get(own, "{text}")
         if prompt and "{instruction}" not in template and template != f"{prompt}{{text}}":
             key = f"prompts.{own}" if own else "the prompt without default_prompt_name"
-            differs = f"{key} is {template!r}, its {MODEL_FILE} has the prompt {prompt!r}"
+            differs = f"{key} is {template!r}, the model's {MODEL_FILE} has the prompt {prompt!r}"
             loc = f"$.prompts.{own}" if own else "$.default_prompt_name"
             return Fault(loc, f"{differs}; a request can set another prompt by params.options.{field}, or {_ACCEPT}")
     return None
@@ -97,8 +97,8 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     stored = stored_pooling(folder)
     if not entry.run.pooling or not stored or entry.run.pooling == stored:
         return None
-    differs = f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored}"
-    beside = "a profile (profiles.NAME.run.pooling) can return such vectors beside the model's own"
+    differs = f"run.pooling is {entry.run.pooling}, the model's 1_Pooling says {stored}"
+    beside = "a profile (profiles.NAME.run.pooling) can use another pooling"
     return Fault("$.run.pooling", f"{differs}; {beside}, or {_ACCEPT}")
 
 

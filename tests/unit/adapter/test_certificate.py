@@ -145,7 +145,7 @@ def test_a_corrupt_layer_norm_is_refused(copy: ModelEntry) -> None:
 
 def test_another_pooling_in_the_entry_is_refused(copy: ModelEntry) -> None:
     error = refusal(changed(copy, run=msgspec.structs.replace(copy.run, pooling="cls")))
-    assert (error.extras["error_class"], "run.pooling is cls, its 1_Pooling says mean" in error.message) == (
+    assert (error.extras["error_class"], "run.pooling is cls, the model's 1_Pooling says mean" in error.message) == (
         "CERTIFICATE",
         True,
     )
@@ -174,7 +174,7 @@ def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
     says = changed(bare, run=msgspec.structs.replace(bare.run, pooling="mean"))
     for entry, text in (
         (copy, "1_Pooling/config.json has the SHA-256"),
-        (says, "its 1_Pooling says cls"),
+        (says, "the model's 1_Pooling says cls"),
         (bare, "golden vector"),
     ):
         error = refusal(entry)

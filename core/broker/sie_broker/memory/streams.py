@@ -91,9 +91,7 @@ class Puller(Protocol):
     """Pulls of one connection from one stream. The server calls these methods."""
 
     def attach(self, name: str) -> None:
-        """If these pulls have credit for the consumer `name` (the number of messages that the consumer may deliver to
-        them), add the credit to the consumer's queue of credits.
-        """
+        """If these pulls have credit for the consumer `name`, add it to the consumer's queue of credits."""
 
     def attach_all(self) -> None: ...
 
@@ -391,7 +389,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Give a new consumer the credit of the pulls that requested its deliveries before it existed."""
+        """Add to a new consumer's queue the credits that pulls have set before the consumer existed."""
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 

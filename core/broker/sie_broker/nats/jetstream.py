@@ -159,8 +159,8 @@ class NatsPulls:
     """Pull requests from one connection to the consumers of a stream. One task sends the requests. One timer finds lost
     pulls: pulls whose end the broker did not report.
 
-    `on_break` is called when deliveries may be lost, or when a consumer no longer exists. Only a watch needs this call:
-    a queue delivers lost messages again after the ack wait.
+    `on_break` is called when deliveries may be lost, or when a consumer no longer exists. Only reads and watches of a
+    bucket need this call: a queue delivers lost messages again after the ack wait.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ async def _planned(place: Place, name: str, source: JobInput, names: dict[str, s
                 raise InvalidInput(f"{name}: an image has no columns for input.text", param="input.format")
             return list(_runs([entry], most.rows))
         if reads_images(source):
-            message = f"{name}: it has rows: set input.text to a template that names their columns"
+            message = f"{name} is not an image: set input.text to a template that names its columns"
             raise InvalidInput(message, param="input.text")
         if kind == "parquet":
             footer = await place.patience.repeated(lambda: asyncio.to_thread(footers.footer, place, entry, names))

@@ -18,7 +18,7 @@ MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-# `decoded` raises an error for a value that would exceed Python's recursion limit inside this number of nested lists
+# levels of nesting that a value must leave free below Python's recursion limit; `decoded` refuses a deeper value
 SPARE_LEVELS = 200
 # The pattern also matches a string without an end. Otherwise the search would start again at each escaped quote in this
 # string, and take quadratic time.

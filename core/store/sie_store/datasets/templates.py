@@ -139,7 +139,7 @@ def check(source: JobInput, operation: str) -> None:
     else:
         _refuse(source, ("query", "document"), f"{operation} reads a text or an image")
     if reads_images(source):
-        _refuse(source, (*TEXTS, "image", "documents", "id", "keep"), "the files of images have no columns")
+        _refuse(source, (*TEXTS, "image", "documents", "id", "keep"), "image files have no columns")
         if operation == "score":
             raise InvalidInput("input.format: images cannot be scored", param="input.format")
     elif operation != "score" and "text" not in parsed and not source.image and not source.documents:

@@ -107,8 +107,8 @@ class LanceLive:
         self._optimize_rows = max(OPTIMIZE_ROWS, int(rows * OPTIMIZE_SHARE))
         if shape.in_use == "new" and shape.marker != self._own_marker(shape.vector):
             raise CollectionMismatch(
-                f"the vectors in use of {self._source.collection} belong to another migration, or the model has "
-                "changed since. Run the command of that migration with --step clean-up; if its model no longer exists, "
+                f"the vectors in use of {self._source.collection} belong to another migration, or to an earlier "
+                "version of the model. Run the command of that migration with --step clean-up; if its model is gone, "
                 f"drop the columns {shape.vector + BEFORE} and {shape.marker}"
             )
         return LiveState(rows, shape.columns[shape.vector].type.list_size, shape.in_use, shape.is_begun)

@@ -99,8 +99,8 @@ class LiveCollection(Protocol):
         """Create the column or collection for new vectors of `dims` numbers. If it exists, check it."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        """Scan all rows, and yield the rows without a vector of their present text. If a row has such a vector, but not
-        the marker that proves it (a digest of text and model), the scan itself writes the marker.
+        """Scan all rows, and yield the rows without a vector of their present text. If a row has such a vector, but its
+        marker (a digest of text and model) does not prove it, the scan writes the marker or yields the row too.
         """
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:

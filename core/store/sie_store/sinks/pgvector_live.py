@@ -149,8 +149,8 @@ class PgvectorLive:
         if shape.in_use == "new" and self._record().new != self._source.fingerprints["new"]:
             vector = shape.vector
             raise CollectionMismatch(
-                f"the vectors in use of {self._source.collection} belong to another migration, or the model has "
-                "changed since. Run the command of that migration with --step clean-up; if its model no longer exists: "
+                f"the vectors in use of {self._source.collection} belong to another migration, or to an earlier "
+                "version of the model. Run the command of that migration with --step clean-up; if its model is gone: "
                 f"ALTER TABLE {self._table} DROP COLUMN {quoted(vector + BEFORE)}, DROP COLUMN {quoted(shape.marker)}"
             )
         column = quoted(shape.vector)
@@ -521,10 +521,10 @@ class PgvectorLive:
     def _fresh_marker(self, side: Side, vector: str) -> str:
         """Return the SQL expression for the marker of a row to which `vector` of a side is written.
 
-        If a row has the marker of the old side, a scan for the new side takes the row's new vector as current. After
-        the switch, an old vector may be written to a row whose present marker does not prove that the new vector is
-        current. Then the SHA-256 of the old side's marker is written. A scan for the old side accepts this SHA-256, and
-        a scan for the new side does not.
+        If a row has the marker of the old side, a scan for the new side takes the row's new vector as current. This
+        would be wrong if a vector of the old side is written after the switch, and the row's present marker does not
+        prove that its new vector is current. In this case, the SHA-256 of the old side's marker is written instead. A
+        scan for the old side accepts this SHA-256, and a scan for the new side does not.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":

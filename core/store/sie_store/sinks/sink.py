@@ -164,7 +164,7 @@ def checked_name(collection: str) -> str:
 
 
 def check_dims(dims: int, most: int, database: str) -> None:
-    """Raise SinkUnsuitable for vectors with `dims` numbers if vectors of the database have at most `most` numbers."""
+    """Raise SinkUnsuitable unless `dims` is from 1 to `most`, the largest width of a vector in the database."""
     if not 1 <= dims <= most:
         raise SinkUnsuitable(f"a vector has {dims} numbers, but {database} takes 1 to {most}")
 
