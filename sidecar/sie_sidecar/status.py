@@ -203,7 +203,7 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return how long the sidecar gathers deliveries (one time for all models), and how full the batches of this
+        """Return how long the sidecar gathers deliveries (the same for all models), and how full the batches of this
         model are. `p50_ms`: median time of recent work items from delivery to answer. `headroom_ms`: target minus
         `p50_ms`. Before the first answer, `p50_ms` and `headroom_ms` are null, and `calibrated` is false.
         """

@@ -1,5 +1,5 @@
-"""Memory and CPU cores that the control group (cgroup) of this process allows: a container, pod or systemd unit. Both
-versions of the kernel's cgroup interface are supported. A machine may use version 1 for memory and version 2 for CPU.
+"""Memory and CPU cores that the control group (cgroup) of this process, for example its container, pod or systemd unit,
+allows. Versions 1 and 2 of the kernel's cgroup interface are supported, also version 1 for memory with 2 for CPU.
 """
 
 from __future__ import annotations

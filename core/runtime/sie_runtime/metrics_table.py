@@ -383,7 +383,7 @@ _WORKER = (
     Metric(
         "sie_gathered_deliveries",
         "histogram",
-        "Number of deliveries that were read from the connection at once",
+        "Number of deliveries that the worker gathered before it tokenised them",
         (),
         1,
         1,

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-# part of a work item's remaining time that its batch may take; the rest is a reserve in which a second such batch fits
+# part of a work item's remaining time that its batch may take; a second batch of that length fits into the rest
 SHARE = 0.4
 # A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
 # that is given up if all work items of a full batch are urgent. If only a part x of the tokens is urgent, the largest
@@ -201,7 +201,7 @@ class Rate:
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Record the end of a batch with `tokens`. The time of a failed batch counts, but none of its tokens."""
+        """Record the end of a batch. `tokens`: its tokens; 0 if it failed, but its time counts even then."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

@@ -1,5 +1,5 @@
 """Pool from which this worker pulls; gateways assign it. If no gateway has replied for CLOSED_AFTER_S, a worker
-whose own pool is `_default` pulls from that pool, and any other worker stops pulling.
+whose own pool (SIE_POOL) is `_default` pulls from that pool, and any other worker stops pulling.
 
     every ASK_S seconds, and when a gateway sends a hint:
     GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker": ..., "pools": [...]} ──► pull from this pool

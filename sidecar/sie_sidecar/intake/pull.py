@@ -292,7 +292,7 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers that `refill` checks: they have delivered since the last refill, or may deliver fewer messages
+        # consumers that `refill` checks: they have delivered since the last refill, or have less credit than usual
         # because too much work waited here
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
@@ -573,8 +573,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Context manager: pull nothing from these consumers until the block ends. The block waits for newer catalogue
-        entries of the consumers' models.
+        """Context manager: pull nothing from these consumers until the block ends. Callers use it while they wait for
+        newer catalogue entries of the consumers' models.
         """
         self._paused += Counter(consumers)
         for consumer in consumers:

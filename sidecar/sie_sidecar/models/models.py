@@ -78,10 +78,10 @@ UNUSED_S = 600.0
 # seconds, or for `swap_after_s` if that is longer. A request for B waits for these seconds and then for the load of B.
 # The gateway limits this wait (SIE_LOAD_HOLD_S)
 MAX_TURN_S = 5.0
-# After a model's last work item has ended, a load of another model does not evict it for this number of seconds, but
-# not beyond `ModelStates._turn_ends_s`. A gateway publishes the next chunk of a request when it has the results of
-# earlier chunks. Without this pause, two models that do not fit into memory together would be loaded again for each
-# chunk
+# A load of another model may evict an idle model only this number of seconds after the end of its last work item, or
+# from `ModelStates._turn_ends_s` on if that is earlier. A gateway publishes the next chunk of a request when it has the
+# results of earlier chunks. Without this pause, two models that do not fit into memory together would be loaded again
+# for each chunk
 NEXT_CHUNK_S = 0.1
 
 
@@ -597,8 +597,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it now.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work. This is for work that the model accepted before it was closed: the other
-        model, which needs the memory, is loaded only after this work.
+        if the model is closed to new work. This is for work that the model accepted before it was closed; the model for
+        which it was closed is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """
@@ -704,9 +704,9 @@ class Hosting(ModelStates):
         return SIEError.from_info(failure.info())
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Return True if the memory is used by models that an earlier process of this sidecar began to load, and that
-        this process does not know. If one of these loads still runs, wait for EARLIER_LOAD_S first; the next attempt
-        can evict a model whose load has ended. Raises AdapterGone.
+        """Return True if memory is used by models that an earlier process of this sidecar loaded or began to load, and
+        that were not `offered` for eviction. If one of these loads still runs, wait for EARLIER_LOAD_S first; the next
+        attempt can evict a model whose load has ended. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {

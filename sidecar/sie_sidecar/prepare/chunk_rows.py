@@ -58,7 +58,7 @@ class ChunkContents:
 def contents_of(
     tokenizer: ModelTokenizer, source: Input, options: RunOptions, special: tuple[Ids, Ids], most: int
 ) -> ChunkContents:
-    """Return the contents of a text with chunks. `special`: the ids of the special tokens before and after each row.
+    """Return the contents of a text with chunks. `special`: the ids of the special tokens that begin and end each row.
     `most`: largest number of tokens in a row. Raises InvalidInput.
     """
     chunks, text = source.chunks, source.text or ""
@@ -161,7 +161,7 @@ def _late(tokens: _TextTokens, spans: Spans, special: tuple[Ids, Ids], most: int
     after = np.concatenate((tokens.ids[len(tokens.ids) - tokens.after :], last))
     room = most - len(before) - len(after)
     if room < max(LEAST_WINDOW, most // 2):
-        message = f"the prompt leaves {max(0, room)} of {most} tokens for the text, too few for its context"
+        message = f"the prompt leaves {max(0, room)} of {most} tokens for the text, too few for chunks with context"
         raise bad_chunks(message, "too_long", limit=most)
     count = len(tokens.ends)
     bounds = windows(count, room)

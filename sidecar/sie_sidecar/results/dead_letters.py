@@ -21,7 +21,7 @@ _logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
 class DeadLetterWriter:
-    """Writes dead letters to the stream of the worker's own `pool`, also for work of a reservation (a temporary pool),
+    """Writes dead letters to the stream of `pool` (SIE_POOL), also for work of a reservation (a temporary pool),
     because the streams of a reservation are removed at its end. `now_s` returns the time of the broker's clock.
     """
 

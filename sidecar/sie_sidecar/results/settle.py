@@ -525,8 +525,8 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Hand all messages that were leased to a killed process of this worker back to the queue, for any worker.
-        Return the number of messages that were handed back.
+        """Hand back to the queue, for any worker, all messages that a killed process of this worker had leased. Return
+        their number.
         """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0

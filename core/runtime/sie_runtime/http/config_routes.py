@@ -21,7 +21,7 @@ _TAG = "Configuration"
 _BUNDLE = Parameter("id", "path", example="default")
 _FLAG = Literal["true", "false"]
 _WRITE = (
-    Parameter("dry_run", "query", _FLAG, "Reply what the write would do, and write nothing."),
+    Parameter("dry_run", "query", _FLAG, "Reply with what the write would do, and write nothing."),
     Parameter("force", "query", _FLAG, "Write even if an alias would lose its model."),
     Parameter(
         "If-Match", "header", str, "ETag of a revision. The write is refused if this is not the newest revision."
@@ -30,7 +30,7 @@ _WRITE = (
         "Idempotency-Key",
         "header",
         str,
-        "Key of this write. A write with the key of an earlier write only gets its reply again.",
+        "Key of this write. If the same write is sent again with its key, only the first reply is sent again.",
     ),
 )
 # media type in `Accept` -> content type of the document

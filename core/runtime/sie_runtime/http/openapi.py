@@ -24,7 +24,7 @@ _ERROR_HEADERS: Schema = {
     "x-should-retry": {"schema": {"type": "string", "enum": ["true", "false"]}},
     "Retry-After": {
         "schema": {"type": "integer", "minimum": 1},
-        "description": "Seconds; if and only if it may be retried",
+        "description": "Seconds to wait before a retry; only sent if the request may be retried",
     },
 }
 Statuses = Mapping[int, Sequence[str]]

@@ -99,7 +99,7 @@ class Match(NamedTuple, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):
-    """Path with one placeholder, between the literals `head` and `tail`. `is_rest`: its value may have slashes."""
+    """Path: `head`, one placeholder, `tail`. `is_rest`: the value of the placeholder may have slashes."""
 
     head: str
     tail: str
