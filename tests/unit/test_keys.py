@@ -345,6 +345,7 @@ async def test_keys_of_a_bucket_that_was_never_read_do_not_count_as_lost(
     await following
     assert keys.find(token) == key
     assert "it lost" not in caplog.text
+    assert f"{topology.KEYS_BUCKET} cannot be read; keys that were read before stay in use: no leader" in caplog.text
 
 
 async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(

@@ -244,7 +244,10 @@ class Keys:
         """Watch both buckets until `stop` is requested. Every CHECK_S seconds, check whether a bucket was deleted or
         recreated.
         """
-        troubles = [Trouble(_logger, f"{record.bucket.name}: the last keys stay in use") for record in self._records]
+        troubles = [
+            Trouble(_logger, f"{record.bucket.name} cannot be read; keys that were read before stay in use")
+            for record in self._records
+        ]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
         try:
