@@ -82,7 +82,10 @@ def read(data_dir: Path) -> Access | None:
     except OSError as error:
         raise SettingError("--data-dir", f"{path}: {error.strerror}; run this as the user of `sie serve`") from error
     except UNDECODABLE as error:
-        raise SettingError("--data-dir", f"{path} was not written by this version of `sie serve`") from error
+        raise SettingError(
+            "--data-dir",
+            f"{path} was not written by this version of `sie serve`: restart it, or use the `sie` of its version",
+        ) from error
 
 
 def _is_unlocked(lock: Path) -> bool:

@@ -255,7 +255,7 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
         key, revision = matches[0]
         ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or now_s)
         try:
-            await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
+            await (buckets.remove(ended, revision) if forget else buckets.write(ended, revision))
         except WrongRevision as error:
             raise CommandRefused(
                 f"key {key.id} was changed by another command: check `sie keys list` and try again"

@@ -107,7 +107,9 @@ def read_backup(file: Path) -> Backup:
     with refusing():
         head, _, content = file.read_bytes().partition(b"\n")
     if not head.startswith(FORMAT):
-        raise CommandRefused(f"{file} is no backup that this version of `sie` can read")
+        raise CommandRefused(
+            f"{file} is no backup that this version of `sie` can read: restore it with the `sie` that wrote it"
+        )
     if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
         raise CommandRefused(f"{file} is damaged: its digest differs; use another backup")
     try:
@@ -117,7 +119,9 @@ def read_backup(file: Path) -> Backup:
         for record in saved.keys:
             Write(record.id, None)
     except UNDECODABLE as error:
-        raise CommandRefused(f"{file}: a backup of another version of `sie`: {error}") from error
+        raise CommandRefused(
+            f"{file} is a backup of another version: restore it with the `sie` that wrote it ({error})"
+        ) from error
     return saved
 
 

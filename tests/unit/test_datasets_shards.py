@@ -224,6 +224,13 @@ async def test_an_empty_object_that_stands_for_a_folder_is_no_input(faulty: Buck
     ]
 
 
+async def test_claim_takes_an_output_folder_whose_own_empty_object_is_named_like_a_part(faulty: Bucket) -> None:
+    prefix = f"{faulty.server.url}/{BUCKET}/{faulty.url.partition(BUCKET)[2].strip('/')}"
+    async with httpx.AsyncClient(trust_env=False) as client:
+        (await client.put(f"{prefix}/part-1/")).raise_for_status()
+    await claim(Place.opened(f"{faulty.url}/part-1", (faulty.url,), is_output=True), "job-1")
+
+
 async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listing of the images has several pages, and spans begin anywhere in it."""
     monkeypatch.setattr(plans, "LISTED_AT_ONCE", 10)

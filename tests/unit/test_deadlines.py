@@ -66,6 +66,17 @@ async def test_without_an_answer_the_last_offset_stays() -> None:
     await broker.close()
 
 
+async def test_run_logs_no_estimate_as_used_before_a_measurement(caplog: pytest.LogCaptureFixture) -> None:
+    """The stream does not exist, so no measurement succeeds."""
+    broker = MemoryServer().connect("test")
+    task = asyncio.create_task(BrokerClock(broker, STREAM.name).run())
+    await until(lambda: caplog.messages, "the log")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert "the last estimate of it, or else this machine's clock, stays in use: there is no stream" in caplog.text
+    await broker.close()
+
+
 async def test_a_reconnect_measures_at_once() -> None:
     wall_times: list[float] = []
     wall_s = 1000.0

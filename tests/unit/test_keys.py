@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from sie_broker import BrokerUnavailable, Entry, KeyValue, Subscription, Write
+from sie_broker import BrokerUnavailable, Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.memory import MemoryServer
 from sie_contracts.wire import topology
 from sie_runtime import keys as records
@@ -345,6 +345,7 @@ async def test_keys_of_a_bucket_that_was_never_read_do_not_count_as_lost(
     await following
     assert keys.find(token) == key
     assert "it lost" not in caplog.text
+    assert f"{topology.KEYS_BUCKET} cannot be read; keys that were read before stay in use: no leader" in caplog.text
 
 
 async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(
@@ -370,5 +371,25 @@ async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(
     await buckets.bucket.write([Write(young.id, records.encode(young), 0)])
     await until(lambda: followed.keys.find(young_token), "the young key")
     assert {key.id for key in followed.keys.lost()} == {active_key.id, ended.id}
-    await buckets.remove(young.id, next(revision for key, revision in await buckets.read() if key.id == young.id))
+    await buckets.remove(young, next(revision for key, revision in await buckets.read() if key.id == young.id))
     await until(lambda: followed.keys.find(young_token) is None, "the young key is forgotten")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_remove_with_an_outdated_revision_leaves_both_records(is_lost: bool) -> None:
+    """A writer changes the key between the read and the removal. `is_lost`: at the read, only the copy has the key."""
+    buckets = await KeyBuckets.open(MemoryServer().connect("operator"), 1)
+    key, _ = records.create("a test", ("infer",), now_s=1.0)
+    await buckets.write(key, 0)
+    if is_lost:
+        await buckets.bucket.write([Write(key.id, None)])
+    ((_, outdated),) = await buckets.read()
+    changed = replace(key, name="changed")
+    await buckets.write(changed, outdated)
+    with pytest.raises(WrongRevision):
+        await buckets.remove(replace(key, revoked_s=2.0), outdated)
+    for bucket in (buckets.bucket, buckets.copy):
+        assert [stored for stored, _ in records.readable(await bucket.entries())] == [changed]
+    ((_, revision),) = await buckets.read()
+    await buckets.remove(replace(changed, revoked_s=2.0), revision)
+    assert await buckets.read() == []

@@ -5,6 +5,7 @@ Buckets of keys are repaired from each other.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +26,8 @@ from sie_broker.nats.api import StreamInfo
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.main import main
-from sie_cli.recovery import Backup, _write_backup, _write_missing
+from sie_cli.recovery import FORMAT, Backup, _write_backup, _write_missing, read_backup
+from sie_cli.refusal import CommandRefused
 from sie_cli.serve.readiness import unread_stream
 from sie_config_service.mirror import HeldModel
 from sie_config_service.store import CatalogueChange, open_store
@@ -41,6 +43,16 @@ def test_the_stream_that_a_broker_does_not_end_reading_is_known_by_what_it_print
     lines = [STARTS.format("KV_a"), STARTS.format("KV_b"), STARTS.format("KV_c"), ENDS.format("KV_a")]
     assert unread_stream([*lines, ENDS.format("KV_c")]) == "KV_b"
     assert unread_stream([*lines, ENDS.format("KV_b"), ENDS.format("KV_c")]) == ""
+
+
+@pytest.mark.parametrize(
+    "content", [b"sie backup 0 ", FORMAT + hashlib.sha256(b"\x80").hexdigest().encode() + b"\n\x80"]
+)
+def test_restore_of_another_versions_backup_names_the_fix(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "backup"
+    file.write_bytes(content)
+    with pytest.raises(CommandRefused, match="restore it with the `sie` that wrote it"):
+        read_backup(file)
 
 
 def test_doctor_names_the_stream_and_its_command_sets_the_files_aside(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
+from pathlib import Path
 
+import obstore
 import pytest
 
 from sie_contracts.settings import SettingError
-from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError, failure, opened
+from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError, failure, opened, sync
 
 QUICK = RetryPolicy(stall_s=0.05, tries=3, pause_s=0.001)
 
@@ -64,6 +67,24 @@ def test_what_cannot_be_opened_names_the_setting(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/no/such/file.json")
     with pytest.raises(SettingError, match=r"^SIE_CLUSTER_CACHE: .*/no/such/file\.json"):
         opened("gs://bucket", "SIE_CLUSTER_CACHE")
+
+
+async def test_sync_and_opened_leave_each_name_on_the_way_to_an_object_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    store = opened(str(tmp_path / "new" / "store"), "SIE_PAYLOAD_STORE_URL")
+    await obstore.put_async(store, "files/a", b"content")
+    await sync(store, "files/a")
+    path = tmp_path / "new" / "store" / "files" / "a"
+    assert synced == {part.stat().st_ino for part in (path, *path.parents) if part.is_relative_to(tmp_path)}
 
 
 async def test_a_store_is_asked_again_no_sooner_than_it_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.download import DownloadLimits
 from sie_store.weights.hub import commit_of, hub_fetch
+from sie_store.weights.listing import contradiction
 from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, common, wanted_by
@@ -328,6 +330,21 @@ def test_an_incomplete_file_of_another_program_is_not_continued(hub: HubStub, tm
     obtain(hub, tmp_path)
     assert is_right(tmp_path)
     assert foreign.read_bytes() == FILES[BIG][:100]
+
+
+def test_contradiction_of_an_unreadable_or_damaged_json_file_names_the_fault(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    folder = by_hand(tmp_path)
+    config = folder / "config.json"
+    config.write_bytes(b"{")
+    assert contradiction(folder) == "config.json is not JSON: DecodeError"
+    config.unlink()
+    config.symlink_to("/proc/self/mem")  # a regular file that not even root can read from its start
+    assert contradiction(folder) == "config.json cannot be read: OSError"
+    config.unlink()
+    long = "x" * 300  # too long for the disk
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"t": long}}))
+    assert contradiction(folder) == f"model.safetensors.index.json names {long}, which is missing"
 
 
 def test_a_copy_by_hand_serves_while_nobody_can_be_asked(hub: HubStub, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def documents(index: ArchiveIndex) -> tuple[list[ModelEntry], list[Alias]]:
     except SIEError as error:
         raise CommandRefused(
             f"{INDEX}: {error.message}; it was created by sie {index.made_by}, and this version of sie cannot read the "
-            "document"
+            "document: load it with that version"
         ) from error
     for entry in entries:
         path, own = entry.weights.path, f"weights/{token(entry.id)}"

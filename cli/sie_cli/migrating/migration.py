@@ -404,8 +404,10 @@ def _described(info: dict[str, Any]) -> _ModelFields:
     try:
         return msgspec.convert(info, _ModelFields)
     except msgspec.ValidationError as error:
-        message = f"the gateway describes a model in a form that this version does not know: {error}"
-        raise CommandRefused(message) from error
+        raise CommandRefused(
+            f"the gateway describes a model in a form that this version does not know ({error}): use the `sie` of the "
+            "gateway's version"
+        ) from error
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -156,7 +156,8 @@ def _recorded(trace: Trace) -> dict[str, float]:
     unknown = trace.settings.keys() - set(PLAN)
     if unknown:
         raise TraceError(
-            f"the trace was recorded with the settings {', '.join(sorted(unknown))}, which this version lacks"
+            f"the trace was recorded with the settings {', '.join(sorted(unknown))}, which this version lacks: use the "
+            "`sie` that recorded it"
         )
     return trace.settings
 

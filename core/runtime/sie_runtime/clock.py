@@ -94,7 +94,10 @@ class BrokerClock:
 
     async def run(self) -> None:
         """Measure the broker's time now, every EVERY_S seconds and after each reconnect, until cancelled."""
-        trouble = Trouble(_logger, "the broker's time could not be read; the last estimate of it stays in use")
+        trouble = Trouble(
+            _logger,
+            "the broker's time could not be read; the last estimate of it, or else this machine's clock, stays in use",
+        )
         while True:
             self._again.clear()
             pause_s = EVERY_S

@@ -7,7 +7,7 @@ tokens.
 
 If a file of the broker is damaged, keys may be lost, or a revoked key may return with a record from before its
 revocation. So each record is in two buckets, and the stricter of the two records counts. A write changes the bucket
-first and the copy second; a removal changes the copy first. So if only the copy has a record, the bucket has lost it.
+first and the copy second; a removal deletes from the copy first. So if only the copy has a record, the bucket lost it.
 
 A token has 256 random bits, so it cannot be guessed from its digest. A slow salted hash, which passwords need, would
 cost milliseconds per request and would not make tokens safer. While the broker cannot be reached, the last keys that
@@ -179,12 +179,15 @@ class KeyBuckets:
         revisions = {entry.key: entry.revision for entry in entries}
         return [(key, revisions.get(key.id, 0)) for key in keys.values()]
 
-    async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a key from both buckets. Raises BrokerError, and WrongRevision if the record in `bucket` does not have
-        this `revision`; the record in the copy is removed even then.
+    async def remove(self, key: Key, revision: int) -> None:
+        """Remove a revoked key from both buckets. Raises BrokerError, and WrongRevision if the record in `bucket` does
+        not have this `revision`; then neither record is removed. Also raises WrongRevision if another writer changes
+        the record during the removal.
         """
-        await self.copy.write([Write(key_id, None, None)])
-        await self.bucket.write([Write(key_id, None, revision)])
+        # the broker checks the revision at this write, before the copy loses its record
+        revision = await self.bucket.write([Write(key.id, encode(key), revision)])
+        await self.copy.write([Write(key.id, None, None)])
+        await self.bucket.write([Write(key.id, None, revision)])
 
 
 class Keys:
@@ -241,7 +244,10 @@ class Keys:
         """Watch both buckets until `stop` is requested. Every CHECK_S seconds, check whether a bucket was deleted or
         recreated.
         """
-        troubles = [Trouble(_logger, f"{record.bucket.name}: the last keys stay in use") for record in self._records]
+        troubles = [
+            Trouble(_logger, f"{record.bucket.name} cannot be read; keys that were read before stay in use")
+            for record in self._records
+        ]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
         try:

@@ -139,7 +139,11 @@ def opened(url: str, setting: str) -> ObjectStore:
     }
     try:
         if where.scheme == "file":
-            Path(where.path).mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(where.path)
+            missing = [part for part in (folder, *folder.parents) if not part.exists()]
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in missing:  # `sync` relies on the name of the folder itself being on the disk
+                durable.sync(part.parent)
             return LocalStore(where.path)
         kind: Callable[..., ObjectStore] = S3Store if where.scheme == "s3" else GCSStore
         return kind(where.bucket, prefix=where.path or None, **limits)

@@ -33,8 +33,7 @@ _logger = logging.getLogger("sie.sidecar.link")
 class AdapterGone(Exception):
     """Raised if the adapter closes the connection, accepts no connection, does not reply to a short request in time, or
     sends an unexpected reply. Work that was sent may have run, but its result is lost. `died` is False if this process
-    closed the connection itself, or if the adapter was lost while the work waited for a connection: this work is then
-    not suspected of a crash.
+    closed the connection itself. Work is suspected of a crash only if the adapter has begun it and `died` is True.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -282,7 +281,7 @@ class AdapterLink:
             lost.cancel()
             getting.cancel()
         if not getting.done():
-            raise AdapterGone(f"{self.path}: the adapter was lost", died=False)
+            raise AdapterGone(f"{self.path}: the adapter was lost")
         return getting.result()
 
     @contextlib.asynccontextmanager
@@ -297,7 +296,7 @@ class AdapterLink:
             connection = await _connect(self.path)
             if pool is not self._more or not self.connected:
                 connection.close()
-                raise AdapterGone(f"{self.path}: the adapter was lost", died=False)
+                raise AdapterGone(f"{self.path}: the adapter was lost")
             self._all.append(connection)
         else:
             connection = await self._next(pool) if pool.empty() else pool.get_nowait()

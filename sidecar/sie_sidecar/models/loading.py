@@ -274,7 +274,7 @@ class Loading:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise
                 elif past_gate:
-                    raise AdapterGone(f"{hosted.name} was not loaded on device {hosted.device}", died=False) from error
+                    raise AdapterGone(f"{hosted.name} was not loaded on device {hosted.device}") from error
                 else:
                     hosted = self._move(flights, chosen)
             except ModelLoading:  # the model was evicted before its LoRA was loaded

@@ -79,7 +79,9 @@ async def _has_parts(place: Place) -> bool:
 
     async def looked() -> bool:
         async for page in obstore.list(place.store, place.folder.rstrip("/") or None):
-            names = (entry["path"].removeprefix(place.folder) for entry in page)
+            # an empty object for the folder itself is listed without the slash at its end, so it is left out here
+            paths = (entry["path"] for entry in page)
+            names = (path.removeprefix(place.folder) for path in paths if path.startswith(place.folder))
             if any(name == MANIFEST or name.startswith("part-") for name in names):
                 return True
         return False

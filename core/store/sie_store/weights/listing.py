@@ -8,6 +8,7 @@ may have downloaded the snapshot, or a person may have copied it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -50,10 +51,12 @@ def contradiction(folder: Path) -> str:
             return f"{name} {wrong}"
         if path.suffix == ".json" and path.is_file():
             try:
-                missing = _missing(path, msgspec.json.decode(path.read_bytes()))
-            except (*UNDECODABLE, OSError) as error:
+                stored = msgspec.json.decode(path.read_bytes())
+            except OSError as error:
+                return f"{name} cannot be read: {type(error).__name__}"
+            except UNDECODABLE as error:
                 return f"{name} is not JSON: {type(error).__name__}"
-            if missing:
+            if missing := _missing(path, stored):
                 return f"{name} names {missing}, which is missing"
     return ""
 
@@ -74,7 +77,8 @@ def _missing(path: Path, stored: object) -> str:
             module for module in stored if isinstance(module, dict) and not str(module.get("type")).endswith(_NO_FILES)
         ]
         named = [str(module.get("path") or ".") for module in with_files]
-    return next((name for name in named if not (path.parent / name).exists()), "")
+    # Path.exists would raise OSError for a name that is too long for the disk
+    return next((name for name in named if not os.path.exists(path.parent / name)), "")
 
 
 def _wrong_with(path: Path) -> str:
