@@ -238,8 +238,8 @@ def test_an_entry_may_turn_the_direction(name: str, causal: bool, serve: Serve, 
     [
         ("gemma3 bidirectional", "load.causal is true, but the model computes the opposite"),
         ("deberta-v2", "load.causal is true, but the model computes the opposite"),
-        ("bert", "of a text that runs alone, but not beside a longer text"),
-        ("modernbert", "of a text that runs alone, but not beside a longer text"),
+        ("bert", "of a text that runs alone, but not in a batch with a longer text"),
+        ("modernbert", "of a text that runs alone, but not in a batch with a longer text"),
     ],
 )
 def test_a_direction_that_the_class_does_not_take_is_refused(name: str, message: str, serve: Serve) -> None:
@@ -254,7 +254,7 @@ def test_a_folder_whose_texts_would_depend_on_their_mates_is_refused(tmp_path: P
     """
     architecture, engine = ARCHITECTURES["bert"], ParityEngine()
     folder = add_modules(build(tmp_path / "causal", architecture, is_causal=True), modules_of(architecture))
-    with pytest.raises(ModelLoadFailed, match="of a text that runs alone, but not beside a longer text"):
+    with pytest.raises(ModelLoadFailed, match="of a text that runs alone, but not in a batch with a longer text"):
         engine.load(folder, "float32", width=architecture.width, max_tokens=MAX_TOKENS)
     engine.stop()
 

@@ -283,7 +283,7 @@ class AdapterEngine:
         level = logging.INFO if settings.attention_backend in ("auto", chosen.backend) else logging.WARNING
         _logger.log(
             level,
-            "device %s, default precision %s for %s%s, attention %s (%s), lanes %d",
+            "device %s, default precision %s, requested %s%s, attention %s (%s), device threads %d",
             " ".join(filter(None, names)),
             chosen.precision,
             chosen.requested,

@@ -4,9 +4,9 @@ token rows ──► partition of each token, per repetition ──► sum (quer
 count sketch ──► [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Each
-repetition divides the space of token vectors into partitions by other random planes. Partitions are numbered by Gray
-code. Items and repetitions are computed in blocks of limited size, so that the memory of intermediate results does not
-grow with the batch.
+repetition divides the space of token vectors into partitions by random planes of its own. Partitions are numbered by
+Gray code. Items and repetitions are computed in blocks of limited size, so that the memory of intermediate results does
+not grow with the batch.
 """
 
 from __future__ import annotations

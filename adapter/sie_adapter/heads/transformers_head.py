@@ -51,7 +51,7 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        if not in_float32:  # copies a weight that the last layer shares with the backbone's embedding
+        if not in_float32:  # this copies the weight of the last layer if the backbone's embedding shares it
             block_linears(self._model)
         # addresses of the backbone's tensors, because `memory_bytes` does not count tensors that the head shares with
         # the backbone, often the embedding

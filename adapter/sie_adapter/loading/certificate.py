@@ -9,7 +9,7 @@ results of the checks are the model's certificate.
     direction the measured direction of attention (causal or not) against load.causal
     packed    each output of the packed path, except token states, against the same output of the reference path, the
               unchanged transformers model
-    golden    dense vectors against the vectors of another, public implementation in the file that the entry names;
+    golden    dense vectors against vectors of a public implementation, which are in the file that the entry names;
               skipped if load.accept_unproven is set
 
 Lower bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits:
@@ -125,8 +125,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
     declared, measured = resolved.load.causal, model.backbone.is_causal()
     if measured is None:
         cause = (
-            "is_causal changes the attention of a text that runs alone, but not beside a longer text: remove it from "
-            "config.json, and causal from load"
+            "is_causal changes the attention of a text that runs alone, but not in a batch with a longer text: remove "
+            "is_causal from config.json, and causal from load"
         )
         raise _refuse(resolved.entry, cause)
     if declared is not None and measured != declared:

@@ -1,5 +1,5 @@
-"""Checks of a model's files without a load of its weights: they are complete, they fit the class, and the tokenizer
-fits the weights.
+"""Checks that a model's files are complete and fit its class, and that the tokenizer fits the weights. No model is
+loaded.
 
     weight files ──► read once: complete, no NaN, quantised only as config.json says
     class of the entry, on the device `meta` ──► tensors: the same names and shapes as in the files

@@ -58,7 +58,7 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     input_name = "a sound" if "audio" in entry["inputs"] else "an image"
     findings = [
         finding,
-        f"how {input_name} is prepared: preprocessor_config.json, or its part of processor_config.json",
+        f"how {input_name} is prepared: preprocessor_config.json or processor_config.json",
     ]
     return Described(entry, findings, [assumed] if assumed else [])
 

@@ -351,7 +351,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], default: str) ->
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
     if name not in (_TOKENS, _VECTOR) or result != name:
-        raise incompatible(f"{place.name}: a {kind} reads {name} and writes {result}, expected the same feature")
+        raise incompatible(f"{place.name}: a {kind} maps {name} to {result}, expected {_TOKENS} or {_VECTOR} for both")
     return str(name)
 
 

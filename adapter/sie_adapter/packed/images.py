@@ -1,7 +1,7 @@
 """Input of image towers (encoders): the uint8 pixels of a batch, normalised on the device, in passes of limited size.
 
   Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
-  Shown, of tiles ──► TileTower: the same, each tile an image
+  Shown, of tiles ──► TileTower: like Tower, each tile an image
   Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
 Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, a tower with

@@ -25,9 +25,9 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# Pairs (limit, step), limits ascending. For a number of tokens or rows, `missing` takes the first pair whose limit is
-# not below the number, else the last pair, and rounds the number up to a multiple of the pair's step. Passes then have
-# few different shapes.
+# Pairs (limit, step), limits ascending, by which numbers of tokens or rows are rounded up, so that passes have few
+# different shapes. A number is rounded to a multiple of the step of the first pair whose limit is at least the number.
+# If all limits are lower, the step of the last pair is used.
 Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took 1 ms of the
 # 4.5 ms of a pass with one short text.
