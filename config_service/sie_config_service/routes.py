@@ -18,9 +18,9 @@ def _page(path: str, summary: str, media: str) -> Route:
 
 ROUTES: tuple[Route, ...] = (
     *config_routes.bound(HANDLERS),
-    _page("/docs", "This document as a page", HTML),
-    _page("/docs/oauth2-redirect", "Files of that page", HTML),
-    _page("/openapi.json", "This document", JSON),
+    _page("/docs", "The OpenAPI document as a web page", HTML),
+    _page("/docs/oauth2-redirect", "A file of the page /docs", HTML),
+    _page("/openapi.json", "The OpenAPI document", JSON),
 )
 TABLE = Table(ROUTES)
 

@@ -4,8 +4,7 @@
                    │  ◄────── least recently used ──────┘
                    └ least recently used: removed
 
-The cache is a segmented LRU, so that many inputs that occur only once do not remove answers from the cache that are
-used often.
+The cache is a segmented LRU, so that many inputs that occur only once do not evict answers that are used often.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SPACE_BYTES = 400  # bytes of memory that an AnswerSpace takes in addition to it
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8  # largest share of the answers' memory that protected answers (used again) may take
 # Largest number of gateways whose erasures `PeerErasures` counts. A further gateway replaces the one with the oldest
-# erasure. If the replaced gateway later announces more than one erasure, this gateway erases all answers.
+# erasure. If the replaced gateway has announced several erasures, its next beat makes this gateway erase all answers.
 MAX_PEERS = 1024
 LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 

@@ -1,6 +1,6 @@
-"""Rerank in the formats of Jina, Voyage and Cohere (v1, v2). Clients of Jina, Voyage and Cohere can read the reply to
-v1. `/rerank` has the format of TEI if the body has `texts`, else the format of Infinity. `/v1/ranking` has the format
-of NVIDIA.
+"""Rerank in the formats of several APIs. `/v1/rerank` has one format that clients of Jina, Voyage and Cohere can read,
+and `/v2/rerank` has the format of Cohere's version 2. `/rerank` has the format of TEI if the body has `texts`, else the
+format of Infinity. `/v1/ranking` has the format of NVIDIA.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
-MAP_VALUES = 10  # count of numbers that take as long to write as one entry (a small map) of a sparse vector
+MAP_VALUES = 10  # one small map, such as an entry of a sparse vector, takes as long to write as this many numbers
 _DIRECTIONS = {"left": "START", "right": "END"}
 _INPUT = re.compile(r"inputs\[(\d+)\]")
 

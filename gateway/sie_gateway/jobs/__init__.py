@@ -1,4 +1,4 @@
-"""Jobs: work on whole files, which continues after the request that submitted it, and the files of jobs.
+"""Jobs, which work on whole files and continue after the request that submitted them, and the files of jobs.
 
     POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► JobScheduler of every gateway
     JobScheduler: acquires the lease of a job ──► JobRun: plan ─► shards ─► manifest

@@ -267,12 +267,12 @@ async def delete_batch(gateway: Gateway, request: Request) -> Response:
     return json_response(await gateway.jobs.delete_batch(call_of(request), request.path_params["batch"]))
 
 
-_AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")
+_AFTER = Parameter("after", "query", str, "The id of the last entry of the previous page.")
 _STATE = Parameter("state", "query", api.JobState, "Only jobs in this state.")
 _BATCH = Parameter("batch", "path", str, "The id of the batch.", batches_api.BatchObject.EXAMPLE["id"])
 _JOB = Parameter("job", "path", str, "The id of the job.", api.JobInfo.EXAMPLE["id"])
 _KEY = Parameter(
-    "Idempotency-Key", "header", Annotated[str, Meta(max_length=256)], "The same key gives the same job, once."
+    "Idempotency-Key", "header", Annotated[str, Meta(max_length=256)], "Requests with the same key create one job."
 )
 
 
@@ -307,14 +307,14 @@ JOBS: tuple[GatewayRoute, ...] = (
         "POST",
         "",
         submit,
-        "Have the rows of files answered, one by one, however many they are",
+        "Submit a job, which runs a model on each row of its input files",
         status=201,
         body=api.JobRequest,
         parameters=(_KEY,),
     ),
     _row("GET", "", page, "Jobs, the newest first", api.JobPage, parameters=(_most(1000, 50), _AFTER, _STATE)),
     _row("GET", "/{job}", show, "One job: how far it is, and what it waits for"),
-    _row("DELETE", "/{job}", delete, "Forget a job that has ended; files that it wrote elsewhere stay", api.JobDeleted),
+    _row("DELETE", "/{job}", delete, "Forget a job that has ended; its output at another URL stays", api.JobDeleted),
     _row("POST", "/{job}/pause", pause, "Stop a job for now; what it has written stays"),
     _row("POST", "/{job}/resume", resume, "Go on with a job that is paused"),
     _row("POST", "/{job}/cancel", cancel, "End a job; what it has written stays"),
@@ -327,14 +327,14 @@ JOBS: tuple[GatewayRoute, ...] = (
         api.JobManifest,
         parameters=(
             _most(10_000, 1000),
-            Parameter("after", "query", Annotated[int, Meta(ge=0)], "Parts to leave out: `next` of the page before."),
+            Parameter("after", "query", Annotated[int, Meta(ge=0)], "Parts to skip: `next` of the previous page."),
         ),
     ),
     _row(
         "GET",
         "/{job}/part",
         part,
-        "The bytes of one of these files, where the job keeps them itself",
+        "The bytes of one output file that is in the payload store",
         Content(media=(RAW,)),
         parameters=(Parameter("name", "query", str, "Its name in the manifest.", "part-00000.parquet", required=True),),
     ),
@@ -353,7 +353,7 @@ JOBS: tuple[GatewayRoute, ...] = (
         "POST",
         "",
         submit_batch,
-        "Have each line of an uploaded file answered as a request",
+        "Submit a batch, which runs each line of an uploaded file as a request",
         batches_api.BatchObject,
         body=batches_api.BatchRequest,
     ),

@@ -64,7 +64,7 @@ class JobPace:
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
     """Forecast the end of a running job; None while its rows are not counted or its rate is unknown.
 
-    `plus_minus_s` is the error of `done_at` that two standard errors of the rate cause. `workers_needed` assumes that
+    `plus_minus_s` is the error of `done_at` if the rate is wrong by two standard errors. `workers_needed` assumes that
     all workers are equally fast.
     """
     if job.state != "running" or job.rows is None or job.rows_per_s <= 0:

@@ -551,8 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died: add its name to `lost`, the leaders that died in a row. A row of deaths ends if more rows are done now than at
-    each earlier death (`peak_done`): then remove the earlier names.
+    died: add its name to `lost`, the leaders that died one after the other. If more rows of the job are done now than
+    at each earlier death (`peak_done`), first remove the earlier names.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)

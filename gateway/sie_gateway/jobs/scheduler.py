@@ -30,7 +30,7 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class _Running:
-    """Job that runs on this gateway. The job is cancelled if its lease was not renewed for FENCE_S."""
+    """Job that runs on this gateway. Its task is cancelled if its lease was not renewed for FENCE_S."""
 
     def __init__(self, job_id: str, task: asyncio.Task[None], lease: LeaderLease) -> None:
         self.task = task

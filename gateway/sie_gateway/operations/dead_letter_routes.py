@@ -129,7 +129,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         "GET",
         "",
         page,
-        f"Work that was given up, the newest first, without its inputs; looks at {EXAMINED} letters at most",
+        f"Work that workers gave up, newest first, without its inputs; at most {EXAMINED} letters are examined",
         api.DeadLetterPage,
         (
             *_WANTED,
@@ -141,15 +141,15 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         "DELETE",
         "",
         purge_all,
-        "Forget all dead letters that fit, with the inputs in them",
+        "Forget the dead letters that match the filters, with the inputs in them",
         api.Purged,
-        (*_WANTED, Parameter("all", "query", Literal["true"], "Needed where no other filter than the pool is named.")),
+        (*_WANTED, Parameter("all", "query", Literal["true"], "Required if there is no filter other than `pool`.")),
     ),
     _row(
         "POST",
         "/replay",
         replay_all,
-        f"Run the dead letters that fit again, the oldest first, for {REPLAY_S:g} seconds at most",
+        f"Run again the dead letters that match the filters, oldest first, for at most {REPLAY_S:g} seconds",
         api.ReplayedAll,
         (
             *_WANTED,

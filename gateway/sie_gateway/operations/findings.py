@@ -25,7 +25,7 @@ MAX_FINDINGS = 50
 # largest difference in seconds between the clocks of a worker and the broker that is not reported; with a larger
 # difference, times in the worker's log mislead
 CLOCK_S = 2.0
-WINDOW_S = 300.0  # the refused requests of this number of last seconds are counted
+WINDOW_S = 300.0  # refused requests are counted if they ended at most this number of seconds ago
 REFUSED_SHARE = 0.01
 # a queue whose oldest message is older than this number of seconds is reported; the alert SIEQueueStuck has the same
 # limit
@@ -167,7 +167,7 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each error code of _REFUSALS that more than the share REFUSED_SHARE of the requests got. `requests`: number
+    """List each error code of _REFUSALS with which more than REFUSED_SHARE of the requests ended. `requests`: number
     of all requests. `errors`: code -> number of requests. If `has_loads`, `of_loads` lists failed loads, and
     this function leaves MODEL_LOAD_FAILED out.
     """

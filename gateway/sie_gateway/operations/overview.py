@@ -123,7 +123,7 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
     _row(
         "/v1/doctor",
         doctor,
-        "What `sie doctor` finds, with its remedy; without a token on loopback in auth mode none",
+        "The report of `sie doctor`; needs no token in auth mode none at a gateway that listens only on loopback",
         api.DoctorReport,
         scope="admin",
         local=True,
@@ -147,8 +147,8 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
         api.SlowRequests,
         parameters=(Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most."),),
     ),
-    _row("/v1/requests/{request}", request, "One of these requests", api.SlowRequest),
+    _row("/v1/requests/{request}", request, "The record of one slow or failed request", api.SlowRequest),
     _row("/v1/requests/{request}/log", request_log, "What this gateway's log says of a request", api.RequestLog),
     _file("/", "The console: try models, see the cluster", HTML),
-    _file("/console/{file}", "Files of that page", "*/*"),
+    _file("/console/{file}", "Files of the console", "*/*"),
 )
