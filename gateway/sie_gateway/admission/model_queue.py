@@ -4,7 +4,7 @@ decides whether a further request would be answered in time. This module does no
 Rules of `judge`, in this order:
 
 1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
-2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
+2. A `Throughput` predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
 n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
 3. If the queue has stalled, the wait grows by the time since the last result, because the stall may last for as long
 as it has lasted already.
@@ -12,7 +12,7 @@ as it has lasted already.
 turn is admitted if its response would be in time even after the work of all turns that are due before its deadline.
 Such a client is also admitted if the workers would otherwise have too little work. If workers form each batch only when
 the device is free, the rule for clients without a turn is different: too little work is no reason to admit a request,
-and only the turns that are due before the request's batch is formed count.
+and `judge` adds only the work of the turns that are due before the request's batch is formed.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -46,15 +46,15 @@ from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
 # The expected time of a batch is the mean of the newest samples (measured times of batches). `_samples` takes samples
-# until they cover MIN_SPAN_S seconds and there are MIN_SAMPLES for each batch that runs at the same time.
+# until they cover MIN_SPAN_S seconds and there are MIN_SAMPLES x n. Here, n batches run at the same time.
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
 # factor: a batch this many times slower or faster than its size explains may show a change of the device's speed
 CHANGED = 2.0
-# Number of consecutive samples, multiplied by the number of batches that run at the same time. If all these samples are
-# beyond CHANGED, the speed of the device has changed, and older samples are discarded.
+# If the newest CHANGED_SAMPLES x n samples are all beyond CHANGED (n batches run at the same time), the speed of the
+# device has changed, and older samples are discarded.
 CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample, and longer than half of MIN_SPAN_S, is a stall, and
 # is not used for predictions
@@ -78,10 +78,10 @@ GROWING = 1.25
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `formed_s`: time until the request's batch is formed, or infinity if workers form batches before the device is free.
-    `likely_s`: if `formed_s` is infinite, `min_s` plus the time of one batch, which was formed before the request
-    arrived; else `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
-    unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
-    of one batch.
+    `likely_s`: if `formed_s` is infinite, `min_s` plus the time of one batch, because one batch was formed before the
+    request arrived; else `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
+    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `batch_s`: time of one batch.
     """
 
     min_s: float = 0.0
@@ -277,9 +277,9 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # Crowded: more work waited than the workers accept. If several batches run at the same time, their results
-        # alternate. Then the time since the previous result is not the time of one batch; only the mean over all
-        # batches is right.
+        # Prefer full batches: when they were queued, more work waited than the workers accept. But if several batches
+        # run at the same time, their results alternate, and only the mean over all batches is right, because the time
+        # since the previous result is not the time of one batch.
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -528,7 +528,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # the condition holds for the first chunk in an empty queue, and for chunks that were admitted at the same time
+        # true for the first chunk in an empty queue, and for chunks that were admitted at the same time as that chunk
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s

@@ -1,4 +1,4 @@
-"""Capabilities that routes require of a model: by endpoint name, a function that checks a model's catalogue entry."""
+"""Capabilities that routes require of a model: for each endpoint, a function that checks a catalogue entry."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class Planner:
                 self._touch(model, now_s)
 
     def _read(self, beat: Heartbeat, now_s: float) -> None:
-        ordered = in_order(beat.models)  # the columns of `worker.taking` have the models in the same order
+        ordered = in_order(beat.models)  # the models in the columns of `worker.taking` have this order too
         statuses_read = [(status.model, status.state, status.error) for status in ordered]
         rates = [status.cost_rate for status in ordered]
         worker = self._workers.get(beat.worker)

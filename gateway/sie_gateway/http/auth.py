@@ -48,7 +48,7 @@ _ELSEWHERE = (
     ),
     (
         re.compile(r"/api/(generate|chat|blobs|pull|push|create|copy|delete)(/|$)"),
-        "this server does not generate text, and its models are added with `sie models add`: of Ollama's routes it has"
+        "this server does not generate text, and `sie models add` adds its models; it has these routes of Ollama:"
         " /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps and /api/version",
     ),
     (

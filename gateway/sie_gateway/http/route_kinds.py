@@ -32,16 +32,16 @@ _ShortText = Annotated[str, Meta(max_length=128)]
 _TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
 HEADERS = (
     Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "The budget of the request; work past it is dropped."),
-    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may overtake it."),
-    Parameter("X-SIE-Pool", "header", str, "The pool that serves it."),
-    Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves it, or pool/profile."),
+    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may go first."),
+    Parameter("X-SIE-Pool", "header", str, "The pool that serves the request."),
+    Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves the request, or pool/profile."),
     Parameter(
         "X-SIE-Route-Key",
         "header",
         _ShortText,
         "For an alias with several models: requests with the same key get the same model.",
     ),
-    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: where its time was spent."),
+    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: the worker and times of each chunk."),
     Parameter(
         "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
     ),
@@ -70,7 +70,7 @@ PLACEHOLDERS = {
     "name": Parameter("name", "path", example="search"),
     "lane": Parameter("lane", "path", str, "pool.machine_profile.bundle", "_default.l4.default"),
     "file": Parameter("file", "path", example="swagger-ui.css"),
-    "request": Parameter("request", "path", str, "Its X-SIE-Request-ID.", "0192f0c1-7d3e-7000-8000-000000000000"),
+    "request": Parameter("request", "path", str, "Value of X-SIE-Request-ID.", "0192f0c1-7d3e-7000-8000-000000000000"),
 }
 
 

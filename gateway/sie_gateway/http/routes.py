@@ -168,7 +168,7 @@ DIALECTS = (
         "/v1/extract",
         "extract",
         guardrails.extract,
-        ("NVIDIA", "Entities of one text, as NeMo Guardrails reads them"),
+        ("NVIDIA", "Entities of one text, in the format of NeMo Guardrails"),
         api.GuardrailText,
         api.GuardrailEntities,
         family("native"),

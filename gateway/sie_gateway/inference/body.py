@@ -221,7 +221,7 @@ def _item(value: Any, path: str) -> RequestItem:
         where = f"{path}.metadata"
         message = "the reply cannot repeat integers above 64 bits, NaN, infinity, or keys that are no strings"
         raise InvalidInput.at(where, message)
-    # this calls `_is_unset`, because `entry != []` would compare a multivector that is an array element by element
+    # `_is_unset` is needed because `entry != []` would compare each element if the multivector is an array
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()

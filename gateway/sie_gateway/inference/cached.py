@@ -175,9 +175,7 @@ class CachedRuns:
         return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
     def end(self, key: FlightKey) -> None:
-        """Remove a flight (computation of one answer). If the flight has no outcome, the requests that wait for it get
-        None.
-        """
+        """Remove a flight. If it has no outcome, the requests that wait for it get None."""
         flight = self.flights.pop(key)
         if not flight.done():
             flight.set_result(None)

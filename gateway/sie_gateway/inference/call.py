@@ -229,7 +229,7 @@ FREE_BYTES = COPIES * (256 << 10)
 # While small requests are in progress, the gateway reads at most this number of bytes per second of all large bodies
 # together. One core can receive three times as many.
 PACE_BYTES_S = 128 << 20
-# `BodyIntake.turn` waits only if PACE_BYTES_S permits the next read more than this number of seconds later than now
+# `BodyIntake.turn` skips waits of at most this number of seconds
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0

@@ -37,8 +37,8 @@ EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for eac
 LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32  # estimated number of weights in a sparse vector for each token of a text
-# options of at most this number of encoded bytes do not count in the size of a message: they fit into its
-# `HEADROOM_BYTES`
+# options of at most this number of encoded bytes do not count in the size of a message: HEADROOM_BYTES in
+# `streams/publish` reserves space for them
 BARE_OPTIONS_BYTES = 64
 # largest number of bytes of the inputs of a chunk whose query takes more than half of a message; the payload store
 # holds the query and inputs of such a chunk

@@ -23,7 +23,7 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # numbers of messages that were read longer ago than this number of seconds are not used
+UNKNOWN_S = 5.0  # seconds after a read during which the gateway uses the numbers that were read
 _logger = logging.getLogger("sie.gateway.backlog")
 
 

@@ -73,7 +73,7 @@ class WorkRoute(NamedTuple):
 
 class Rest(NamedTuple):
     """Record of how long a consumer has been unused. `delivered`: number of messages delivered so far. `since_s`: time,
-    by the gateway's clock, from which on the consumer is unused.
+    by the gateway's clock, since which the consumer has been unused.
     """
 
     delivered: int
