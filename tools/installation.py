@@ -62,7 +62,7 @@ class Installer:
         elif index is None and sys.platform == "linux" and not has_gpu():
             self._install_cpu_torch(version)
         else:
-            build = "build with CUDA, for the NVIDIA GPU here" if index is None and has_gpu() else "build of the index"
+            build = "build with CUDA, for the NVIDIA GPU here" if index is None and has_gpu() else "default build"
             self._install_torch(f"torch {version}, {build}", f"torch=={version}")
 
     def _install_cpu_torch(self, version: str) -> None:

@@ -1,4 +1,4 @@
-"""Count what makes the product hard to read: import circles, full folders, reused class names, vague names, docstrings.
+"""Count what makes code hard to read: import circles, full folders, reused class names, vague names and docstrings.
 
     python tools/measure.py          a table, and the first findings of each kind
     python tools/measure.py --all    every finding
@@ -164,7 +164,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Return the names of more than one class, with module and line of each class. Leading underscores do not count."""
+    """Return names that several classes have, with module and line of each class. Leading underscores do not count."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
@@ -251,7 +251,7 @@ def assigned(module: Module) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every place, not the first few")
+    parser.add_argument("--all", action="store_true", help="show every finding")
     shown = None if parser.parse_args().all else SHOWN
     places: dict[str, list[str]] = defaultdict(list)
     total = files = 0
@@ -264,14 +264,14 @@ def main() -> int:
         print(f"{package:16}{len(own):6}{lines:8,}{len(package_circles):8}")
         places["import circles"] += [" > ".join(circle) for circle in package_circles]
         for module in own:
-            places["values and functions called by a participle or pronoun"] += vague_names(module)
+            places["values and functions named by a participle or pronoun"] += vague_names(module)
             places["docstrings without a subject"] += docstrings_without_subject(module)
             places["docstrings with a vague phrase"] += vague_docstrings(module)
             places["attributes of other objects that are set"] += assigned(module)
     print(f"{'all':16}{files:6}{total:8,}")
     reused = reused_classes()
     places["class names used more than once"] = [f"{name}: {', '.join(where)}" for name, where in reused.items()]
-    places["folders by files"] = [f"{count} {folder}" for folder, count in files_by_folder().most_common(SHOWN)]
+    places["largest folders"] = [f"{count} {folder}" for folder, count in files_by_folder().most_common(SHOWN)]
     for title, rows in places.items():
         print(f"\n{title}: {len(rows)}")
         for row in rows[:shown]:

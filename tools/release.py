@@ -3,7 +3,7 @@
     checkout ──► source archive ──► wheel
         ├──────► wheel                         the import package sie_sdk, another name of the client
         ├──────► chart                         helm package
-        ├──────► images.txt                    make image-NAME, if a builder is installed: names and ids
+        ├──────► images.txt                    names and ids of the images, if a builder is installed
         ├──────► bill of materials             CycloneDX, of the packages that the wheel needs with the extra `serve`
         └──────► SHA256SUMS                    of all these files
 
@@ -80,7 +80,7 @@ def bill(out: Path, of: str) -> None:
 
 def images(out: Path, of: str) -> list[str]:
     """Build the images by `make image-NAME` if a builder is installed. Return the images not built, with the reason."""
-    cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
+    cuda = "image adapter-cuda: `make image-adapter-cuda` builds it; this needs NVIDIA's image with the CUDA compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
         return [f"images {', '.join(IMAGES)}: none of {', '.join(BUILDERS)} is installed", cuda]
     registry = os.environ.get("REGISTRY", "").rstrip("/")
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Build a release.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="an empty or new folder")
     parser.add_argument("--without-images", action="store_true")
-    parser.add_argument("--dirty", action="store_true", help="a trial, of a checkout with changes")
+    parser.add_argument("--dirty", action="store_true", help="allow uncommitted changes, for a trial")
     options = parser.parse_args(arguments)
     out: Path = options.out.resolve()
     try:

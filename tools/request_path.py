@@ -4,7 +4,7 @@
     python tools/request_path.py --list       also their names
     python tools/request_path.py --functions  also the functions in each file that are entered
 
-A broker, a gateway, a sidecar and an adapter run with the model of the package. Each Python process records the
+A broker, a gateway, a sidecar and an adapter run with the model MODEL. Each Python process records the
 functions that its threads enter between the messages `begin` and `end`. A file counts only if every request enters the
 file, so that periodic work of a process (heartbeats, refreshes) does not count.
 """
@@ -35,7 +35,7 @@ MAX_FILES = 60
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# code that each process of SIE runs at its start, as `sitecustomize`, and each process that it forks
+# code that each process of SIE runs at its start, as `sitecustomize`; a forked process runs `begin` again
 TRACER = """
     import json, os, socket, sys, threading
 

@@ -267,9 +267,9 @@ class SIEClient:
         schema: type[Any] | None = None,
         **params: Unpack[ExtractParams],
     ) -> Any:
-        """Extract from one item (returns a result) or from a list (returns a list of results, in the order of the
-        items). The result of an item that failed has `error`. The call raises SIEError if all items of a request fail,
-        for example its only item.
+        """Extract entities, classes or other data from one item (returns a result) or from a list (returns a list of
+        results, in the order of the items). The result of an item that failed has `error`. The call raises SIEError if
+        all items of a request fail, for example its only item.
 
         `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
         class, and `data` of each result is an instance of the class. An item fails if the model does not find a
@@ -372,7 +372,7 @@ class SIEClient:
     @contextlib.contextmanager
     def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Iterator[Pool]:
         """Reserve workers for a `with` block. Create a pool, renew its lease in the background, and delete the pool at
-        the end of the block. Requests in the block use the pool with `pool=name`.
+        the end of the block. A call uses the pool only if it has the option `pool=name`.
         """
         created = self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.renewed(name, gpus, options, self._session))

@@ -182,7 +182,7 @@ class LoggedWarnings:
 
 class Hedges:
     """Permits for second copies of slow requests (`Send.hedge_after_s`). A session begins with one permit, gets one
-    more for every five requests, and has at most MAX_HEDGES. So second copies add about a fifth to the server's load.
+    more for every five requests, and has at most MAX_HEDGES. So second copies add at most a fifth to the server's load.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ _BINS = 1000
 
 
 def region(bbox: Sequence[float], size: tuple[int, int]) -> str:
-    """Return a box as text for the `instruction` of those tasks of Florence-2 that are about a region. The text follows
-    the name of the task, for example `<REGION_TO_OCR>`.
+    """Return a box as text. This text is the `instruction` for a task of Florence-2 that is about a region, for example
+    `<REGION_TO_OCR>`.
 
     `bbox`: x, y, width and height in pixels of the upright image, as in results. `size`: width and height of that
     image. Raises InvalidInputError for a box without an area, and for a box that is not within the image.

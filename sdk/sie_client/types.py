@@ -94,7 +94,7 @@ class CallOptions(TypedDict, total=False):
     `concurrency` (default 8) parts are sent at a time. A part without an answer after `hedge_after_s` is sent a second
     time, and the first successful answer is used; at most about one request in five is sent twice. `progress`: True
     shows a bar, False does not; by default a bar is shown only on a terminal. `on_progress` is called after each part
-    and at each wait, by the blocking client in the threads that send.
+    and at each wait; the blocking client calls it in the threads that send the parts.
     """
 
     gpu: str | None
@@ -421,7 +421,7 @@ class JobOptions(TypedDict, total=False):
     `parser`: the model that parses them (default: docling).
 
     `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
-    parquet), `sink` (name of a vector database in the server's setting SIE_JOBS_SINKS, which also gets the vectors) and
+    parquet), `sink` (a vector database that also gets the vectors: its name in the server's setting SIE_JOBS_SINKS) and
     `collection` (in this database). Without a `url` the server stores the files, and `Job.download` downloads them.
 
     `params`: parameters of the `operation` (default: encode). `windows`: times of the day at which the job may run, for

@@ -420,7 +420,7 @@ def extract(
 
 def _json_schema(schema: type[Any]) -> dict[str, Any]:
     if not isinstance(schema, type):
-        message = f"schema: expected a class, got {type(schema).__name__}: a JSON Schema is given as output_schema"
+        message = f"schema: expected a class, got {type(schema).__name__}: pass a JSON Schema as output_schema"
         raise invalid(message, reason="schema")
     try:
         stated = _pydantic(schema).json_schema() if _is_of_pydantic(schema) else msgspec.json.schema(schema)
@@ -474,7 +474,7 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
         else:
             result["data"] = msgspec.convert(values, schema)
     except Exception as fault:  # a validator or `__post_init__` of the class may raise any exception
-        message = f"items[{place}]: its values do not make a {schema.__name__}: {type(fault).__name__}: {fault}"
+        message = f"items[{place}]: its values do not fit {schema.__name__}: {type(fault).__name__}: {fault}"
         if fails:
             raise invalid(message) from fault
         result["error"] = {"code": "INVALID_INPUT", "message": message, "retryable": False}

@@ -486,7 +486,7 @@ def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: 
     config = json.loads((copied / "config.json").read_text())
     encoder = json.loads((copied / "encoder_config" / "config.json").read_text())
     for file, changed, message in (
-        ("config.json", config | {"architecture": "other"}, "scores by other"),
+        ("config.json", config | {"architecture": "other"}, "has the architecture other"),
         ("config.json", config | {"counting_layer": "other"}, "no counting layer other"),
         ("encoder_config/config.json", encoder | {"model_type": "none"}, "no encoder none"),
         ("encoder_config/config.json", {}, "has no encoder_config/config.json"),

@@ -158,7 +158,7 @@ class Impossible(msgspec.Struct):
 def test_an_item_without_a_value_that_the_class_needs_fails(sie: SIEClient) -> None:
     failed, mate = sie.extract(SPANS, ["queue worker", TEXT], schema=Impossible, threshold=0.0)
     assert failed["error"]["code"] == "INVALID_INPUT"
-    assert "items[0]: its values do not make a Impossible" in failed["error"]["message"]
+    assert "items[0]: its values do not fit Impossible" in failed["error"]["message"]
     assert mate["data"] == Impossible(12)
     with pytest.raises(InvalidInputError, match="age"):
         sie.extract(SPANS, "queue worker", schema=Impossible)

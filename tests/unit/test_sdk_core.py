@@ -959,7 +959,7 @@ class Called(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"type": "object"}, "schema: expected a class, got dict: a JSON Schema is given as output_schema"),
+        ({"type": "object"}, "schema: expected a class, got dict: pass a JSON Schema as output_schema"),
         (Plain, "schema: Plain has a field without a JSON Schema"),
         (Mixed, "schema: Mixed has a field without a JSON Schema"),
         (Called, "schema: Called has a field without a JSON Schema"),
@@ -1019,7 +1019,7 @@ def test_an_exception_of_a_class_is_the_error_of_its_item(schema: Any) -> None:
     good, bad, empty = results  # type: ignore[misc]
     assert good["data"].who == "1"
     assert bad["error"]["code"] == "INVALID_INPUT"
-    assert f"items[1]: its values do not make a {schema.__name__}: KeyError: 'Charles'" == bad["error"]["message"]
-    assert "items[2]: its values do not make a" in empty["error"]["message"]
+    assert f"items[1]: its values do not fit {schema.__name__}: KeyError: 'Charles'" == bad["error"]["message"]
+    assert "items[2]: its values do not fit" in empty["error"]["message"]
     with pytest.raises(sie_client.InvalidInputError, match=r"items\[1\]: .* KeyError: 'Charles'"):
         outcome(extracted(schema, 3, on_item_error="fail"), reply)

@@ -90,7 +90,7 @@ class DoclingParser:
         )
 
 
-class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the package is not typed here
+class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the type checker skips docling
     """Serializer that writes `_mark`, the number of the page and a full stop before the first text of each page."""
 
     _mark: str = secrets.token_hex(16)

@@ -99,7 +99,7 @@ def _of_archive(data: bytes) -> str:
             members = {member.filename: member for member in parts}
             unpacked = sum(member.file_size for member in parts)
             if unpacked > MAX_UNPACKED_BYTES:
-                raise fault("too_large", f"the document unpacks to {unpacked} bytes, at most {MAX_UNPACKED_BYTES}")
+                raise fault("too_large", f"the document unpacks to {unpacked} bytes, the limit is {MAX_UNPACKED_BYTES}")
             for name, kind in _OFFICE.items():
                 if name in members:
                     return kind

@@ -152,7 +152,7 @@ class Parsers:
             # Neither a time limit nor a cancelled call sent the SIGKILL, so probably the kernel did, for lack of
             # memory. The error is no InvalidInput, because the document may be valid.
             if status == -signal.SIGKILL:
-                message = "the process that parsed the document was killed, as when a machine runs out of memory"
+                message = "the process that parsed the document was killed, probably for lack of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
         # `_ParseCall.end` may have killed the process after the process had answered, so the process must get no other
@@ -169,7 +169,7 @@ class Parsers:
             )
             self._dismiss()
         if isinstance(answer, Unusable):
-            _logger.debug("a document cannot be parsed, cause %s (%s)", answer.cause, answer.raised or "by its content")
+            _logger.debug("a document cannot be parsed: cause %s, exception %s", answer.cause, answer.raised or "none")
             raise fault(answer.cause, answer.message)
         return answer
 

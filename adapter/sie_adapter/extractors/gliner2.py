@@ -545,7 +545,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
     raw = read_json(folder / "config.json")
     kinds = {"span": SpanExtractor, "boundary": BoundaryExtractor}
     if (kind := raw.get("architecture") or "span") not in kinds:
-        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs {' or '.join(kinds)}")
+        raise incompatible(f"{entry.id} has the architecture {kind}, the family gliner2 needs {' or '.join(kinds)}")
     if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
         raise incompatible(f"{entry.id}: the package gliner2 has no counting layer {counting}")
     encoder = read_json(folder / "encoder_config" / "config.json")

@@ -19,8 +19,8 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
-# Largest number of spans in a group of overlapping spans of one label (`_clusters`), about as many as 8 windows have.
-# Of a larger group, the package gets only the best spans.
+# Largest number of spans in a group of overlapping spans of one label (`_clusters`): about the number of candidates of
+# 8 windows. Of a larger group, the package gets only the best spans.
 _CANDIDATES = 1024
 
 

@@ -1,7 +1,7 @@
 """Laya: typed decisions about a text. A question has options. The model reads a mask token before each option, and the
 state of this token is scored. The encoder runs packed; no code of the package `laya` runs.
 
-    question, options, text ──► ids ──► packed passes ──► layers of the head, for each length
+    question, options, text ──► ids ──► packed passes ──► layers of the head, together for texts of one length
     ──► a logit for each option ──► temperature ──► probabilities
 
 Three types of question: `choice` among labels, `score` among the levels of a scale, and `noul`, whether a statement is
@@ -216,8 +216,8 @@ class LayaModel(Extractor[LayaTexts]):
             alone, _, _ = self._parts("noul", label, _TRUTH)
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
-                raise labels_refused(f"each may be a statement of at most {most} tokens")
-            message = f"at most {room - len(alone)} tokens of it and of a property's description fit before a statement"
+                raise labels_refused(f"each is read as a statement, which may have at most {most} tokens")
+            message = f"it may have at most {room - len(alone)} tokens, together with a property's description"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 

@@ -2,7 +2,7 @@
 over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
-                                               └─ maybe off device threads: Preparation ───┘
+                                               └─ Preparation: may run in another thread ──┘
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Builder:
         table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
         if stored is not None:
             if stored.ndim != 1 or len(stored) > len(table):
-                raise incompatible(f"{self.entry.id}: {len(stored)} query weights, but only {len(table)} token ids")
+                raise incompatible(f"{self.entry.id}: {len(stored)} query weights do not fit {len(table)} token ids")
             table[: len(stored)] = stored
         else:
             weights = read_json(self.folder / "idf.json")

@@ -235,7 +235,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> SoundRecipe:
     processors = Greedy(rules, torch.device("cpu"), ends_of(rules)).rules((), 1).processors
     suppressed = [number for number in rules.suppress_tokens or () if number < config.vocab_size]
     if recipe.levels != "natural" or recipe.bins != encoder.num_mel_bins:
-        cause = f"preprocessor_config.json makes {recipe.bins} bins, expected {encoder.num_mel_bins} bins of Parakeet"
+        cause = f"preprocessor_config.json has {recipe.bins} bins, expected {encoder.num_mel_bins} with natural levels"
     elif list(config.durations) != list(range(len(config.durations))):
         cause = f"durations are {list(config.durations)}, expected 0, 1, 2, .."
     elif rules.decoder_start_token_id is None:

@@ -54,7 +54,7 @@ class GenerationPrompt(Protocol):
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the row's next prompt (of a sound: that of the next window) after `written`, the text of this prompt.
+        """Return the row's next prompt (for a sound: the next window) after `written`, the text of this prompt.
         None after the last prompt. Must not raise.
         """
 

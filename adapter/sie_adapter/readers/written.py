@@ -170,7 +170,7 @@ def task_of(
     if task and is_task(task):
         return str(task)
     expected = f"the model has {', '.join(listed)}"
-    cause = "no such task" if task else "expected one"
+    cause = "no such task" if task else "none is named"
     raise InvalidInput(f"task: {cause}: {expected}", reason="task", param="task")
 
 

@@ -92,7 +92,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused_unopened(monkeypatch: py
     assert len(bomb) < 4096
     assert format_of(DocumentFile(bomb)) == "docx"
     monkeypatch.setattr(document_formats, "MAX_UNPACKED_BYTES", (1 << 20) - 1)
-    with pytest.raises(InvalidInput, match="too_large: the document unpacks to 1048576 bytes, at most 1048575"):
+    with pytest.raises(InvalidInput, match="too_large: the document unpacks to 1048576 bytes, the limit is 1048575"):
         format_of(DocumentFile(bomb))
     monkeypatch.setattr(document_formats, "MAX_MEMBERS", 0)
     with pytest.raises(InvalidInput, match="too_large: the document has 1 parts, at most 0 are read"):
