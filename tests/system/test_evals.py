@@ -229,9 +229,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     texts = evaluated(MODEL, "-t", f"texts/{small}/corpus.jsonl", *where, status=1).stderr
     assert texts == "Error: the texts of corpus.jsonl have no judgements: use --type perf, which measures speed\n"
     nowhere = evaluated(MODEL, "-t", str(small), "--results", "/proc/nothing", *where, status=1).stderr
-    assert (
-        nowhere == "Error: /proc/nothing: No such file or directory: name a folder that can be written with --results\n"
-    )
+    assert nowhere == "Error: /proc/nothing: No such file or directory: name a writable folder with --results\n"
     kind = evaluated("test/gliner", "-t", str(small), *where, status=1).stderr
     assert "test/gliner has neither vectors nor scores" in kind
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):

@@ -312,7 +312,7 @@ def test_the_agreement_is_that_of_ten_neighbours_or_of_all() -> None:
     assert (quality.neighbours, quality.overlap, quality.rank) == (10, pytest.approx(1.0), 0.75)
     few = QualityMeasurement(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
     assert (few.neighbours, few.overlap, few.rank) == (2, 0.25, None)
-    assert few.line() == "of 2 neighbours 0.250 are the same (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
+    assert few.line() == "the models share 0.250 of 2 neighbours (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
     assert few.figures()["ndcg"] == {"old": 0.5, "new": 0.75}
 
 
@@ -685,4 +685,4 @@ def test_an_alias_that_was_moved_without_a_migration_is_refused_by_the_width_of_
     migrated = LiveRun("new", LiveState(1, 3, "old", False))
     if until in ("check", "flip"):
         migrated.run(monkeypatch, until)
-        assert migrated.lines == ["1/4 check: a names new already, and docs has no migration"]
+        assert migrated.lines == ["1/4 check: a names new already, and no migration of docs runs"]

@@ -58,7 +58,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         )
     for url, reply in zip(probe.cluster.gateway_urls, replies, strict=False):
         if reply.trouble:
-            fix = f"start it (`sie gateway`, `{probe.serve}`), or give its address: --url, not {reply.url}"
+            fix = f"start it (`sie gateway`, `{probe.serve}`), or name its address with --url, if {reply.url} is wrong"
             findings.append(Finding(f"no gateway answers at {reply.url}: {reply.trouble}", fix))
         elif not reply.is_sie:
             fix = "end that program, or start the gateway with another --port and name its address with --url"
@@ -66,7 +66,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         elif reply.status in FORBIDDEN:
             findings.append(_refused(reply, await broker_options(probe)))
         elif reply.status != 200:
-            fix = "read the gateway's log: this route always answers"
+            fix = "read the gateway's log: a working gateway answers this route with 200"
             findings.append(Finding(f"{reply.url}/health answers {reply.status}", fix))
         # for a local cluster, the check `ports` reports a gateway that is not ready
         elif probe.cluster.local() is None:
@@ -127,8 +127,8 @@ async def remotes(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List the error codes for overload, limits of keys, or a fault of the cluster, with which a gateway answered more
-    than 1 % of the requests of the last 5 minutes.
+    """List the error codes with which a gateway answered more than 1 % of the requests of the last 5 minutes. Only
+    codes for overload, limits of keys, or a fault of the cluster count.
     """
     views = await probe.views()
     findings = [
@@ -350,7 +350,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
     if reply.trouble:
         return "", [Finding(f"no config service answers at {reply.url}: {reply.trouble}", fix)]
     if not reply.is_sie:
-        return "", [Finding(f"the server at {reply.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
+        return "", [Finding(f"the server at {reply.url} is no config service", fix)]
     if reply.status in FORBIDDEN and probe.config_token is not None:
         wrong = f"the config service at {reply.url} refuses this token (status {reply.status})"
         fix = "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service"
@@ -449,7 +449,7 @@ async def models(probe: ClusterProbe) -> CheckResult:
     try:
         folders = await asyncio.to_thread(Overlay(dataclasses.replace(probe.settings, models_dir=folder)).folders)
     except (SIEError, SettingError, OSError) as error:
-        fix = "correct or remove it; until then the models stay as they were before the last change of the folder"
+        fix = "correct or remove that file; until then the models stay as before the last change of the folder"
         return "", [Finding(f"{folder}: {error}", fix)]
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 

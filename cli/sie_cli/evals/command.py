@@ -93,7 +93,7 @@ def evals() -> None:
     "--rerank",
     multiple=True,
     metavar="MODEL",
-    help="Also measure the nearest documents in the order of this reranker.",
+    help="Also measure the nearest documents after this reranker has sorted them.",
 )
 @click.option(
     "--clients",

@@ -32,8 +32,8 @@ HERE = "local"  # machine name in results if no cluster is measured, or the clus
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the catalogue's targets.
-    `rerankers`: models of the cluster that sort the nearest documents of each query by their own scores.
+    """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the catalogue's targets, or
+    the last stored result. `rerankers`: models of the cluster that sort the nearest documents of each query by score.
     """
 
     model: str

@@ -18,8 +18,8 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# `binary+rescore` takes this number of documents nearest to a query by Hamming distance, and sorts them by a finer
-# similarity: 4 x quality.DEPTH
+# number of documents that `binary+rescore` selects by Hamming distance to a query and sorts by a finer similarity;
+# 4 x quality.DEPTH
 RESCORED = 400
 
 

@@ -73,8 +73,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a metric between two sources of results. `interval`: bounds of its confidence interval at
-    CONFIDENCE; None if the sources have no value for each query, but only a total, like the results of mteb.
+    """Difference of a metric between two results. `interval`: bounds of its confidence interval at CONFIDENCE; None if
+    the results have only a total and no value for each query, as with mteb.
     """
 
     value: float

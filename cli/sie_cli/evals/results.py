@@ -62,7 +62,7 @@ def check(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise CommandRefused(f"{folder}: {error.strerror}: name a folder that can be written with --results") from error
+        raise CommandRefused(f"{folder}: {error.strerror}: name a writable folder with --results") from error
 
 
 def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:

@@ -134,7 +134,7 @@ class AgentTools:
             ),
             _tool(
                 "Compare a text with others",
-                "Return how similar in meaning a text is to each of other texts, as cosine similarity, highest first. "
+                "Return how similar in meaning a text is to each of several others: cosine similarity, highest first. "
                 "Use it to find duplicates, to group texts or to choose the closest of several. For the question which "
                 "text answers a query, rerank is better. Results name texts by their index, which begins at 0.",
                 self.similarity,

@@ -36,9 +36,7 @@ _STOPPED = {
 @click.command(short_help="Move an alias to another encoder.")
 @click.argument("alias")
 @click.argument("model", metavar="[NEW_MODEL]", required=False)
-@click.option(
-    "--corpus", metavar="FILE|URL", help="File or URL that has the texts of the index, as INPUT of `sie jobs submit`."
-)
+@click.option("--corpus", metavar="FILE|URL", help="Texts of the index: a file or URL that `sie jobs submit` can read.")
 @click.option("--text", metavar="TEMPLATE", help='Text of each row, such as "{title}\\n{body}".')
 @click.option(
     "--id",
@@ -89,7 +87,7 @@ _STOPPED = {
 @click.option(
     "--queries",
     type=click.Path(path_type=Path, exists=True),
-    help="Queries to compare the models with: a file with one a line, or a folder in BEIR's format, for NDCG too.",
+    help="Queries to compare the models with: a file with one per line, or a folder in BEIR's format (adds NDCG).",
 )
 @click.option(
     "--shadow-share",
@@ -109,7 +107,7 @@ _STOPPED = {
     "--shadow-requests",
     "shadow_copies",
     type=click.IntRange(1),
-    help="End the shadow step earlier, when NEW_MODEL has encoded so many copies.",
+    help="End the shadow step earlier, when NEW_MODEL has encoded this number of copies.",
 )
 @click.option(
     "--yes",
@@ -136,7 +134,7 @@ def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     \b
     An index in PostgreSQL (pgvector), Qdrant or LanceDB that stores its texts: --sink, --collection, --text
     1. check    checks the alias, both models, their widths, the index, and the rights of the user of the database
-    2. embed    writes vectors of NEW_MODEL beside the present ones; follows rows that are written meanwhile
+    2. embed    writes vectors of NEW_MODEL beside the present ones, also for rows that clients write meanwhile
     3. quality  compares the nearest neighbours of a sample of rows, or of --queries, by both vectors
     4. flip     searches of the index use the new vectors, and requests for ALIAS go to NEW_MODEL
 
@@ -156,10 +154,10 @@ def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     sie migrate search my/model --corpus docs.jsonl --text "{body}" --id id -o vectors --step shadow
     sie migrate search --step back                                    returns to the former model
 
-    No step before flip changes what clients get. After Ctrl-C, the end of a process, or a refusal, run the same command
-    again: it continues, because the database and the cluster store the progress. --step back returns to the former
-    model, until --step clean-up has removed its vectors. For files, switch your search to the new index together with
-    the flip: --step shadow stops before it.
+    No step before flip changes what clients get. If the command was interrupted, killed or refused, run it again: it
+    continues, because the database and the cluster store the progress. --step back returns to the former model, until
+    --step clean-up has removed its vectors. For files, switch your search to the new index together with the flip:
+    --step shadow stops before it.
 
     SIE_API_KEY is the token for the gateway, SIE_ADMIN_TOKEN for the config service.
 

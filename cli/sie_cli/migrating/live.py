@@ -229,7 +229,7 @@ class LiveMigration:
                 f"{plan.collection} has no vectors of {old.name}: they were removed, or never migrated. A migration to "
                 f"{old.name} writes them"
             )
-        self._report.report_step(f"{plan.alias} names {plan.model} already, and {plan.collection} has no migration")
+        self._report.report_step(f"{plan.alias} names {plan.model} already, and no migration of {plan.collection} runs")
 
     def _model(self, name: str) -> LiveModel:
         widths = vector_widths(self._client, name)

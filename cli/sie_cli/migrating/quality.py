@@ -57,7 +57,7 @@ class QualityMeasurement:
 
     def line(self) -> str:
         chance = self.agreement.chance[self.neighbours - 1]
-        parts = [f"of {self.neighbours} neighbours {self.overlap:.3f} are the same (by chance {chance:.3f})"]
+        parts = [f"the models share {self.overlap:.3f} of {self.neighbours} neighbours (by chance {chance:.3f})"]
         if self.rank is not None:
             parts.append(f"rank correlation {self.rank:.3f}")
         if self.ndcg is not None:
