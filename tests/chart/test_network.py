@@ -109,9 +109,7 @@ def test_the_ingress_leads_to_the_gateway(host: str, path: str, root: str | None
     from helm import container, variables
 
     manifests = objects(
-        template(
-            values={**CHOSEN, "ingress": {"enabled": True, "path": path, "host": host, "tlsSecretName": "tls"}}
-        )
+        template(values={**CHOSEN, "ingress": {"enabled": True, "path": path, "host": host, "tlsSecretName": "tls"}})
     )
     spec = of_kind("Ingress", manifests)["sie-gateway"]["spec"]
     assert spec["tls"] == [{"hosts": [host], "secretName": "tls"}]
