@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import httpx
 import msgspec
 
+from sie_cli.bodies import body_of
 from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
@@ -80,6 +81,18 @@ class HttpConnection:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
+    def _exchange(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Send a request and return the reply. Raises httpx.TransportError, and httpx.DecodingError for a body beyond
+        the limits of `body_of`.
+        """
+        with self._client.stream(method, path, **content) as answer:
+            try:
+                body = body_of(answer)
+            except ValueError as error:
+                raise httpx.DecodingError(str(error), request=answer.request) from error
+        headers = {name: value for name, value in answer.headers.items() if name != "content-encoding"}
+        return httpx.Response(answer.status_code, headers=headers, content=body, request=answer.request)
+
 
 class AdminClient(HttpConnection):
     """Client of a gateway's routes for administrators. It sends `Cluster.gateway_admin_token`."""
@@ -90,11 +103,11 @@ class AdminClient(HttpConnection):
         self._cluster = cluster
 
     def request(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
-        """Send a request and return the body of a successful reply. `content`: arguments of `httpx.Client.request`.
+        """Send a request and return the body of a successful reply. `content`: arguments of `httpx.Client.stream`.
         Raises CommandRefused, httpx.TransportError.
         """
         try:
-            answer = self._client.request(method, path, **content)
+            answer = self._exchange(method, path, **content)
         except httpx.DecodingError as error:
             raise CommandRefused(f"{public_url(self.url)} replied {_OTHER_FORM}") from error
         try:

@@ -102,20 +102,20 @@ def test_no_pod_reads_metrics_where_no_monitor_is_named() -> None:
     assert all(rule["from"] for rule in rules if "from" in rule)
 
 
-@pytest.mark.parametrize(("path", "root"), [("/", None), ("/sie", "/sie")])
-def test_the_ingress_leads_to_the_gateway(path: str, root: str | None) -> None:
+@pytest.mark.parametrize(
+    ("host", "path", "root"), [("a.example", "/", None), ("a.example", "/sie", "/sie"), ("*.example.com", "/", None)]
+)
+def test_the_ingress_leads_to_the_gateway(host: str, path: str, root: str | None) -> None:
     from helm import container, variables
 
     manifests = objects(
-        template(
-            values={**CHOSEN, "ingress": {"enabled": True, "path": path, "host": "a.example", "tlsSecretName": "tls"}}
-        )
+        template(values={**CHOSEN, "ingress": {"enabled": True, "path": path, "host": host, "tlsSecretName": "tls"}})
     )
     spec = of_kind("Ingress", manifests)["sie-gateway"]["spec"]
-    assert spec["tls"] == [{"hosts": ["a.example"], "secretName": "tls"}]
+    assert spec["tls"] == [{"hosts": [host], "secretName": "tls"}]
     (rule,) = spec["rules"]
     (only,) = rule["http"]["paths"]
-    assert (rule["host"], only["path"], only["pathType"]) == ("a.example", path, "Prefix")
+    assert (rule["host"], only["path"], only["pathType"]) == (host, path, "Prefix")
     service = only["backend"]["service"]
     assert service["port"]["name"] in {
         port["name"] for port in of_kind("Service", manifests)[service["name"]]["spec"]["ports"]

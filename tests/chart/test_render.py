@@ -351,12 +351,12 @@ def test_the_notes_know_a_prefix_and_a_broker_of_yours(noted: Path) -> None:
     values = {
         "auth": {"mode": "token", "secretName": "tokens"},
         "nats": {"enabled": False, "url": "tls://one:4222"},
-        "ingress": {"enabled": True, "host": "a.example", "path": "/sie", "tlsSecretName": "tls"},
+        "ingress": {"enabled": True, "host": "*.a.example", "path": "/sie", "tlsSecretName": "tls"},
     }
     notes = helm.objects(
         helm.helm("template", "sie", str(noted), "--show-only", "templates/notes.yaml", values=values)
     )[0]["data"]["notes"]
-    assert "curl -s https://a.example/sie/v1/encode/" in notes
+    assert "curl -s https://sie.a.example/sie/v1/encode/" in notes
     assert "--nats-url tls://operator@one:4222)\n" in notes
     assert "port-forward" not in notes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from selection import long_but
 
 from sie_cli.main import main
 from sie_contracts.models.entries import parse_entry
+from sie_store.folder_files import stated_licence
 
 VALUES: tuple[Any, ...] = (None, -1, 0, 10**12, 1e308, "x", [], {}, True, float("nan"), ["a", 1], {"a": None})
 USUAL_VALUES: tuple[Any, ...] = (-1, "x", {"a": None})
@@ -180,3 +182,16 @@ def test_weights_and_tokenizers_of_strangers_are_named(
     name = spoil(folder)
     assert outcome(folder, name, spoil.__name__)
     assert not (folder / "unpickled").exists()
+
+
+def test_only_the_beginning_of_a_model_card_is_read(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: gemma\n---\n")
+    with card.open("r+b") as file:
+        file.truncate(256 << 20)
+    tracemalloc.start()
+    try:
+        assert stated_licence(tmp_path) == "gemma"
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 
+from sie_cli.bodies import MAX_ANSWER_BYTES
 from sie_cli.evals import evaluation, opened, outputs, packages, quality, report, results, steps, targets, tasks
 from sie_cli.evals.evaluation import EvalOutcome, EvalSpec
 from sie_cli.evals.load import LoadFailure, LoadReply, LoadRequest, Send
@@ -27,7 +28,7 @@ from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
 from sie_cli.evals.quality import Measurement
-from sie_cli.evals.sources import BATCH, DIALECTS, MAX_ANSWER_BYTES, SentenceTransformers, ServerSource
+from sie_cli.evals.sources import BATCH, DIALECTS, SentenceTransformers, ServerSource
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts

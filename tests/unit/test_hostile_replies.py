@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from sie_cli import bodies
 from sie_cli.main import main
 from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
@@ -53,6 +55,7 @@ OTHER_FORMS: dict[str, tuple[int, dict[str, str], bytes]] = {
 
 class _Server(ThreadingHTTPServer):
     reply: tuple[int, dict[str, str], bytes]
+    endless = b""  # a piece of the body, which is sent until the client disconnects
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,10 +65,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length", 0)))
         status, headers, body = self.server.reply
         self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(body))}.items():
+        piece = self.server.endless
+        # without a length, the body ends with the connection
+        length = {} if piece else {"content-length": str(len(body))}
+        for name, value in {**headers, **length}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):
+            while piece:
+                self.wfile.write(piece)
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
 
@@ -96,6 +105,18 @@ def test_a_reply_of_another_form_is_refused_in_words(name: str, form: str, serve
     result = invoked(server, COMMANDS[name][0])
     assert result.exit_code == 1, result.output
     assert result.stderr.startswith("Error: "), result.stderr
+
+
+@pytest.mark.parametrize("piece", [bytes(1 << 20), b" "], ids=["huge", "slow"])
+@pytest.mark.parametrize("name", ["cache status", "models list"])
+def test_a_reply_that_never_ends_is_refused_in_words(
+    name: str, piece: bytes, server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "COMPLETE_S", 60.0 if len(piece) > 1 else 0.2)
+    server.reply, server.endless = (200, JSON, b""), piece
+    result = invoked(server, COMMANDS[name][0])
+    assert result.exit_code == 1, result.output
+    assert "not in the form of a " in result.stderr
 
 
 def escaped(value: Any, key: str = "") -> Any:

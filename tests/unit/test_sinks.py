@@ -203,6 +203,28 @@ async def test_a_collection_with_settings_of_another_form_is_not_migrated(name: 
     assert type(error) in (SinkUnsuitable, CollectionMismatch)
 
 
+@pytest.mark.parametrize("point_id", [7, "5c56c793-69f3-4fbf-87e6-c4bf54c28c26"])
+async def test_a_qdrant_whose_pages_do_not_advance_is_refused(point_id: int | str) -> None:
+    async def scanned(url: str, patience: RetryPolicy) -> None:
+        live = opened_live(url, "SIE_JOBS_SINKS", SOURCE, patience)
+        try:
+            await live.open()
+            async for _ in live.pending("old"):
+                pass
+        finally:
+            await live.close()
+
+    aliases = [{"alias_name": SOURCE.collection, "collection_name": "c"}]
+    points = {"points": [{"id": point_id, "payload": {"body": "a"}}], "next_page_offset": point_id}
+    params = {"vectors": {"size": 2, "distance": "Cosine"}}
+    result = {"aliases": aliases, "count": 1, "config": {"params": params}, **points}
+    body = json.dumps({"version": "1.16.0", "result": result}).encode()
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with asyncio.timeout(20):
+        error, _ = await refused(head + body, b"", "qdrant://127.0.0.1:{}", scanned)
+    assert type(error) is SinkUnsuitable
+
+
 @pytest.mark.parametrize("encoding", [b"", b"Content-Encoding: gzip\r\n"], ids=["plain", "compressed"])
 async def test_an_answer_of_qdrant_has_a_bound(encoding: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + encoding + b"\r\n"

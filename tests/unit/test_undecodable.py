@@ -113,7 +113,8 @@ def connection_of(data: bytes) -> Any:
     return MagicMock(
         roundtrip=AsyncMock(return_value=message),
         _bus=MagicMock(request=AsyncMock(return_value=data)),
-        _client=MagicMock(get=AsyncMock(return_value=answer), request=MagicMock(return_value=answer)),
+        _client=MagicMock(get=AsyncMock(return_value=answer)),
+        _exchange=MagicMock(return_value=answer),
         get=AsyncMock(return_value=answer),
         url="http://x",
         leases=MagicMock(left_s=lambda _: 1.0),

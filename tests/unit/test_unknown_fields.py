@@ -121,6 +121,18 @@ async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
     )
 
 
+async def test_many_unknown_fields_are_one_warning_beside_the_others(gateway: GatewayProcess) -> None:
+    unknown = {f"x{number}": 1 for number in range(30)}
+    body = {"items": ["a"], "paramz": {}, **unknown, "options": {"relation_threshold": 0.5, "y": 1}}
+    answer = await gateway.client.post(f"/v1/encode/{ONE}", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["warnings"] == [
+        f"paramz: ignored, no such option of {ONE} on this route; did you mean `params`?",
+        f"options.relation_threshold: ignored, no such option of {ONE} on this route",
+        f"x0, x1, x2 and 28 more: ignored, no such option of {ONE} on this route",
+    ]
+
+
 async def test_bodies_that_are_not_inference_are_strict(gateway: GatewayProcess) -> None:
     answer = await gateway.client.post("/v1/pools", json={"name": "p", "gpu": {"cpu": 1}})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "gpu: unknown field; did you mean `gpus`?")
@@ -156,9 +168,10 @@ def test_only_what_is_like_a_name_was_meant() -> None:
 @pytest.mark.parametrize("encoder", [msgspec.json, msgspec.msgpack])
 async def test_a_misspelt_field_of_an_item_and_another_model_are_told(gateway: GatewayProcess, encoder: Any) -> None:
     """A field that resembles no known one is the client's own, and causes no warning."""
+    own = {f"x{number}": 1 for number in range(30)}
     body = {
         "model": "toy/score",
-        "items": [{"text": "a"}, {"text": "b", "foo": 1, "metdata": {}}, {"text": "c", "foo": 2}],
+        "items": [{"text": "a"}, {"text": "b", **own, "metdata": {}}, {"text": "c", "foo": 2}],
     }
     kind = "application/msgpack" if encoder is msgspec.msgpack else "application/json"
     headers = {"content-type": kind, "accept": "application/json"}

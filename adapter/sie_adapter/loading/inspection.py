@@ -31,11 +31,10 @@ from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
-from sie_contracts import yaml_text
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
-from sie_store.folder_files import line_of, read_json, read_value, reading
+from sie_store.folder_files import line_of, read_json, read_value, reading, stated_licence
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
@@ -90,7 +89,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     if "hub" in weights:
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
-    if licence := _licence(folder):
+    if licence := stated_licence(folder):
         report.entry["license"] = licence
     return report
 
@@ -524,17 +523,3 @@ def _prompts(folder: Path, report: Inspection) -> None:
             f"documents get no prompt, as in encode_document of sentence-transformers: {unused[0]} applies to "
             f"a document only if a request names it as prompt_name, or the entry has it as prompts.document"
         )
-
-
-def _licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card; empty if the card has none."""
-    card = folder / "README.md"
-    parts = card.read_text("utf-8", "replace").split("---\n", 2) if card.is_file() else []
-    if len(parts) < 3 or parts[0].strip():
-        return ""
-    try:
-        front = yaml_text.load(parts[1])
-    except yaml_text.NotYAML:
-        return ""
-    named = front.get("license_name") or front.get("license") if isinstance(front, dict) else None
-    return str(named) if named else ""

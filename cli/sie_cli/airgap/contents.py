@@ -33,7 +33,7 @@ from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.topology import token
 from sie_runtime.feed import read_bundles
-from sie_store.folder_files import read_json
+from sie_store.folder_files import read_json, stated_licence
 from sie_store.weights.locks import Lock
 from sie_store.weights.manifest import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
 from sie_store.weights.manifest import digest as digest_of_file
@@ -126,7 +126,7 @@ class FileGathering:
             entry,
             weights=msgspec.structs.replace(entry.weights, path=place),
             golden=self._golden(entry),
-            license=entry.license or _stated_licence(folder),
+            license=entry.license or stated_licence(folder),
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
@@ -317,20 +317,6 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
         return {}
-
-
-def _stated_licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card; empty if the card is unreadable or has no licence."""
-    import yaml
-    from huggingface_hub.repocard import metadata_load
-
-    try:
-        card = metadata_load(folder / "README.md") or {}
-    # catch the errors of Python's constructors, such as KeyError for a value with the tag !!bool: PyYAML raises them as
-    # they are, not as YAMLError
-    except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        return ""
-    return str(card.get("license_name") or card.get("license") or "")
 
 
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from sie_cli.bodies import append, body_of
 from sie_cli.evals.labelled import Fact, FactKind, FactTask, KindSpan, LabelledText
 from sie_cli.evals.load import NOBODY, PATIENCE_S, LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE, Matrix, VectorOutput, find
@@ -327,20 +328,10 @@ def _weights_of(model: str) -> str:
 
 
 BATCH = 64  # number of texts per request; some servers refuse larger requests
-MAX_ANSWER_BYTES = 64 << 20  # largest accepted body of a response; BATCH vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 
-def _append(body: bytearray, piece: bytes) -> None:
-    """Append received bytes to the body of a response. Raises ValueError if the body gets longer than MAX_ANSWER_BYTES,
-    because a server may send a response of any size.
-    """
-    if len(body) + len(piece) > MAX_ANSWER_BYTES:
-        raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
-    body += piece
-
-
-def _shown(body: bytearray) -> str:
+def _shown(body: bytes | bytearray) -> str:
     return body[:200].decode("utf-8", "replace")
 
 
@@ -414,7 +405,7 @@ class ServerSource:
                 try:
                     async with client.stream("POST", path, json=body) as answer:
                         async for piece in answer.aiter_bytes():
-                            _append(content, piece)
+                            append(content, piece)
                     if answer.status_code != 200:
                         raise LoadFailure(str(answer.status_code), _shown(content))
                     return LoadReply(self._dialect.tokens(msgspec.json.decode(content)))
@@ -462,12 +453,10 @@ class ServerSource:
         return values
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        content = bytearray()
         with self._understood():
             try:
                 with self._client.stream("POST", path, json=body) as answer:
-                    for piece in answer.iter_bytes():
-                        _append(content, piece)
+                    content = body_of(answer)
             except httpx.HTTPError as error:
                 raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:

@@ -116,7 +116,7 @@ class ConfigServiceClient(HttpConnection):
         end_s, pause_s, is_announced = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
         while True:
             try:
-                answer = self._client.request(method, path, content=body, headers=headers)
+                answer = self._exchange(method, path, content=body, headers=headers)
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
@@ -183,7 +183,7 @@ class ConfigServiceClient(HttpConnection):
 
     def _config_url(self) -> str | None:
         try:
-            health = msgspec.json.decode(self._client.get("/health").content)
+            health = msgspec.json.decode(self._exchange("GET", "/health").content)
         except (httpx.HTTPError, *UNDECODABLE):
             return None
         return health.get("config_url") if isinstance(health, dict) else None

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from sie_contracts import yaml_text
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.load_errors import load_failed
 
@@ -20,6 +21,7 @@ MAX_TEXT = 300  # largest number of characters of a library's message that an er
 # largest number of layers, experts or blocks; a higher number is refused, because a load would create all of them
 MAX_COUNT = 1_000
 MAX_SIZE = 1 << 24  # largest number of rows or columns of a weight matrix; a higher number is refused
+MAX_FRONT_MATTER = 1 << 20  # the front matter of a model card is read only within this number of characters
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
 TRANSFORMER_FILES = tuple(
@@ -151,3 +153,20 @@ def _check_sizes(value: Any, path: str = "$") -> None:
         if most is not None and isinstance(entry, int | float) and not 0 <= entry <= most:
             raise ValueError(f"{path}.{name}: expected 0 to {most}, got {entry!r}"[:MAX_TEXT])
         _check_sizes(entry, f"{path}.{name}")
+
+
+def stated_licence(folder: Path) -> str:
+    """Return the licence from the front matter of the model card; empty if the card has none."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return ""
+    with card.open(encoding="utf-8", errors="replace") as text:
+        parts = text.read(MAX_FRONT_MATTER).split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return ""
+    try:
+        front = yaml_text.load(parts[1])
+    except yaml_text.NotYAML:
+        return ""
+    named = front.get("license_name") or front.get("license") if isinstance(front, dict) else None
+    return str(named) if named else ""

@@ -8,7 +8,6 @@ Options are merged only here, so all routes have the same rules.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
@@ -54,7 +53,9 @@ from sie_contracts.wire.messages import Operation, RunOptions
 MAX_LABELS = 1000
 MAX_SIZE = 1 << 31  # largest width, length or number of pixels that an entry of the catalogue may state
 _PIXELS = ("min_pixels", "max_pixels")
-MAX_WARNINGS = 20
+# limits for unknown parameters of a request, of which a body may have a million: number of names that are compared with
+# the names of options, and number of names that the warning shows
+MAX_COMPARED, MAX_SHOWN = 20, 3
 # maximum number of characters of a prompt after its instruction is inserted; each input of the request gets the prompt
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
@@ -159,11 +160,12 @@ class _Parameters:
     def only(self, names: Collection[str]) -> _Parameters:
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
-    def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
         """Yield (path, suggestion) for each parameter that has no effect for this model on this route. `suggestion`:
-        end of the warning or error about the parameter, or empty. `lacking`: parameter without an effect -> the
-        parameter that must be set with it.
+        end of the warning or error about the parameter, or empty; None if no option has a similar name. `lacking`:
+        parameter without an effect -> the parameter that must be set with it.
         """
+        compared = 0
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
@@ -171,10 +173,14 @@ class _Parameters:
                     yield prefix + name, f"; it needs {lacking[name]}"
                 elif name not in options:
                     shown = str(name)[:64]
+                    suggestion: str | None = None
                     if name in ITEM_FIELDS:
                         suggestion = "; it is a field of an item"
-                    else:
-                        suggestion = "" if name in FIELDS else did_you_mean(shown, options)
+                    elif name in FIELDS:
+                        suggestion = ""
+                    elif compared < MAX_COMPARED:
+                        compared += 1
+                        suggestion = did_you_mean(shown, options) or None
                     yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
@@ -245,13 +251,22 @@ def run_options(
     lacking = {}
     if own is not None and request.is_set("relation_threshold") and not run.parameters.get("relation_labels"):
         lacking = {"relation_threshold": "relation_labels"}
-    unused = list(itertools.islice(request.unused(used, lacking), MAX_WARNINGS))
-    if unused and strict:
-        path, suggestion = unused[0]
-        raise InvalidInput.at(path, f"no such option of {entry.id} on this route{suggestion}", reason="unknown_option")
-    warnings = tuple(
-        f"{path}: ignored, no such option of {entry.id} on this route{suggestion}" for path, suggestion in unused
-    )
+    warnings: tuple[str, ...] = ()
+    unknown: list[str] = []
+    more = 0
+    for path, suggestion in request.unused(used, lacking):
+        if strict:
+            message = f"no such option of {entry.id} on this route{suggestion or ''}"
+            raise InvalidInput.at(path, message, reason="unknown_option")
+        if suggestion is not None:
+            warnings += (f"{path}: ignored, no such option of {entry.id} on this route{suggestion}",)
+        elif len(unknown) < MAX_SHOWN:
+            unknown.append(path)
+        else:
+            more += 1
+    if unknown:
+        paths = ", ".join(unknown) + (f" and {more} more" if more else "")
+        warnings += (f"{paths}: ignored, no such option of {entry.id} on this route",)
     if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
         warnings += (
             f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "

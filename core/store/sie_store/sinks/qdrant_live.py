@@ -39,7 +39,14 @@ from sie_store.sinks.qdrant import (
     point_bodies,
     vector_settings,
 )
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, check_dims, checked_name
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionMissing,
+    Output,
+    SinkUnsuitable,
+    check_dims,
+    checked_name,
+)
 
 MARKER = "_sie"
 # values of TEXT (first part of a marker): NO_VECTOR for a copy without a vector, CLAIM for a point while
@@ -484,7 +491,7 @@ class QdrantLive:
             raise CollectionMismatch(f"another command has switched {self._alias} meanwhile: run one command at a time")
 
     async def _scroll(self, collection: str, *, with_payload: bool = True) -> AsyncIterator[tuple[_Point, ...]]:
-        """Yield all points, ordered by id."""
+        """Yield all points, ordered by id. Raises SinkUnsuitable if a page does not begin after the page before it."""
         offset: int | str | None = None
         limit = SCAN_POINTS
         while True:
@@ -498,9 +505,12 @@ class QdrantLive:
                 continue
             if page.points:
                 yield page.points
-            offset = page.next_page_offset
+            before, offset = offset, page.next_page_offset
             if offset is None:
                 return
+            # integers come before UUIDs
+            if before is not None and (isinstance(offset, str), offset) <= (isinstance(before, str), before):
+                raise SinkUnsuitable("the server does not scroll as Qdrant does: its next offset is not a later id")
 
     async def _points(
         self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
