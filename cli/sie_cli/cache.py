@@ -61,8 +61,8 @@ def erase(
 ) -> None:
     """Erase answers at all gateways. With several options, answers that fit all of them are erased.
 
-    --text erases answers to inputs that have this text and nothing else. It does not reach scores of the text (add
-    --query), nor inputs with mentions, chunks, images or token ids: use --model, --key or --all for them. A gateway
+    --text erases answers to inputs that have this text and nothing else. It does not erase scores of the text (add
+    --query), or answers to inputs with mentions, chunks, images or token ids (use --model, --key or --all). A gateway
     without a connection to the broker erases all its answers when it is connected again.
     """
     selection: dict[str, Any] = {"model": model, "key": key, "text": text, "query": query}

@@ -243,8 +243,8 @@ class Cluster:
 
 
 def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
-    """Return settings and sources with the environment variables of all clients. SIE_API_KEY sets the token for
-    gateways. SIE_BASE_URL sets the gateway's address if no other setting has the address.
+    """Return settings and sources, changed by the environment variables that the SDKs also read. SIE_API_KEY sets the
+    token for gateways. SIE_BASE_URL sets the gateway's address if no other setting has the address.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)

@@ -97,7 +97,7 @@ def locked_data_dir(path: Path) -> Iterator[None]:
             except SettingError:
                 # the folder is in the directory for temporary files, where another user may have created it first
                 raise SettingError(
-                    "--data-dir", f"{sockets}, for sockets, is another user's; name a folder with a shorter path"
+                    "--data-dir", f"another user owns the sockets' folder {sockets}; name a folder with a shorter path"
                 ) from None
         except OSError as error:
             raise SettingError("--data-dir", f"{path}: {error.strerror}") from error

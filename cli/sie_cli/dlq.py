@@ -141,8 +141,8 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
     """Run the work of a dead letter again. The work is published, and the command waits for the answer. If an input
     fails, the letter is kept, and the status is 1. Otherwise the letter is removed.
 
-    The command also runs an input that was given up because it crashed adapters. If it crashes adapters again, two
-    adapters end.
+    The command also runs an input that was given up because it crashed adapters. If the input still crashes adapters,
+    two adapters die before it is given up again.
     """
     outcomes = _on(cluster, lambda broker: replayed(broker, cluster.settings, name, timeout_s)).outcomes
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]

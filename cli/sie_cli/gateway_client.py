@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TIMEOUT_S = 15.0  # seconds to wait for an answer; longer than the 10 s after which a config service ends a write
-_OTHER_FORM = "not in the form of a gateway: name the address of a gateway with --url"
+_OTHER_FORM = "in another form than a gateway: name the address of a gateway with --url"
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's value, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",

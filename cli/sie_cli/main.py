@@ -168,7 +168,7 @@ def main() -> None:
     sie pull MODEL             add a model to the catalogue, and its weights to this disk
     sie settings               all settings, with value and origin
     sie doctor                 find the faults of a cluster and their remedies
-    sie try MODEL "text"       show a model's answer for people
+    sie try MODEL "text"       like `sie run`, but a missing model is an error
     sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
     sie migrate ALIAS MODEL    encode an index with another encoder, then move an alias to that encoder
     sie mcp                    offer tools to agents, by the Model Context Protocol

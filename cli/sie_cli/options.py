@@ -155,8 +155,8 @@ class AnyPosition(click.Group):
 
 
 def behind(args: list[str]) -> list[str]:
-    """Move the options of _ANYWHERE that come before the command's name behind it: to the end of the arguments, or
-    directly before a `--`. Return all arguments.
+    """Move the options of _ANYWHERE that precede the command's name to the end of the arguments, or directly before a
+    `--`. Return all arguments.
     """
     lines: list[str] = []
     moved: list[str] = []

@@ -69,8 +69,8 @@ _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--force", is_flag=True, help="Replace an existing FILE.")
 @_options
 def backup(cluster: Cluster, file: Path, force: bool) -> None:
-    """Write the control plane of a running cluster to a file: API keys, models and aliases that were written over the
-    API with their history, and the records of jobs, shards and files.
+    """Write the control plane of a running cluster to a file: API keys, the models and aliases that were written over
+    the API (with their history), and the records of jobs, shards and files.
 
     The file has no payloads (inputs of clients, bytes of files, output of jobs): back up the payload store separately.
     It has no models from folders, no queued work and no dead letters. It has digests of tokens and names of clients, so
@@ -306,7 +306,7 @@ async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
             await remake(broker, info)
         buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
         written = await retry_conflicts(lambda: _write_keys(buckets, list(keys.values())))
-    return f"{KEYS[0]} has {counted(len(keys), 'key')}, of which {written} were written; {KEYS[1]} has the same"
+    return f"{KEYS[0]} has {counted(len(keys), 'key')}, of which {written} were written; {KEYS[1]} has the same keys"
 
 
 async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str:
@@ -319,7 +319,7 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
             # NotReady says that a record cannot be decoded. The code below then creates the bucket again.
             with contextlib.suppress(NotReady):
                 lost = await _recover_catalogue(broker, cluster)
-                more = f"; {counted(len(lost), 'model')} that it lacked: written from its copy" if lost else ""
+                more = f"; its copy gave the catalogue {counted(len(lost), 'model')} that it lacked" if lost else ""
                 return f"{stream} can be read, so it stays as it is{more}"
         await remake(broker, info)
         await _recover_catalogue(broker, cluster)

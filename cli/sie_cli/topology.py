@@ -112,7 +112,7 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
         return
     if not yes:
         if not as_json:
-            click.echo("nothing was changed: --yes does it")
+            click.echo("nothing was changed: --yes runs the steps")
         sys.exit(1)
     left = cluster.at_broker("sie-topology", lambda broker: _apply(broker, cluster.settings, steps))
     if not as_json:

@@ -578,12 +578,12 @@ ACCESS: dict[str, tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]] = {
     "somebody else": (
         {"url": "{other}/site"},
         ("list",),
-        ("{other}/site replied with status 404, not in the form of a config service", "--url"),
+        ("{other}/site replied with status 404, in another form than a config service", "--url"),
     ),
     "another answer": (
         {"url": "{other}/text"},
         ("list",),
-        ("{other}/text replied not in the form of a config service", "--url"),
+        ("{other}/text replied in another form than a config service", "--url"),
     ),
     "a gateway": (
         {"url": "{other}"},

@@ -365,7 +365,7 @@ def picture(info: JobInfo, now_s: float) -> Group:
 
 
 class ProgressLines:
-    """Printer of a line whenever the state, the percentage, the error codes or the cause of a wait changes."""
+    """Printer that prints a line when the state, the percentage, the error codes or the cause of a wait changes."""
 
     def __init__(self, *, err: bool, as_json: bool) -> None:
         self._err = err

@@ -44,9 +44,9 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
     SIE_CONFIG_SERVICE_URL names one, else a local folder.
 
     The entry pins the commit of a hub repository, and the SHA-256 of every file that affects the vectors or scores. You
-    may edit the entry: lines after `# assumed` have values that no file of the model states. A model that the packaged
-    catalogue has keeps its options. ID_OR_FOLDER may also be an entry, as `inspect` and `show` print it: a .yaml or
-    .json file, or - for standard input. Weights of the entry that are on this machine are checked first;
+    may edit the entry: lines after `# assumed` have values that no file of the model states. A model of the packaged
+    catalogue keeps the options of its entry there. ID_OR_FOLDER may also be an entry, as `inspect` and `show` print it:
+    a .yaml or .json file, or - for standard input. Weights of the entry that are on this machine are checked first;
     others are checked when a worker loads them.
 
     \b
@@ -83,7 +83,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
     setting = f"SIE_MODELS_DIR={shlex.quote(str(folder))}"
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
-        here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
+        here = "in the current folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with {setting} sie serve"
         return (
             f"only a file was written: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` "

@@ -182,7 +182,7 @@ def _show_status(body: dict[str, Any]) -> None:
         return
     lag = [worker for bundle in body["bundles"] for worker in bundle.get("pending_workers", ())]
     count = sum(bundle.get("total_eligible_workers", 0) for bundle in body["bundles"])
-    served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
+    served = f"all of {count} workers have it" if count else "no worker is up; each worker that starts gets it"
     # Workers do not load aliases, so the reply for an alias has no bundle (the model families of one worker image). The
     # reply has only the gateways.
     if not body["bundles"]:

@@ -28,7 +28,7 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
     \b
     sie pull BAAI/bge-small-en-v1.5
-    sie models add ID --revision COMMIT         another commit, or another name
+    sie models add ID --revision COMMIT         add another commit; --id gives another name
     """
     settings = where_served(cluster)
     is_served = cluster.local() is not None or cluster.is_given("SIE_MODELS_DIR")
@@ -38,8 +38,8 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
             click.echo(model.message)
             if not is_served:
                 click.echo(
-                    f"no `{cluster.serve}` runs: if it is started in this folder, it has the model. For a `sie serve` "
-                    "with another --data-dir, repeat this command with that --data-dir",
+                    f"no `{cluster.serve}` runs: if it is started in the current folder, it has the model. "
+                    "For a `sie serve` with another --data-dir, repeat this command with that --data-dir",
                     err=True,
                 )
         with refusing():

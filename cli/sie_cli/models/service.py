@@ -40,7 +40,7 @@ _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a faul
 # reasons of refusals for security, such as remote code; the service's messages for them name a remedy, so no line of
 # _NEXT is added
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
-_ENVELOPE = "not in the form of a config service"
+_ENVELOPE = "in another form than a config service"
 
 
 class Rejected(CommandRefused):

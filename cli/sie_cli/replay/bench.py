@@ -85,7 +85,7 @@ def replay_command(
     settings, the others are for each --what-if.
 
     \b
-    Parameters of --what-if, with the SIE_ setting of a similar name:
+    Parameters of --what-if (most have an SIE_ setting with a similar name):
       workers, lanes (batches that a device runs at once), max_wait_ms (SIE_BATCHER_COALESCE_MS), max_batch_cost,
       max_batch_requests (SIE_BATCHER_MAX_BATCH_REQUESTS), pipeline_depth, bulk_max_overtakes, chunk_cost,
       min_quantum_ms, max_quantum_ms, target_p50_ms

@@ -23,11 +23,11 @@ def top(cluster: Cluster, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. The key q or Ctrl-C ends the command.
 
     A terminal shows one picture that changes; a pipe gets one picture after the other, with a blank line between them.
-    If the width is sufficient, one line shows the trend of the last 60 frames, requests per second and queued work, and
-    a second line shows latency and errors of this gateway in the last hour.
+    If the width is sufficient, one line shows the trend of requests per second and of queued work in the last 60
+    frames, and a second line shows latency and errors of this gateway in the last hour.
     Models that are not loaded and have no requests are only counted. While the gateway restarts, the command waits.
-    If the gateway requires a token: SIE_API_KEY, with the scope `read`; else SIE_ADMIN_TOKEN, but only for the gateway
-    that SIE_GATEWAY_URL names.
+    If the gateway requires a token: set SIE_API_KEY to a token with the scope `read`. Without it, SIE_ADMIN_TOKEN is
+    sent, but only to the gateway that SIE_GATEWAY_URL names.
 
     Status 0: ended by q, Ctrl-C or --once. 2: no gateway answered, or the gateway refused the request.
     """

@@ -73,8 +73,8 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
 
     TEXT may be - for standard input as one text, or @FILE for an image, a sound or a document if the model accepts it.
     Write a text that begins with @ as @@, and texts that begin with - after --. `sie models list` shows the models. If
-    the gateway requires a token: SIE_API_KEY, else SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL
-    names.
+    the gateway requires a token: set SIE_API_KEY. Without it, SIE_ADMIN_TOKEN is sent, but only to the gateway that
+    SIE_GATEWAY_URL names.
 
     Status 0: each text has a result. 1: refused, or a text has no result. 2: no gateway answered, or an option is
     wrong.
@@ -85,8 +85,8 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
 @click.command("run", short_help="Ask MODEL as `sie try` does. A missing MODEL is added first.")
 @_question_options
 def run_model(cluster: Cluster, model: str, **question: Any) -> None:
-    """Send one or more TEXTs to MODEL, as `sie try` does. If the `sie serve` of this machine lacks the model, it is
-    added first, as `sie pull` does: an id of the Hugging Face Hub, or a folder.
+    """Send one or more TEXTs to MODEL, as `sie try` does. If the `sie serve` of this machine lacks MODEL (an id of the
+    Hugging Face Hub, or a folder), this command adds it first, as `sie pull` does.
 
     \b
     sie run BAAI/bge-small-en-v1.5 "a cat" "a kitten" "a tax form"
