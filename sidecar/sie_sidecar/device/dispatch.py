@@ -577,13 +577,13 @@ class Dispatch:
         """Handle a lost adapter. `suspects`: the adapter died after it had begun the batch, so an input may be the
         cause.
         """
+        if not suspects:
+            self._again(flights)
+            return
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()
-        if suspects:
-            self._work.start(self._isolate.suspect(flights), "suspects")
-        else:
-            self._again(flights)
+        self._work.start(self._isolate.suspect(flights), "suspects")
 
     def _again(self, flights: list[InFlight]) -> None:
         for flight in flights:
