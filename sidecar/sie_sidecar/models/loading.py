@@ -207,7 +207,10 @@ class Loading:
     async def _obtain_and_load(self, resolved: Resolved) -> None:
         # `obtain` chooses a device by its free memory. It is called in this task, and not in `ahead`, so that it counts
         # the models whose loads `ahead` started before
-        await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
+        hosted = self.models.obtain(resolved, self.revision(resolved.entry.id))
+        # while an operator unloads the model, only work may load it again
+        if not any(state.leaves for state in self.models.find(hosted.name)):
+            await self._load(hosted)
 
     async def _load(self, hosted: ModelState) -> None:
         try:
