@@ -321,6 +321,28 @@ async def test_a_load_that_fails_for_memory_waits_for_a_device_whose_adapter_res
     assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
 
 
+async def test_a_device_whose_adapter_stays_away_delays_no_work_of_a_device_that_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "AWAY_S", 600.0)
+    async with InProcess(tmp_path, toy_entry()) as cluster:
+        first, second, third = [await cluster.adapter(f"a.sock{end}", devices=3) for end in ("", ".1", ".2")]
+        gateway = await cluster.gateway()
+        await cluster.sidecar(first)
+        await until(lambda: [beat.ready for beat in cluster.beats[-1].devices] == [True] * 3, "all devices")
+        first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+        await second.stop()
+        await third.stop()
+        await until(
+            lambda: [beat.ready for beat in cluster.beats[-1].devices] == [True, False, False], "the loss of two"
+        )
+        answer = asyncio.create_task(gateway.encode("a"))
+        await first.until(lambda adapter: adapter.loads, "the load that fails")
+        await third.start()
+        check(await answer, "a")
+        assert (first.loads, third.loads) == (["toy/one"], ["toy/one"])
+
+
 async def test_a_load_that_fails_on_all_devices_is_tried_once_on_each(two: TwoDevices) -> None:
     for adapter in (two.first, two.second):
         adapter.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})

@@ -8,17 +8,22 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fake_adapter import toy_entry
+from inprocess import InProcess, free_port, until_told
 from simulation.virtual import VirtualLoop, in_virtual_time, virtual_time
 
 from sie_cli.evals import load, perf, report
-from sie_cli.evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadReply, LoadRequest, Send
+from sie_cli.evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadReply, LoadRequest, Send, WorkerWatch
 from sie_cli.evals.outputs import DENSE
 from sie_cli.evals.perf import LoadPlan, LoadPoint
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 from sie_cli.main import main
+from sie_client import SIEAsyncClient
+from sie_gateway.operations import status
 
 TASK = Texts("words", ["one", "two", "three"])
 
@@ -212,3 +217,29 @@ def test_a_load_without_an_end_and_a_load_of_nothing_are_refused(options: str) -
     ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "stsb", "--type", "perf", "-s", "st", *options.split()])
     assert ran.exit_code == 1
     assert "finite" in ran.output
+
+
+async def test_a_watch_of_devices_goes_on_after_a_frame_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two other websockets of the client take its seats, until the watch was refused once."""
+    monkeypatch.setattr(status, "MAX_SOCKETS", 8)
+    monkeypatch.setattr(load, "EVERY_S", 0.1)
+    port = str(free_port())
+    async with InProcess(tmp_path, toy_entry()) as cluster:
+        gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
+        await cluster.sidecar(await cluster.adapter(), SIE_WORKER_METRICS_PORT=port)
+
+        async def is_refused() -> bool:
+            return bool(await gateway.metric("sie_gateway_requests_total", endpoint="ws", status="503"))
+
+        start_s = time.perf_counter()
+        async with SIEAsyncClient(gateway.url) as client:
+            sockets = [client.watch("/ws/status") for _ in range(2)]
+            assert [len((await anext(frames))["gpus"]) for frames in sockets] == [1, 1]
+            watch = asyncio.create_task(WorkerWatch(gateway.url, None, is_local=False).run(start_s, start_s + 3))
+            await until_told(is_refused, "the refusal")
+            for frames in sockets:
+                await frames.aclose()
+            usage = await watch
+    assert usage.name

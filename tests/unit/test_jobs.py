@@ -30,8 +30,10 @@ from sie_contracts.wire.configs import ConfigExport, ConfigModel
 from sie_contracts.wire.topology import Lane
 from sie_gateway.jobs import client as asking
 from sie_gateway.jobs import pace, run, scheduler, service, values
+from sie_gateway.jobs.storage import JobStorage
 from sie_sidecar.models import models
 from sie_store.datasets import sizes
+from sie_store.object_stores import StoreError
 
 MODEL = "toy/one"
 LANE = Lane("_default", "_default", "default")
@@ -403,6 +405,42 @@ async def test_a_batch_that_expires_before_a_gateway_leads_it_counts_its_request
     assert info["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
     failures = (await place.gateway.client.get(f"/v1/files/{info['error_file_id']}/content")).text
     assert [json.loads(line)["custom_id"] for line in failures.splitlines()] == ["a", "b", "c"]
+
+
+async def test_the_progress_of_a_batch_keeps_the_answers_that_the_store_does_not_take_yet(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails once with a part. Nothing is computed again."""
+    place = await place_of(cluster)
+    progress: list[Any] = []
+    begin, put_once = run.JobRun.__init__, JobStorage.put_once
+
+    def begun(self: run.JobRun, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        progress.append(self)
+
+    async def put(self: JobStorage, name: str, data: bytes) -> bytes:
+        if name != "plan":
+            fields = progress[0]._progress_fields()
+            progress.append((fields["done"], fields["failed"]))
+            if len(progress) == 2:
+                raise StoreError("the connection was reset")
+        return await put_once(self, name, data)
+
+    monkeypatch.setattr(run.JobRun, "__init__", begun)
+    monkeypatch.setattr(JobStorage, "put_once", put)
+    lines = [{"custom_id": id_, "url": "/v1/embeddings", "body": {"model": MODEL, "input": id_}} for id_ in "abc"]
+    lines[1]["url"] = "/v1/nothing"
+    body = {"input_file_id": await place.upload(lines), "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = (await place.gateway.client.post("/v1/batches", json=body)).json()["id"]
+
+    async def completed() -> Any:
+        info = (await place.gateway.client.get(f"/v1/batches/{batch}")).json()
+        return info if info["status"] == "completed" else None
+
+    info = await until_told(completed, "the batch is completed")
+    assert info["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert (progress[1:], place.asked()) == ([(3, 1), (3, 1)], 2)
 
 
 async def test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept(

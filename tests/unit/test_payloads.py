@@ -348,6 +348,24 @@ async def test_a_result_that_no_gateway_confirms_keeps_no_memory_for_inputs_and_
         assert reasons(await cluster.result(lost)) == ["NOT_READY config_changed"]
 
 
+async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_is_acknowledged(tmp_path: Path) -> None:
+    async with Direct(tmp_path) as cluster:
+        store = opened(str(tmp_path / "store"))
+        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
+        adapter = await cluster.adapter()
+        adapter.hold_loads = True
+        await cluster.sidecar(adapter, SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
+        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
+        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
+        item = await cluster.publish(payload=key, count=1)
+        await until(lambda: [flight.hosted is not None for flight in worker.inventory] == [True], "its model")
+        (flight,) = worker.inventory
+        worker.intake.cancel({item.request})
+        assert list(worker.inventory) == [flight], "its message is not acknowledged"
+        assert (flight.item.inputs, flight.payload_bytes, flight.hosted) == ((), 0, None)
+        await cluster.left(0)
+
+
 async def test_small_inputs_do_not_keep_a_large_one_from_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import example, given, settings
@@ -235,6 +236,20 @@ def test_a_model_that_is_wanted_without_work_gets_a_host_and_tells_nothing_of_it
     assert cheap is not None
     assert usual is not None
     assert (len(cheap.hosts["m"]), len(usual.hosts["m"])) == (1, 2)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_model_that_every_worker_has_unloaded_has_one_host_unless_work_of_it_waits(waiting: int) -> None:
+    def beats(state: Literal["available", "loaded"], cost_rate: float = 0.0) -> list[Heartbeat]:
+        return [beat(name, ModelStatus("m", state, cost_rate=cost_rate)) for name in ("w1", "w2")]
+
+    planner, backlog = Planner(2.0), {"m": ModelBacklog(waiting, 0.0)}
+    table = planner.step(None, beats("loaded", 900.0), [], {}, 0.0)
+    assert table is not None
+    assert len(table.hosts["m"]) == 2
+    assert planner.step(table, beats("loaded"), [], {}, 0.1) is None
+    planner.step(table, beats("available"), [], backlog, 0.2)
+    assert len(planner._layout.rows["m"].before) == (2 if waiting else 1)
 
 
 def test_a_full_worker_gives_a_model_to_an_idle_one_whatever_that_one_ran_before() -> None:

@@ -13,9 +13,12 @@ import pytest
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, placing, until_told
 
+from sie_broker import CoreMessage
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.wire import records, topology
 from sie_contracts.wire.topology import Lane
+from sie_sidecar.models.loading import Loading
+from sie_sidecar.models.models import Hosting, ModelState
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": USER}
@@ -141,6 +144,35 @@ async def test_an_unload_waits_for_what_runs_and_the_next_request_loads_it_again
     answer = await gateway.encode("b", authorization=f"Bearer {USER}")
     assert answer.status_code == 200
     assert (adapter.loads, adapter.releases) == (["toy/one", "toy/one"], ["toy/one"])
+
+
+async def test_a_load_ahead_of_work_does_not_load_a_model_that_is_being_unloaded(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter has the request to unload, and has not replied yet."""
+    loading: list[Loading] = []
+    ahead: list[asyncio.Task[None]] = []
+    release = Hosting._release
+
+    async def releasing(hosting: Hosting, hosted: ModelState) -> None:
+        loading[0].ahead(["toy/one"])
+        ahead.extend(task for task in asyncio.all_tasks() if task.get_name() == "load ahead")
+        await release(hosting, hosted)
+
+    async def noted(self: Loading, message: CoreMessage) -> None:
+        loading.append(self)
+        await on_residency(self, message)
+
+    on_residency = Loading.on_residency
+    monkeypatch.setattr(Loading, "on_residency", noted)
+    monkeypatch.setattr(Hosting, "_release", releasing)
+    gateway, adapter = await served(cluster)
+    assert (await gateway.encode("a", authorization=f"Bearer {USER}")).status_code == 200
+    await asked(gateway, "unload")
+    await adapter.until(lambda it: it.releases, "the unload")
+    assert len(ahead) == 1
+    await asyncio.gather(*ahead)
+    assert (adapter.loads, adapter.releases) == (["toy/one"], ["toy/one"])
 
 
 async def test_a_load_takes_an_unload_back_that_still_waits(cluster: InProcess) -> None:

@@ -49,7 +49,10 @@ async def test_a_failed_load_is_that_of_all_workers(
         assert await failed_load(client, "http://gateway", Secret("admin"), "org/m") == expected
 
 
-@pytest.mark.parametrize("content", [b"<html>", b""])
+@pytest.mark.parametrize(
+    "content",
+    [b"<html>", b"", b"[]", b'{"hosts": 1}', b'{"hosts": [{}]}', b'{"state": "failed", "hosts": [{"error": 1}]}'],
+)
 async def test_an_answer_that_is_not_of_a_gateway_is_no_failed_load(content: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=content))
     async with httpx.AsyncClient(transport=transport) as client:

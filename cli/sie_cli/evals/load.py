@@ -148,7 +148,7 @@ async def _sent_once(send: Send, request: LoadRequest, due_s: float) -> SentRequ
 
 
 EVERY_S = 1.0
-FRAME_S = 5.0  # seconds to wait for a status frame of the gateway; without a frame, the sampling ends
+FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,10 @@ class WorkerWatch:
             while (now_s := time.perf_counter()) < end_s:
                 # Open a new connection for each frame. On an open connection the gateway sends five frames per second
                 # with all models of the catalogue, and this traffic would disturb the measurement.
-                try:
+                # A failed attempt only leaves out one frame: the gateway may refuse it while it is busy.
+                with contextlib.suppress(SIEError, TimeoutError):
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
-                except (SIEError, TimeoutError):
-                    break  # the gateway sends no frame, so the usage from now on is unknown
                 await asyncio.sleep(max(0.0, min(now_s + EVERY_S, end_s) - time.perf_counter()))
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
         after = energy.joules() if energy else None

@@ -89,10 +89,10 @@ async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model:
             f"{url}/v1/models/{quoted(model, 'model')}", headers={"Authorization": f"Bearer {token.reveal()}"}
         )
         info = answer.json() if answer.status_code == 200 else {}
-    except (httpx.HTTPError, *UNDECODABLE):
+        errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
+        if info.get("state") != "failed" or not errors:
+            return None
+        attempts = min(error["attempts"] for error in errors)
+        return FailedLoad(errors[0]["message"], attempts, all(error["permanent"] for error in errors))
+    except (httpx.HTTPError, *UNDECODABLE, AttributeError, KeyError, TypeError):
         return None  # the probe of the gateway reports this error
-    errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
-    if info.get("state") != "failed" or not errors:
-        return None
-    attempts = min(error["attempts"] for error in errors)
-    return FailedLoad(errors[0]["message"], attempts, all(error["permanent"] for error in errors))

@@ -360,8 +360,9 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. Return an array [layout.size]: for each model, the
-        number of workers that its demand keeps busy.
+        """Set the number of hosts of each model by its demand. If no worker has a model and no work of it waits, its
+        earlier number does not count. Return an array [layout.size]: for each model, the number of workers that its
+        demand keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()
@@ -395,7 +396,8 @@ class Planner:
             # do not count the wait during a load, because one more host would not have shortened this wait
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
-                previous,
+                # Without this condition, other hosts would load a model again that an operator has unloaded.
+                previous if waiting.count or model in layout.having else None,
                 float(tokens_s[layout.indices[model]]),
                 rate,
                 age_s,

@@ -77,6 +77,7 @@ class BatchJob:
             return await asyncio.to_thread(_record, number, span, data)
         requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
         rows = self._rows.setdefault(number, {})
+        self._progress.rows(number, len(rows), sum(row.code is not None for row in rows.values()))
         async with task_group(SIEError, Halted) as tasks:
             for place, line in requests:
                 # skip the lines in `rows`: an earlier attempt ran them, before an error of the store

@@ -472,10 +472,11 @@ class Dispatch:
             return True
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
-        if lora and hosted is not None and lora not in hosted.lora_digests and not in_turn:
+        assert hosted is not None
+        if lora and lora not in hosted.lora_digests and not in_turn:
             # the adapter was lost after the LoRA was loaded: load the LoRA again (`fingerprint` needs its digest)
             self._device.end(sent)
-            self._work.start(self._run_in_turn(batch), "lora")
+            self._work.start(self._run_in_turn(batch, hosted), "lora")
             return True
         dispatched_s = time.monotonic()
         for flight in flights:
@@ -507,7 +508,7 @@ class Dispatch:
                 except LoraLoading:  # the adapter evicted the batch's LoRA for other LoRAs after this work was prepared
                     if in_turn:
                         return False
-                    self._work.start(self._run_in_turn(batch), "lora")
+                    self._work.start(self._run_in_turn(batch, hosted), "lora")
         finally:
             self._device.rate.ended(ran, time.monotonic())
             self._device.end(sent)
@@ -548,11 +549,9 @@ class Dispatch:
         for entry in batch.entries:
             self._quantum.answered(answered_s - entry.work.received_s, answered_s)
 
-    async def _run_in_turn(self, batch: Batch[InFlight]) -> None:
+    async def _run_in_turn(self, batch: Batch[InFlight], hosted: ModelState) -> None:
         """Load the LoRA of a batch again. Run the batch before other LoRAs can replace it."""
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
-        hosted = flights[0].hosted
-        assert hosted is not None
         for flight in flights:
             flight.dispatched_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
@@ -578,13 +577,13 @@ class Dispatch:
         """Handle a lost adapter. `suspects`: the adapter died after it had begun the batch, so an input may be the
         cause.
         """
+        if not suspects:
+            self._again(flights)
+            return
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()
-        if suspects:
-            self._work.start(self._isolate.suspect(flights), "suspects")
-        else:
-            self._again(flights)
+        self._work.start(self._isolate.suspect(flights), "suspects")
 
     def _again(self, flights: list[InFlight]) -> None:
         for flight in flights:
@@ -596,7 +595,8 @@ class Dispatch:
             self._work.start(self._put_back(flight), "again")
 
     async def _put_back(self, flight: InFlight) -> None:
-        assert flight.hosted is not None
+        if flight.hosted is None:  # the work item was settled before this task began
+            return
         with self._settle.answering([flight], "preparing the input"):
             await self._loading.ensure(flight.hosted, [flight])
             if flight.settled:

@@ -207,7 +207,10 @@ class Loading:
     async def _obtain_and_load(self, resolved: Resolved) -> None:
         # `obtain` chooses a device by its free memory. It is called in this task, and not in `ahead`, so that it counts
         # the models whose loads `ahead` started before
-        await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
+        hosted = self.models.obtain(resolved, self.revision(resolved.entry.id))
+        # while an operator unloads the model, only work may load it again
+        if not any(state.leaves for state in self.models.find(hosted.name)):
+            await self._load(hosted)
 
     async def _load(self, hosted: ModelState) -> None:
         try:
@@ -286,10 +289,14 @@ class Loading:
 
     async def _is_another_back(self) -> bool:
         """Wait until AWAY_S seconds after the loss of the adapters. Return True as soon as an adapter is connected."""
-        for link in [link for link in self._links if not link.connected]:
-            if await link.is_back():
-                return True
-        return False
+        waits = [asyncio.create_task(link.is_back()) for link in self._links if not link.connected]
+        try:
+            for wait in asyncio.as_completed(waits):
+                if await wait:
+                    return True
+            return False
+        finally:
+            await cancel_all(waits)
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
         """Assign these work items to a newly chosen device. Return the state of their model on the chosen device."""

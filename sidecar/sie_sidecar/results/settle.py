@@ -297,7 +297,7 @@ class Settle:
             stages,
             batch,
         )
-        self._let_go(flight)  # release the model and the inputs now: the sending of the result needs only the lease
+        self._let_go(flight)
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -309,7 +309,7 @@ class Settle:
         try:
             await self._results.send(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
         finally:
-            self._remove(flight)
+            self._inventory.remove(flight)
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
@@ -337,7 +337,7 @@ class Settle:
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
-            self._remove(flight)
+            self._inventory.remove(flight)
 
     def cancel(self, flight: InFlight) -> None:
         """Acknowledge the message of a work item for which no request waits any more."""
@@ -348,20 +348,18 @@ class Settle:
         flight.move("settled")
         self._inventory.count(flight, 0)
         self._metrics.settlements.labels(outcome).inc()
+        self._let_go(flight)
 
     async def _finish_cancelled(self, flight: InFlight) -> None:
         failpoint("settle.before_cancelled_ack")
         await self._leases.finish(flight.lease)
-        self._remove(flight)
+        self._inventory.remove(flight)
 
     def _let_go(self, flight: InFlight) -> None:
+        """Release the model and the inputs of a settled work item. The rest of its settlement needs only the lease."""
         if self._fetching is not None:
             self._fetching.let_go(flight)
         self._inventory.let_model_go(flight)
-
-    def _remove(self, flight: InFlight) -> None:
-        self._let_go(flight)
-        self._inventory.remove(flight)
 
 
 # maximum number of leases in the file. A lease beyond this number is not recorded: if the process is killed, the broker
