@@ -195,7 +195,8 @@ class Client:
 
     def get_model(self, name: str) -> dict[str, Any]:
         outputs = self.outputs[name]
-        return {"outputs": outputs, "tasks": ["score"] if "score" in outputs else ["encode"], "dims": {}}
+        tasks = ["score"] if "score" in outputs else ["encode"]
+        return {"name": name, "outputs": outputs, "tasks": tasks, "inputs": ["text"], "dims": {}, "loaded": True}
 
     def score(self, model: str, query: str, documents: list[str], **options: Any) -> dict[str, Any]:
         assert options == {"on_item_error": "fail", "priority": "bulk"}

@@ -16,6 +16,7 @@ from sie_cli.main import main
 from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.api.jobs import JobInfo, JobPage
+from sie_contracts.api.models import ModelInfo
 from sie_contracts.api.operations import Health
 from sie_contracts.api.residency import ModelResidency
 
@@ -76,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[_Server]:
     with _Server(("127.0.0.1", 0), _Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
         running.shutdown()
 
@@ -96,6 +97,25 @@ def test_a_reply_of_another_form_is_refused_in_words(name: str, form: str, serve
     result = invoked(server, COMMANDS[name][0])
     assert result.exit_code == 1, result.output
     assert result.stderr.startswith("Error: "), result.stderr
+
+
+@pytest.mark.parametrize("command", ["try m text", "run m text", "models compare m n --sample SAMPLE"])
+def test_a_description_of_a_model_without_a_field_is_refused_with_its_name(
+    command: str, server: _Server, tmp_path: Path
+) -> None:
+    (sample := tmp_path / "sample.txt").write_text("a\nb\nc\n")
+    info = {name: value for name, value in ModelInfo.EXAMPLE.items() if name != "tasks"}
+    server.reply = (200, JSON, json.dumps(info).encode())
+    result = invoked(server, command.replace("SAMPLE", str(sample)).split())
+    assert (result.exit_code, "missing required field `tasks`" in result.stderr) == (1, True), result.output
+    assert f"http://127.0.0.1:{server.server_address[1]}" in result.stderr
+
+
+def test_a_history_without_a_field_is_refused_with_its_name(server: _Server) -> None:
+    revision = {name: value for name, value in ModelHistory.EXAMPLE["revisions"][0].items() if name != "author"}
+    server.reply = (200, JSON, json.dumps({"model_id": "m", "revisions": [revision]}).encode())
+    result = invoked(server, ["models", "history", "m"])
+    assert (result.exit_code, "missing required field `author`" in result.stderr) == (1, True), result.output
 
 
 def escaped(value: Any, key: str = "") -> Any:

@@ -144,7 +144,7 @@ class ConfigServiceClient(HttpConnection):
                 plain = msgspec.json.decode(answer.content)
                 return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None, plain)
             except UNDECODABLE as error:
-                raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
+                raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}\n{error}") from error
         refusal, status = _refusal_of(answer), answer.status_code
         if refusal is None:
             lines = [f"{public_url(self.url)} replied with status {status}, {_ENVELOPE}: {_WRONG_URL}"]
