@@ -52,6 +52,10 @@ class ModelDescription(msgspec.Struct, frozen=True):
     precision: _Served = _Served()
 
 
+class GatewayUnready(CommandRefused):
+    """Raised for status 502, 503 or 504: the gateway is starting or stopping, and may answer the request later."""
+
+
 class _AdminError(msgspec.Struct):
     message: str = ""
     code: str = ""
@@ -110,24 +114,23 @@ class AdminClient(HttpConnection):
 
     def request(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
         """Send a request and return the body of a successful reply. `content`: arguments of `httpx.Client.request`.
-        Raises CommandRefused, httpx.TransportError.
+        Raises CommandRefused, GatewayUnready, httpx.TransportError.
         """
         try:
             answer = self._client.request(method, path, **content)
         except httpx.DecodingError as error:
             raise CommandRefused(f"{public_url(self.url)} replied {_OTHER_FORM}") from error
+        refused = GatewayUnready if answer.status_code in (502, 503, 504) else CommandRefused
         try:
             if answer.is_success:
                 return msgspec.json.decode(answer.content, type=body_type)
             refusal = msgspec.json.decode(answer.content, type=_AdminErrorBody).error
         except UNDECODABLE as error:
             status = answer.status_code
-            raise CommandRefused(
-                f"{public_url(self.url)} replied with status {status}, {_OTHER_FORM}\n{error}"
-            ) from error
+            raise refused(f"{public_url(self.url)} replied with status {status}, {_OTHER_FORM}\n{error}") from error
         message = refusal.message or f"status {answer.status_code}"
         following = _NEXT.get(refusal.code)
-        raise CommandRefused(f"{message}\n{following}" if following else message)
+        raise refused(f"{message}\n{following}" if following else message)
 
     def first(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
         """Send the first request of a command. Raises CommandRefused, also if no gateway answers."""
