@@ -132,6 +132,9 @@ def compare(
 
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
+
+    Status 0: the models were compared, however much they differ. 1: they could not be compared, for example because no
+    gateway answered. 2: an option is wrong.
     """
     url, token = cluster.gateway_urls[0], cluster.gateway_token
     sample, query_sample = read(sample_file, limit), read(queries, limit) if queries else ComparisonSample()
