@@ -57,8 +57,8 @@ class GatewayUnready(CommandRefused):
 
 
 class _AdminError(msgspec.Struct):
-    message: str = ""
-    code: str = ""
+    message: str | None = None
+    code: str | int | None = None  # that of another server or of a proxy may be null or a number
 
 
 class _AdminErrorBody(msgspec.Struct):
@@ -129,7 +129,7 @@ class AdminClient(HttpConnection):
             status = answer.status_code
             raise refused(f"{public_url(self.url)} replied with status {status}, {_OTHER_FORM}\n{error}") from error
         message = refusal.message or f"status {answer.status_code}"
-        following = _NEXT.get(refusal.code)
+        following = _NEXT.get(str(refusal.code))
         raise refused(f"{message}\n{following}" if following else message)
 
     def first(self, method: str, path: str, body_type: type[T], **content: Any) -> T:

@@ -118,6 +118,16 @@ def test_a_history_without_a_field_is_refused_with_its_name(server: _Server) -> 
     assert (result.exit_code, "missing required field `author`" in result.stderr) == (1, True), result.output
 
 
+@pytest.mark.parametrize("code", [None, 503], ids=str)
+@pytest.mark.parametrize("name", ["cache status", "models list"])
+def test_a_refusal_whose_code_is_no_text_is_shown_with_its_message(
+    name: str, code: int | None, server: _Server
+) -> None:
+    server.reply = (400, JSON, json.dumps({"error": {"message": "the site is closed", "code": code}}).encode())
+    result = invoked(server, COMMANDS[name][0])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: the site is closed")
+
+
 def escaped(value: Any, key: str = "") -> Any:
     """Return a reply with ESCAPE at the end of each text that is no state and no path of a field."""
     if isinstance(value, dict):

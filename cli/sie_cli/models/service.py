@@ -219,7 +219,7 @@ class _ChangedField(Struct):
 
 class _RefusalFields(Struct):
     message: str
-    code: str = ""
+    code: str | int | None = None  # that of another server or of a proxy may be null or a number
     reason: str | None = None
     revision: int | None = None
     errors: list[_FaultFields] | None = None

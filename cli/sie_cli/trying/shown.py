@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sie_cli.display import counted, printable
+from sie_cli.display import counted, printable, problem
 from sie_cli.trying.asking import ModelAnswer, strongest
 from sie_contracts.stages import STAGE_WORDS
 
@@ -233,8 +233,7 @@ def _table(*titles: str) -> Table:
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
-            why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
-            yield Text(f"failed: {label}: {why}", "red")
+            yield Text(f"failed: {label}: {printable(problem(result['error']))}", "red")
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
