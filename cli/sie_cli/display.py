@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,6 +48,11 @@ def printable(text: str, *, lines: bool = False) -> str:
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
         for letter in (text if lines else text[:MAX_LINE])
     )
+
+
+def problem(error: Mapping[str, Any]) -> str:
+    """Return the code and the message of an error in a reply. The text lacks what is missing or null."""
+    return ": ".join(str(error[name]) for name in ("code", "message") if error.get(name))
 
 
 def document(value: Any, indent: int = 2) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -34,9 +34,32 @@ _NEXT = {
 }
 
 
+class _Served(msgspec.Struct, frozen=True):
+    served: tuple[str, ...] = ()
+
+
+class ModelDescription(msgspec.Struct, frozen=True):
+    """Fields of a gateway's description of a model (`ModelInfo`) that commands read."""
+
+    name: str
+    tasks: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dims: dict[str, int]
+    loaded: bool
+    score_scale: str | None = None
+    needs_labels: bool = False
+    engine: _Served = _Served()
+    precision: _Served = _Served()
+
+
+class GatewayUnready(CommandRefused):
+    """Raised for status 502, 503 or 504: the gateway is starting or stopping, and may answer the request later."""
+
+
 class _AdminError(msgspec.Struct):
-    message: str = ""
-    code: str = ""
+    message: str | None = None
+    code: str | int | None = None  # that of another server or of a proxy may be null or a number
 
 
 class _AdminErrorBody(msgspec.Struct):
@@ -110,16 +133,17 @@ class AdminClient(HttpConnection):
             answer = self._exchange(method, path, **content)
         except httpx.DecodingError as error:
             raise CommandRefused(f"{public_url(self.url)} replied {_OTHER_FORM}") from error
+        refused = GatewayUnready if answer.status_code in (502, 503, 504) else CommandRefused
         try:
             if answer.is_success:
                 return msgspec.json.decode(answer.content, type=body_type)
             refusal = msgspec.json.decode(answer.content, type=_AdminErrorBody).error
         except UNDECODABLE as error:
             status = answer.status_code
-            raise CommandRefused(f"{public_url(self.url)} replied with status {status}, {_OTHER_FORM}") from error
+            raise refused(f"{public_url(self.url)} replied with status {status}, {_OTHER_FORM}\n{error}") from error
         message = refusal.message or f"status {answer.status_code}"
-        following = _NEXT.get(refusal.code)
-        raise CommandRefused(f"{message}\n{following}" if following else message)
+        following = _NEXT.get(str(refusal.code))
+        raise refused(f"{message}\n{following}" if following else message)
 
     def first(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
         """Send the first request of a command. Raises CommandRefused, also if no gateway answers."""
@@ -149,6 +173,14 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
         yield client
 
 
+def described(info: object, fields: type[T]) -> T:
+    """Convert a gateway's description of a model to `fields`. Raises ServerError that names a missing field."""
+    from sie_client.core import reading
+
+    with reading({}):
+        return msgspec.convert(info, fields)
+
+
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
     """End the command with status 2 if no gateway answers, or if the gateway refuses the token. Raises CommandRefused
@@ -165,7 +197,9 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
     except ModelNotFoundError as error:
         raise CommandRefused(f"{printable(str(error))} (`sie models list` shows all)") from error
     except SIEError as error:
-        raise CommandRefused(printable(str(error))) from error
+        # the status is 200 if a field of the reply is missing or has another type
+        where = f"\n{public_url(cluster.gateway_urls[0])} replied {_OTHER_FORM}" if error.status == 200 else ""
+        raise CommandRefused(printable(str(error)) + where) from error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from click.testing import CliRunner, Result
 from cluster import SIE, until
 from safetensors.numpy import save
 
-from sie_cli.airgap import contents, placing
+from sie_cli.airgap import command, contents, placing
 from sie_cli.airgap.archive import ByteProgress
 from sie_cli.airgap.command import airgap
+from sie_cli.refusal import CommandRefused
 from sie_config_service.overlay import Overlay
 from sie_contracts.models.catalogue import fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Settings, load
+from sie_store import durable
 from sie_store.configured import weight_sources
 from sie_store.weights.manifest import MANIFEST, FileFact, Manifest, digest, encode
 
@@ -559,6 +562,41 @@ def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anyt
     refused = office.sie("create", "--models", "my/path", "-o", str(archive), "--force", status=1)
     assert "8.0 TiB: free space" in refused.output
     assert archive.read_bytes() == b"precious"
+
+
+def test_of_two_creates_of_one_file_the_second_never_replaces_or_removes_what_the_first_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, sync = tmp_path / "models.tar", durable.sync
+    with command._written(archive, force=False) as first:
+        with pytest.raises(CommandRefused, match="another `sie airgap` writes"):
+            command._written(archive, force=True).__enter__()
+        first.write(b"first")
+    with pytest.raises(CommandRefused, match="exists: --force replaces it"):
+        command._written(archive, force=False).__enter__()
+    assert list(tmp_path.iterdir()) == [archive]
+
+    with ExitStack() as later:
+
+        def begin_next(path: Path) -> None:
+            """Begin the third archive when the second has its final name, and its writer has not ended yet."""
+            monkeypatch.setattr(durable, "sync", sync)
+            later.enter_context(command._written(archive, force=True)).write(b"third")
+
+        monkeypatch.setattr(durable, "sync", begin_next)
+        with command._written(archive, force=True) as second:
+            second.write(b"second")
+        assert archive.read_bytes() == b"second"
+    assert archive.read_bytes() == b"third"
+
+
+def test_a_load_that_ends_leaves_the_files_of_the_next_load(tmp_path: Path) -> None:
+    folder = tmp_path / "airgap"
+    with ExitStack() as later:
+        with placing._loading(folder) as partial:
+            partial.rename(folder)
+            (later.enter_context(placing._loading(folder)) / "file").touch()
+        assert (partial / "file").exists()
 
 
 @pytest.mark.long

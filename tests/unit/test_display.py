@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sie_cli.display import MAX_LINE, document, printable, rounded_size, size
+from sie_cli.display import MAX_LINE, document, printable, problem, rounded_size, size
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,9 @@ def test_json_for_a_terminal_has_no_character_that_it_would_obey() -> None:
 @pytest.mark.parametrize(("lines", "length"), [(False, MAX_LINE), (True, 100_000)])
 def test_an_untrusted_name_has_a_bound_and_a_text_with_lines_has_none(lines: bool, length: int) -> None:
     assert printable("x" * 100_000, lines=lines) == "x" * length
+
+
+def test_the_text_of_an_error_lacks_what_is_null() -> None:
+    assert problem({"code": "NOT_READY", "message": "no model"}) == "NOT_READY: no model"
+    assert problem({"code": None, "message": "no model"}) == "no model"
+    assert problem({"code": "NOT_READY"}) == "NOT_READY"

@@ -311,6 +311,15 @@ def test_targets_and_results_that_the_disk_has_no_room_for_leave_what_was_there(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
 
+@pytest.mark.parametrize("text", ["# why\na/b: {}\n", "a/b:  # why\n  mine: {map: {value: 0.1}}\n"])
+def test_a_file_of_targets_with_comments_is_refused_before_anything_is_measured(tmp_path: Path, text: str) -> None:
+    (file := tmp_path / "targets.yaml").write_text(text)
+    arguments = ["eval", "run", "a/b", "-t", "stsb", "-s", "patterns", "--save-targets", str(file)]
+    refused = CliRunner().invoke(main, arguments)
+    assert (refused.exit_code, "its comments would be lost" in refused.stderr) == (1, True), refused.output
+    assert file.read_text() == text
+
+
 def test_a_metric_without_a_value_makes_no_target() -> None:
     reached = {"map": 0.4, "spearman": math.nan}
     assert (

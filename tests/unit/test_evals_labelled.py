@@ -221,7 +221,8 @@ class Client:
 
 
 def cluster(**info: Any) -> tuple[Sie, Client]:
-    model_info = {"outputs": ["entities"], "tasks": ["extract"], "inputs": ["text"], "needs_labels": True, **info}
+    model_info = {"name": "a/b", "outputs": ["entities"], "tasks": ["extract"], "inputs": ["text"], "dims": {}}
+    model_info |= {"loaded": True, "needs_labels": True, **info}
     client: Any = Client()
     return Sie("sie", client, "a/b", "http://127.0.0.1", None, model_info), client
 

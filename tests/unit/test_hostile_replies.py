@@ -18,6 +18,7 @@ from sie_cli.main import main
 from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.api.jobs import JobInfo, JobPage
+from sie_contracts.api.models import ModelInfo
 from sie_contracts.api.operations import Health
 from sie_contracts.api.residency import ModelResidency
 
@@ -85,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[_Server]:
     with _Server(("127.0.0.1", 0), _Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
         running.shutdown()
 

@@ -1,7 +1,12 @@
-"""`sie models load` and `unload` with `--wait`, with a gateway of several lanes and a clock of the test."""
+"""`sie models load` and `unload` with `--wait`, with a gateway of several lanes and a clock of the test, and with a
+gateway that restarts.
+"""
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
@@ -53,3 +58,44 @@ def test_the_timeout_is_that_of_all_lanes_together(
     assert ran.exit_code == (last_s > timeout_s), ran.output
     assert now_s <= timeout_s
     assert ("m: unloaded by w2" in ran.stdout) == (last_s <= timeout_s)
+
+
+@pytest.mark.parametrize("outage", ["no answer", "not ready", "no answer of a proxy"])
+@pytest.mark.parametrize("interrupted", [("GET", 2), ("POST", 3)])
+def test_a_wait_for_a_load_survives_a_restart_of_the_gateway(
+    monkeypatch: pytest.MonkeyPatch, interrupted: tuple[str, int], outage: str
+) -> None:
+    monkeypatch.setattr(residency, "POLL_S", 0.01)
+    unready = {"error": {"code": "NOT_READY", "message": "the catalogue is not read yet", "retryable": True}}
+    lost = {"no answer": None, "not ready": (503, json.dumps(unready)), "no answer of a proxy": (502, "<html>")}[outage]
+    described = {"state": "loaded", "loaded": True, "workers": ["w0"]}
+    lane = {"model": "m", "lane": "l", "workers": []}
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            requests.append(self.command)
+            state = "loading" if len(requests) == 1 else "loaded"
+            body = {"name": "m", "lanes": [lane | {"state": state}], "state": state}
+            status, text = 200, json.dumps(described if self.command == "GET" else body)
+            if (self.command, len(requests)) == interrupted:
+                if lost is None:
+                    return  # the connection is closed without an answer
+                status, text = lost
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        ran = CliRunner().invoke(main, ["models", "load", "m", "--wait", "--timeout", "30", "--url", url])
+        server.shutdown()
+    assert (ran.exit_code, "m: loaded by w0" in ran.stdout) == (0, True), ran.output
+    assert requests == ["POST", "GET", *(["GET"] if interrupted[0] == "GET" else ["POST", "GET"]), "POST"]

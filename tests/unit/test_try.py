@@ -12,9 +12,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from rich.console import Console
 
 from sie_cli.display import document
+from sie_cli.gateway_client import ModelDescription
 from sie_cli.main import main
 from sie_cli.refusal import CommandRefused
 from sie_cli.trying.asking import ModelAnswer, Question, QuestionInput, ask_model, read, reply, strongest, verb_of
@@ -22,10 +24,10 @@ from sie_cli.trying.shown import LINES, LabelledSpan, bar, colours, heat, marked
 from sie_client import SIEClient
 from sie_client.types import Results
 
-ENCODES = {"name": "test/m3", "tasks": ["encode", "score"], "score_scale": "cosine", "loaded": True}
-ENCODES["dims"] = {"dense": 4, "sparse": 72, "multivector": 32}
-SCORES = {"name": "test/cross", "tasks": ["score"], "dims": {}, "score_scale": "probability", "loaded": True}
-EXTRACTS = {"name": "test/gliner", "tasks": ["extract"], "dims": {}, "score_scale": None, "loaded": False}
+WIDTHS = {"dense": 4, "sparse": 72, "multivector": 32}
+ENCODES = ModelDescription("test/m3", ("encode", "score"), ("text",), (*WIDTHS, "score"), WIDTHS, True, "cosine")
+SCORES = ModelDescription("test/cross", ("score",), ("text",), ("score",), {}, True, "probability")
+EXTRACTS = ModelDescription("test/gliner", ("extract",), ("text",), ("entities",), {}, False)
 USAGE = {"prompt_tokens": 7, "total_tokens": 7, "truncated": False}
 SHARED = {
     "model": "test/model",
@@ -88,9 +90,9 @@ def dense(*values: float, dtype: Any = np.float32) -> dict[str, Any]:
 
 
 def encoded(
-    *results: dict[str, Any], texts: tuple[str, ...], info: dict[str, Any] = ENCODES, **more: Any
+    *results: dict[str, Any], texts: tuple[str, ...], info: ModelDescription = ENCODES, **more: Any
 ) -> ModelAnswer:
-    question = Question(info["name"], inputs(*texts), explain="explain" in more)
+    question = Question(info.name, inputs(*texts), explain="explain" in more)
     return ModelAnswer("encode", info, question, results, {**SHARED, **more})
 
 
@@ -166,14 +168,14 @@ def test_standard_input_without_a_text_is_refused(stdin: bytes, why: str) -> Non
     ("info", "options", "verb"),
     [
         (ENCODES, {}, "encode"),
-        ({**ENCODES, "tasks": ["score", "encode"]}, {}, "encode"),
+        (replace(ENCODES, tasks=("score", "encode")), {}, "encode"),
         (ENCODES, {"query": QuestionInput({"text": "q"}, "q")}, "score"),
         (SCORES, {"query": QuestionInput({"text": "q"}, "q")}, "score"),
         (EXTRACTS, {}, "extract"),
-        ({**EXTRACTS, "tasks": ["encode", "extract"]}, {"labels": ("a",)}, "extract"),
+        (replace(EXTRACTS, tasks=("encode", "extract")), {"labels": ("a",)}, "extract"),
     ],
 )
-def test_the_verb_follows_the_model_and_the_options(info: Any, options: dict[str, Any], verb: str) -> None:
+def test_the_verb_follows_the_model_and_the_options(info: ModelDescription, options: dict[str, Any], verb: str) -> None:
     assert verb_of(info, Question("m", (), **options)) == verb
 
 
@@ -182,7 +184,7 @@ def test_the_verb_follows_the_model_and_the_options(info: Any, options: dict[str
     [
         (SCORES, {}, 'test/cross scores texts against a query: give the query with --query "a question"'),
         (
-            {**ENCODES, "tasks": ["encode"]},
+            replace(ENCODES, tasks=("encode",)),
             {"query": QuestionInput({})},
             "test/m3 does encode; without --query the vectors",
         ),
@@ -192,7 +194,9 @@ def test_the_verb_follows_the_model_and_the_options(info: Any, options: dict[str
         (ENCODES, {"labels": ("a",), "query": QuestionInput({})}, "use only one of the two"),
     ],
 )
-def test_options_that_do_not_fit_the_model_are_refused(info: Any, options: dict[str, Any], why: str) -> None:
+def test_options_that_do_not_fit_the_model_are_refused(
+    info: ModelDescription, options: dict[str, Any], why: str
+) -> None:
     with pytest.raises(CommandRefused, match=r".") as refused:
         verb_of(info, Question("m", (), **options))
     assert why in refused.value.message
@@ -281,7 +285,9 @@ def test_a_request_of_which_all_inputs_failed_leaves_the_answer_of_the_others() 
             return Results([{**SHARED, **dense(1, 0)}, {**SHARED, **FAILED, "outputs": {}, "timing": {}}])
 
     question = Question("test/m3", inputs("a", "b"))
-    answer = ask_model(cast(SIEClient, Client()), {**ENCODES, "tasks": ["encode"]}, question, "http://127.0.0.1:1", "")
+    answer = ask_model(
+        cast(SIEClient, Client()), replace(ENCODES, tasks=("encode",)), question, "http://127.0.0.1:1", ""
+    )
     assert (answer.failed, answer.shared["timing"]) == (1, SHARED["timing"])
 
 
@@ -309,7 +315,7 @@ def scored(*scores: float | None, scale: str = "probability") -> ModelAnswer:
     ]
     question_inputs, query = read([f"text {number}" for number in range(1, len(scores) + 1)], "who?")
     return ModelAnswer(
-        "score", {**SCORES, "score_scale": scale}, Question("test/cross", question_inputs, query), entries, SHARED
+        "score", replace(SCORES, score_scale=scale), Question("test/cross", question_inputs, query), entries, SHARED
     )
 
 

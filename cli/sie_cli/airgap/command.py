@@ -80,8 +80,6 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
 
     with _refusing():
         settings = loaded(values).settings
-        if output.exists() and not force:
-            raise CommandRefused(f"{output} exists: --force replaces it")
         models = [part.strip() for text in names for part in text.split(",") if part.strip()]
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
@@ -91,8 +89,9 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         downloads.setLevel(logging.INFO)
         downloads.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)
-        placed = [gathering.model(entry) for entry in entries]
-        with _written(output, gathering.bytes) as file:
+        with _written(output, force=force) as file:
+            placed = [gathering.model(entry) for entry in entries]
+            _check_room(output, gathering.bytes)
             with _bar("reading", gathering.unread_bytes) as progress:
                 archive = contents(replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress)
             placing.check(archive.index)
@@ -272,10 +271,18 @@ def _refusing() -> Iterator[None]:
         raise CommandRefused(str(error)) from error
 
 
+def _check_room(output: Path, size: int) -> None:
+    if str(output) != "-" and (free := shutil.disk_usage(output.parent).free) < size:
+        need = display.size(size)
+        raise CommandRefused(
+            f"{output.parent} has {display.size(free)} free, the archive needs {need}: free space, or name another FILE"
+        )
+
+
 @contextmanager
-def _written(output: Path, size: int) -> Iterator[BinaryIO]:
+def _written(output: Path, *, force: bool) -> Iterator[BinaryIO]:
     """Yield a file for an archive, or standard output if `output` is `-`. At the end of the context, rename the
-    complete file to `output`. `size`: bytes that the archive needs on the disk. Raises CommandRefused, OSError.
+    complete file to `output`. `force`: replace an existing file. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():
@@ -285,23 +292,22 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
         return
     if not output.parent.is_dir():
         raise CommandRefused(f"there is no folder {output.parent}")
-    if (free := shutil.disk_usage(output.parent).free) < size:
-        need = display.size(size)
-        raise CommandRefused(
-            f"{output.parent} has {display.size(free)} free, the archive needs {need}: free space, or name another FILE"
-        )
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
         placing.claim(growing, file.fileno())
         file.truncate(0)  # remove the bytes that a killed command left in the file
         try:
+            # check this under the lock: another command may have written the archive until now
+            if output.exists() and not force:
+                raise CommandRefused(f"{output} exists: --force replaces it")
             yield file
             file.flush()
             os.fsync(file.fileno())
             durable.replace(growing, output)
-            durable.sync(output.parent)
-        finally:
+        except BaseException:  # not after the rename: the next command may have created its own file `growing`
             growing.unlink(missing_ok=True)
+            raise
+    durable.sync(output.parent)
 
 
 @contextmanager

@@ -174,8 +174,8 @@ def wrong(
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to `folder`. The end of the context removes this folder if the caller has not
-    renamed it. Raises CommandRefused, OSError.
+    """Yield an empty, locked folder next to `folder`, which the caller renames. An error in the context removes it.
+    Raises CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,8 +187,9 @@ def _loading(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:
             yield partial
-        finally:
+        except BaseException:  # not after the rename: the next load may have created its own folder `partial`
             shutil.rmtree(partial, ignore_errors=True)
+            raise
     finally:
         os.close(descriptor)
 

@@ -189,6 +189,8 @@ def run(
         raise CommandRefused("MODEL: name each model only once")
     if len(models) > 1 and (save_targets or markdown or html):
         raise CommandRefused("--save-targets, --markdown and --html work with one MODEL only")
+    if save_targets is not None:
+        targets.check(save_targets)
     if kind == "perf" and (kinds or rerank):
         raise CommandRefused("--outputs and --rerank need --type quality")
     folder = results or cluster.data_dir / FOLDER

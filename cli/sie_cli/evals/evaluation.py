@@ -119,7 +119,7 @@ def _context(spec: EvalSpec, task: Task, sources: Sequence[EvalSource]) -> _Eval
     if first is None:
         return _EvalContext(spec, task, sources, HERE, results.about({}, HERE))
     machine = first.machine() or HERE
-    served = {name: ", ".join(first.info[name]["served"]) for name in ("engine", "precision")}
+    served = {"engine": ", ".join(first.info.engine.served), "precision": ", ".join(first.info.precision.served)}
     serving = {"fingerprint": first.fingerprint, **served}
     return _EvalContext(spec, task, sources, machine, results.about(serving, machine))
 

@@ -19,8 +19,10 @@ from sie_cli.bodies import append, body_of
 from sie_cli.evals.labelled import Fact, FactKind, FactTask, KindSpan, LabelledText
 from sie_cli.evals.load import NOBODY, PATIENCE_S, LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE, Matrix, VectorOutput, find
+from sie_cli.gateway_client import ModelDescription, described
 from sie_cli.refusal import CommandRefused
 from sie_client import SIEAsyncClient, SIEClient
+from sie_client.core import reading
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_client.types import Item
 from sie_contracts.errors import UNDECODABLE
@@ -109,14 +111,14 @@ class Sie:
         self.token = token
         self._client, self.model = client, model
         self.tokens = 0
-        self.info = info
-        outputs = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
-        self.scores_pairs = not outputs and "score" in self.info["tasks"]
+        self.info = described(info, ModelDescription)
+        outputs = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info.outputs]
+        self.scores_pairs = not outputs and "score" in self.info.tasks
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
         # Read the fingerprint from a response of the model: the `info` of a gateway that has just started may lack it.
-        answer: Any = self.info
-        if "text" in self.info["inputs"]:
+        answer: Any = info
+        if "text" in self.info.inputs:
             if self.only_extracts:
                 answer = client.extract(model, ".", labels=["."])
             else:
@@ -126,9 +128,11 @@ class Sie:
 
     def machine(self) -> str:
         """Return the machine profile of a worker that has loaded the model, else of any worker, else ""."""
-        workers = self._client.health()["workers"]
-        having = [worker for worker in workers if self.model.partition(":")[0] in worker["loaded_models"]]
-        return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
+        health = self._client.health()
+        with reading({}):
+            workers = health["workers"]
+            having = [worker for worker in workers if self.model.partition(":")[0] in worker["loaded_models"]]
+            return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
@@ -178,7 +182,7 @@ class Sie:
         if task.kind == "redaction":
             redacted = self._client.redact(self.model, items, task.labels, **params)
             return [[(span["start"], span["end"], span["kind"]) for span in result["spans"]] for result in redacted]
-        if not self.info["needs_labels"]:
+        if not self.info.needs_labels:
             labels = ", ".join(task.labels)
             raise CommandRefused(f"{self.model} has labels of its own: the task {task.name} needs {labels}")
         results: Any = self._client.extract(self.model, items, labels=task.labels, **params)

@@ -12,6 +12,7 @@ speed tasks contain the machine profile and the load.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
     if is_speed:
         return {name: ScoreTarget(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
     return {name: ScoreTarget(round(value, 4)) for name, value in values.items()}
+
+
+def check(file: Path) -> None:
+    """Raise CommandRefused if a file has comments, which `save` would not keep, or if it is no file of targets."""
+    if file.exists():
+        read(file)
+        if re.search(rb"(^|\s)#", file.read_bytes()):
+            raise CommandRefused(
+                f"--save-targets {file}: its comments would be lost: remove them, or name another file"
+            )
 
 
 def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:

@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from sie_cli import display
-from sie_cli.display import counted, printable
+from sie_cli.display import counted, printable, problem
 from sie_cli.moments import Deadline, local, moment, span
 from sie_cli.refusal import INTERRUPTED, CommandRefused, refusing
 from sie_contracts.errors import UNDECODABLE
@@ -174,7 +174,7 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [("ROW", "ERROR")]
     for row in rows:
         error = row.get("error")
-        text = f"{error.get('code', '')}: {error.get('message', '')}" if isinstance(error, Mapping) else str(error)
+        text = problem(error) if isinstance(error, Mapping) else str(error)
         lines.append((str(row.get("id", "?")), text))
     return lines
 

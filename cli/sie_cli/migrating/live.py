@@ -512,7 +512,7 @@ class _LiveSteps:
             vector = self._vector(result)
             if vector is None:
                 error = result.get("error") or {}
-                reason = printable(f"{model.name} refuses the text ({error.get('code', 'no vector')})")
+                reason = printable(f"{model.name} refuses the text ({error.get('code') or 'no vector'})")
                 refused.append((row, reason))
             else:
                 done.append(row)

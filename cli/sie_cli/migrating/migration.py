@@ -25,6 +25,7 @@ from msgspec import Meta, Struct
 
 from sie_cli import display
 from sie_cli.display import printable
+from sie_cli.gateway_client import described
 from sie_cli.jobs.job import (
     OutputPlace,
     errors_text,
@@ -343,7 +344,7 @@ class Migration:
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
+        aliases = [described(client.get_model(self._plan.alias), _ModelFields).alias for client in self._clients]
         shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
         return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
 
@@ -373,7 +374,7 @@ def check_encoder(client: SIEClient, name: str) -> None:
 
 def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
     """Return output name -> width of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
-    info = _described(client.get_model(name))
+    info = described(client.get_model(name), _ModelFields)
     if info.alias is not None:
         raise CommandRefused(f"{name} is an alias: name a model instead (`sie models show {name}` shows its models)")
     widths = {output: info.dims[output] for output in VECTORS if output in info.dims}

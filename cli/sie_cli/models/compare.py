@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.gateway_client import ModelDescription, described
 from sie_cli.refusal import CommandRefused
 from sie_cli.replay.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_contracts.errors import UNDECODABLE
@@ -131,6 +132,9 @@ def compare(
 
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
+
+    Status 0: the models were compared, however much they differ. 1: they could not be compared, for example because no
+    gateway answered. 2: an option is wrong.
     """
     url, token = cluster.gateway_urls[0], cluster.gateway_token
     sample, query_sample = read(sample_file, limit), read(queries, limit) if queries else ComparisonSample()
@@ -204,12 +208,12 @@ def _read_line(line: str, where: str, *, is_json: bool) -> str | tuple[str, tupl
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
-    infos = [client.get_model(name) for name in names]
-    if all("dense" in info["dims"] for info in infos):
+    infos = [described(client.get_model(name), ModelDescription) for name in names]
+    if all("dense" in info.dims for info in infos):
         return of_vectors(client, names, sample.texts, queries)
-    if all("score" in info["tasks"] for info in infos):
+    if all("score" in info.tasks for info in infos):
         return _ranks(client, names, sample)
-    outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
+    outputs = "; ".join(f"{name} has {', '.join(info.outputs)}" for name, info in zip(names, infos, strict=True))
     raise CommandRefused(
         f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two models with scores"
     )

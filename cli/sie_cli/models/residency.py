@@ -6,6 +6,7 @@ POST /v1/models/NAME/load ──► 200: done
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from msgspec import Struct
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import printable
-from sie_cli.gateway_client import AdminClient, checked_headers
+from sie_cli.gateway_client import AdminClient, GatewayUnready, checked_headers
 from sie_cli.models.service import quoted_model
 from sie_cli.refusal import CommandRefused
 from sie_contracts.api.models import Download, LoadError
@@ -42,8 +43,8 @@ class _ResidencyFields(Struct, frozen=True):
 
 def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> Iterator[tuple[float, _ResidencyFields]]:
     """Request the gateway's description of the model every POLL_S seconds until `wait_s` seconds after `began_s`, at
-    least once. Yield (seconds since `began_s`, description). If the gateway does not answer, print this and repeat the
-    request, because the gateway may be restarting. Raises CommandRefused.
+    least once. Yield (seconds since `began_s`, description). If the gateway does not answer or is not ready, print this
+    and repeat the request, because the gateway may be restarting. Raises CommandRefused.
     """
     while True:
         since_s = time.monotonic() - began_s
@@ -51,6 +52,8 @@ def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> I
             yield since_s, gateway.request("GET", _path(name), _ResidencyFields)
         except httpx.TransportError:
             click.echo(f"{public_url(gateway.url)} does not answer; the request is repeated", err=True)
+        except GatewayUnready as error:
+            click.echo(f"{error.format_message()}; the request is repeated", err=True)
         if since_s + POLL_S >= wait_s:
             return
         time.sleep(POLL_S)
@@ -123,10 +126,11 @@ def _await_load(gateway: AdminClient, model: str, headers: dict[str, str], began
         # `info.loaded` is true if the model is loaded in any lane (pool, machine profile and bundle). Only the reply to
         # a load request says whether it is loaded in the requested lane.
         if info.loaded:
-            reply = gateway.first("POST", _path(model, "/load"), ModelResidency, headers=headers)
-            if reply.state == "loaded":
-                click.echo(printable(f"{model}: loaded by {', '.join(info.workers)} after {since_s:.1f} s"))
-                return
+            with contextlib.suppress(httpx.TransportError, GatewayUnready):  # the loop sends the request again
+                reply = gateway.request("POST", _path(model, "/load"), ModelResidency, headers=headers)
+                if reply.state == "loaded":
+                    click.echo(printable(f"{model}: loaded by {', '.join(info.workers)} after {since_s:.1f} s"))
+                    return
         if info.state == "failed" and (has_begun or since_s > STALE_S):
             reason = info.last_error.message if info.last_error else "no reason"
             raise CommandRefused(f"{model} could not be loaded: {reason}")

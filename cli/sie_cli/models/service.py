@@ -144,7 +144,7 @@ class ConfigServiceClient(HttpConnection):
                 plain = msgspec.json.decode(answer.content)
                 return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None, plain)
             except UNDECODABLE as error:
-                raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
+                raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}\n{error}") from error
         refusal, status = _refusal_of(answer), answer.status_code
         if refusal is None:
             lines = [f"{public_url(self.url)} replied with status {status}, {_ENVELOPE}: {_WRONG_URL}"]
@@ -219,7 +219,7 @@ class _ChangedField(Struct):
 
 class _RefusalFields(Struct):
     message: str
-    code: str = ""
+    code: str | int | None = None  # that of another server or of a proxy may be null or a number
     reason: str | None = None
     revision: int | None = None
     errors: list[_FaultFields] | None = None

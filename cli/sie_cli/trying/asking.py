@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 
 from sie_cli.display import printable
+from sie_cli.gateway_client import ModelDescription
 from sie_cli.refusal import CommandRefused
 from sie_client import SIEClient
 from sie_client.core import quoted
@@ -114,7 +115,7 @@ class ModelAnswer:
     """
 
     verb: str
-    info: Mapping[str, Any]
+    info: ModelDescription
     question: Question
     results: Sequence[Mapping[str, Any]]
     shared: Mapping[str, Any]
@@ -129,13 +130,13 @@ class ModelAnswer:
         return int(str(entry["item_id"]).removeprefix("item-"))
 
 
-def verb_of(info: Mapping[str, Any], question: Question) -> str:
+def verb_of(info: ModelDescription, question: Question) -> str:
     """Return the task: "encode", "score" or "extract". A query requires "score"; labels or a threshold require
     "extract". Without these options, return the model's first task. If that is "score" and the model also does
     "encode", return "encode". Raises CommandRefused if the options contradict each other or do not fit the model, or if
     a query is missing.
     """
-    tasks, name = list(info["tasks"]), info["name"]
+    tasks, name = info.tasks, info.name
     does = f"{name} does {' and '.join(tasks)}"
     if question.query is not None and question.labels:
         raise CommandRefused("--query ranks texts and --labels finds parts of them: use only one of the two")
@@ -153,13 +154,13 @@ def verb_of(info: Mapping[str, Any], question: Question) -> str:
         if "encode" in tasks:
             return "encode"
         raise CommandRefused(f'{name} scores texts against a query: give the query with --query "a question"')
-    return str(tasks[0])
+    return tasks[0]
 
 
 def ask_model(
-    client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None
+    client: SIEClient, info: ModelDescription, question: Question, url: str, token: str | None
 ) -> ModelAnswer:
-    """Send the inputs of a question to its model, and return the answer. `info`: reply of `get_model` for this model.
+    """Send the inputs of a question to its model, and return the answer. `info`: the model's description.
     Raises CommandRefused and SIEError.
     """
     verb = verb_of(info, question)
@@ -178,7 +179,7 @@ def ask_model(
             params["threshold"] = question.threshold
         replies: Any = client.extract(question.model, items, **params)
     else:
-        replies = client.encode(question.model, items, output_types=list(info["dims"]), explain=question.explain)
+        replies = client.encode(question.model, items, output_types=list(info.dims), explain=question.explain)
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]

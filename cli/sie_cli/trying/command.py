@@ -13,7 +13,7 @@ import click
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import document, printable
-from sie_cli.gateway_client import gateway_client, quiet_client
+from sie_cli.gateway_client import ModelDescription, described, gateway_client, quiet_client
 from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _print_answer(
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     with gateway_client(cluster, "the scopes read and infer") as client:
         with quiet_client():
-            info = client.get_model(model)
+            info = described(client.get_model(model), ModelDescription)
         try:
             answer = ask_model(client, info, question, url, secret.reveal() if secret else None)
         except InvalidInputError as error:

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sie_cli.display import counted, printable
+from sie_cli.display import counted, printable, problem
 from sie_cli.trying.asking import ModelAnswer, strongest
 from sie_contracts.stages import STAGE_WORDS
 
@@ -37,7 +37,7 @@ _AT_WORKER = {
 
 def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
     """Yield the parts of the display of an answer, from top to bottom."""
-    head = Text.assemble((printable(answer.info["name"]), "bold"), f"  {answer.verb}")
+    head = Text.assemble((printable(answer.info.name), "bold"), f"  {answer.verb}")
     yield head
     if answer.verb == "encode":
         yield from _encoded(answer, width)
@@ -53,7 +53,7 @@ def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[Ren
 
 def _encoded(answer: ModelAnswer, width: int) -> Iterator[RenderableType]:
     labels = [source.label for source in answer.question.inputs]
-    for name in answer.info["dims"]:
+    for name in answer.info.dims:
         rows = [(number, result) for number, result in enumerate(answer.results) if name in result.get("outputs", {})]
         if not rows:
             continue
@@ -129,7 +129,7 @@ def _scored(answer: ModelAnswer) -> Iterator[RenderableType]:
     yield Text.assemble(("query: ", "cyan"), answer.question.query.label)
     ranked = [result for result in answer.results if result.get("score") is not None]
     scores = [float(result["score"]) for result in ranked]
-    scale = answer.info.get("score_scale")
+    scale = answer.info.score_scale
     most = 1.0 if scale in ("probability", "cosine") else None
     table = _table("RANK", "SCORE", "", "#", "TEXT")
     for entry, share in zip(ranked, shares(scores, most=most), strict=True):
@@ -233,8 +233,7 @@ def _table(*titles: str) -> Table:
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
-            why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
-            yield Text(f"failed: {label}: {why}", "red")
+            yield Text(f"failed: {label}: {printable(problem(result['error']))}", "red")
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
@@ -247,7 +246,7 @@ def _time(answer: ModelAnswer) -> Iterator[Text]:
     )
     if usage["truncated_items"]:
         yield Text(f"{counted(len(usage['truncated_items']), 'text')} cut to the model's length", "yellow")
-    if not answer.info["loaded"]:
+    if not answer.info.loaded:
         yield Text("the model was loaded for this request; the next one is faster", "yellow")
 
 
