@@ -18,7 +18,6 @@ from sie_cli.main import main
 from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.api.jobs import JobInfo, JobPage
-from sie_contracts.api.models import ModelInfo
 from sie_contracts.api.operations import Health
 from sie_contracts.api.residency import ModelResidency
 
