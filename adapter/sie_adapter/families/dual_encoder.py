@@ -133,7 +133,6 @@ class _Siglip:
 
 
 _TOWERS: Mapping[str, type[_Clip] | type[_Siglip]] = {"clip": _Clip, "siglip": _Siglip}
-MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:

@@ -256,7 +256,6 @@ MAX_TOLD = 256
 # into 64 KiB, the smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0  # seconds without a request after which the `ModelQueue` of a model is dropped
-_logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:

@@ -145,7 +145,7 @@ class Planner:
         self._sync_workers(beats, now_s)
         self._forget_unused(now_s)
         if table is not self._table:
-            self._sync_table(table, now_s)
+            self._sync_table(table)
         self._note_residency(now_s)
         demand = self._scale(backlog, now_s)
         changes = self._layout.settle(demand)
@@ -274,7 +274,7 @@ class Planner:
         self._layout.drop_model(model)
         self._dropped = True
 
-    def _sync_table(self, table: Placement | None, now_s: float) -> None:
+    def _sync_table(self, table: Placement | None) -> None:
         """Copy the hosts of another planner's table into the layout. If the table is None, models have no hosts."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):

@@ -265,6 +265,31 @@ def test_memory_that_ends_while_rows_begin_has_none_of_them_read_twice() -> None
     assert sum(model.rows) == sum(len(generation.ids) - 1 for generation in rows)
 
 
+def test_a_row_with_longer_encoder_states_than_expected_is_begun_again_only_after_another_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`has_room` estimates the length of its encoder states from the present rows."""
+    monkeypatch.setattr(reading, "_CLOSED_S", 60.0)
+    begun: list[int] = []
+
+    class Encoding(Sums):
+        def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
+            begun.append(prompts[0].ids[0])
+            states = torch.zeros(1, 1, 4096 * prompts[0].ids[0], 1)
+            return [start._replace(encoder_states=[(states, states)]) for start in super().begin(prompts)]
+
+        def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
+            return _scores([1] * len(ids))
+
+    loop = _Loop(Encoding(), CPU, lambda more_bytes: more_bytes < 1 << 18)
+    rows = [row(asked(first, most=40, ends=frozenset())) for first in (1, 9)]
+    loop.waiting.extend(rows)
+    while not loop.is_idle:
+        loop.turn()
+    assert [len(generation.ids) for generation in rows] == [40, 40]
+    assert begun == [1, 9, 9]
+
+
 def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:
     fits = [False]
 
