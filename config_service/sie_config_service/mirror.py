@@ -79,9 +79,9 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the write that stored the history record of the newest revision. In the same batch, the
-        write before it stored the model. The catalogue at the epoch TIME:NUMBER contains this revision if NUMBER is at
-        least the returned number.
+        """Return the number of the write that stored the history record of the newest revision. One batch writes the
+        model and then this record. The catalogue at the epoch TIME:NUMBER contains this revision if NUMBER is at least
+        the returned number.
         """
         return self.sequence + 1
 

@@ -36,7 +36,7 @@ _STATUS = Path("/proc/self/status")
 # device files of the GPU drivers: NVIDIA, NVIDIA under WSL, AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# largest threshold that glibc accepts: glibc serves allocations of at least this size by mmap, outside the heap
+# largest mmap threshold that glibc accepts; allocations of at least the threshold are served by mmap, outside the heap
 _MAPPED_BYTES = 32 << 20
 # This threshold replaces _MAPPED_BYTES while a model loads, and always if RLIMIT_DATA is set. Allocations of at least
 # this size are then outside the heap, so they leave no holes in the heap when they are freed.

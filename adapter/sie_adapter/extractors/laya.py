@@ -55,7 +55,7 @@ Question = Literal["choice", "score", "noul"]
 _QUESTIONS: tuple[Question, ...] = ("choice", "score", "noul")
 # question about the labels, if the request has no instruction
 _OF_LABELS: dict[Question, str] = {"choice": "Which of these describes the text?", "score": "How much?", "noul": ""}
-# the two options of a statement, in the order of the package
+# the two options of a statement, in the order in which the package lists them
 _TRUTH = ("false: no, the statement does not hold", "true: yes, the statement holds")
 _OPTION_TOKENS = 48  # largest number of tokens of an option; further tokens are cut off
 _QUESTION_TOKENS, _LEAST_QUESTION_TOKENS, _LEAST_OPTION_TOKENS = 16, 8, 4
@@ -217,7 +217,7 @@ class LayaModel(Extractor[LayaTexts]):
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
                 raise labels_refused(f"each is read as a statement, which may have at most {most} tokens")
-            message = f"it may have at most {room - len(alone)} tokens, together with a property's description"
+            message = f"at most {room - len(alone)} tokens are allowed, the description of a schema property included"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 

@@ -501,7 +501,7 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
     """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
-    # a pooler of another shape keeps its initial weights, because no pooler runs
+    # a pooler whose stored weights have another shape keeps its initial weights, which are never used
     fitting = {name: weights[name] for name in own.keys() & weights.keys() if own[name].shape == weights[name].shape}
     model.load_state_dict(fitting, strict=False)
 

@@ -78,7 +78,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     report = Inspection({"id": model, "description": "", "weights": dict(weights)})
     if current is not None:
         report.entry |= _choices(current, weights)
-        report.findings.append(f"the catalogue has {current.id}: its options stay, the weights are new")
+        report.findings.append(f"the catalogue has {current.id}: the new entry keeps its options, but not its weights")
     else:
         with reading(folder), quiet():
             _describe(folder, report)

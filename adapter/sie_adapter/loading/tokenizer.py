@@ -291,7 +291,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     around = [number for number in _around(tokenizer) if number >= table]
     if largest >= table or around:
-        cause = f"its tokenizer has ids up to {max([largest, *around])}, its table of embeddings {table} rows"
+        cause = f"its tokenizer has ids up to {max([largest, *around])}, but its embedding table has {table} rows"
         return (
             f"{cause}: {_REMEDY}, or resize the table (resize_token_embeddings) before the model is trained with more "
             "tokens"

@@ -48,7 +48,7 @@ _QUIET_FRAMES = 10
 _UNSET = ("eos_token_id", "max_length", "max_new_tokens")
 # largest number of windows in one pass of the encoder; a CPU is not faster with several windows
 _WINDOWS_PER_PASS = 8
-_END = 0  # the only token of a row in the loop of `reading`, because `begin` decodes the whole window
+_END = 0  # token that ends a row of `Readings` at its first step, because `begin` has already decoded the whole window
 
 
 @dataclass(eq=False)

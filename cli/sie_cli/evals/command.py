@@ -131,7 +131,7 @@ def evals() -> None:
     "--targets",
     "targets_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File with targets.  [default: the file of the catalogue, else the values of the last stored result]",
+    help="File with targets.  [default: the targets of the catalogue, else the values of the last stored result]",
 )
 @click.option("--save-targets", type=_FILE, help="Write the values of the first source into this file, as targets.")
 @click.option("--markdown", type=_FILE, help="Write the report to this file, as Markdown.")

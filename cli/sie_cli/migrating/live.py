@@ -323,7 +323,7 @@ class LiveMigration:
 
 @dataclass
 class _LiveSteps:
-    """Steps of a migration of an open collection. `_models`: the models of the sides "old" and "new"."""
+    """Steps of a migration of the live collection `_live`. `_models`: the models of the sides "old" and "new"."""
 
     _encoder: SIEAsyncClient
     _live: LiveCollection

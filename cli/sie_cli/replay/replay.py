@@ -220,8 +220,8 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send the waiting messages while a worker has credit, each to the first such worker in `turns`. Then move this
-        worker to the end of `turns`.
+        """Send each waiting message to the first worker in `turns` that has credit, and move this worker to the end of
+        `turns`. Stop if no worker has credit.
         """
         consumer = self.consumers[name]
         while consumer.items:

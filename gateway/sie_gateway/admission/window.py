@@ -413,6 +413,6 @@ class SharedLimit:
             del self.used_by[key]
 
     def usage(self, key: str) -> str:
-        """Return a text for an error about bytes: how many MiB all keys use, how many `key` uses, and the total."""
+        """Return a text for an error about bytes: the MiB that all keys use, that `key` uses, and that are allowed."""
         used, own, total = self.used >> 20, self.used_by[key] >> 20, self.total >> 20
         return f"{used} MiB, {own} of them of this client's key; {total} MiB are allowed, shared by the active keys"

@@ -39,10 +39,10 @@ NOT_NAMED = "default/not-specified"  # name that Infinity's client sends if its 
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
     """Return the model that `model_for` chooses, if it has the task of the route.
 
-    Raises InvalidInput if it has not: with the reason `unsupported_output` on a route for vectors, `unsupported_task`
-    on other routes. The message names the routes that the model supports. Raises the errors of `model_for`. Call `able`
-    before other fields of the body are read: a body for another task has other fields, so an error about a field would
-    hide that the task is wrong.
+    Raises InvalidInput if the model lacks the task: with the reason `unsupported_output` on a route for vectors,
+    `unsupported_task` on other routes. The message names the routes that the model supports. Raises the errors of
+    `model_for`. Call `able` before other fields of the body are read: a body for another task has other fields, so an
+    error about a field would hide that the task is wrong.
     """
     return checked(model_for(inference, call, capability, named), capability)
 

@@ -80,7 +80,7 @@ class PoolReconciler:
             self._record.woken.set()
 
     async def run(self, stop: Stop) -> None:
-        """Call `step` after each change of the reservations, assignments or heartbeats, and at least every EVERY_S
+        """Call `step` after a change of the reservations or assignments, after heartbeats, and at least every EVERY_S
         seconds, until `stop`.
         """
         trouble = Trouble(_logger, "reservations are not updated for now")
@@ -103,8 +103,8 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # all reservations that may have ended: those of the last step, and pools whose stream this gateway follows,
-        # because `_known` lacks a reservation that began and ended between two steps
+        # names of reservations that may have ended; `_known` lacks a reservation that began and ended since the last
+        # step, so the pools whose streams this gateway follows are added
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}

@@ -37,7 +37,7 @@ _logger = logging.getLogger("sie.gateway.attach")
 
 
 class Attachments:
-    """Runs without a client. Above MAX_AWAY runs or MAX_AWAY_BYTES, a run is cancelled when its client disconnects."""
+    """Runs whose client has disconnected. Above MAX_AWAY runs or MAX_AWAY_BYTES, the disconnect cancels the run."""
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s

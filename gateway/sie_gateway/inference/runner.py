@@ -217,7 +217,7 @@ class Runner:
 
 class _Sending:
     """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds a message
-    at the time of its publish, because the message contains the remaining time budget.
+    just before it is published, because the message contains the remaining time budget.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was sealed could be late. `asks`: the work items of the batch. The time of the batch is their
+    after the batch was sealed could be late. `asks`: the work items of the batch. The time of the batch is its
     predicted time, or the mean time of the last batches if this mean is longer. If no batch was measured yet, return
     True if a work item has a budget of at most UNKNOWN_S.
     """

@@ -712,7 +712,8 @@ class Hosting(ModelStates):
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # a pause, because the end of that load is not reported to this process
+            # an earlier process requested these loads, so the adapter does not report their end to this process
+            await asyncio.sleep(EARLIER_LOAD_S)
             return True
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}

@@ -44,7 +44,7 @@ COST_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation. `types`: uint8
+    """Token ids of one row, int32 [length], with special tokens. `full`: length before truncation. `types`: uint8
     [length], token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts `spans` and
     `passages`. `expanded`: the row's cost on the device in tokens, if this is more than the number of ids. `vectors`,
     `images`, `sound` or `document` may replace ids. `uncounted`: part of the row's cost, in tokens, that does not count

@@ -312,7 +312,7 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples of
+    """Return two sizes: one whose longer edge is `longest`, and this size with both edges raised to multiples of
     `multiple`. Idefics3ImageProcessorPil rounds in the same way.
     """
     ratio, longest = size.width / size.height, recipe.longest

@@ -98,8 +98,8 @@ class Allowed:
 
 
 class Trust:
-    """Check of entries by their claims. A claim is allowed if the settings of this process allow it, or if one of the
-    operator's own entries (`own`: the packaged entries and the entries of the models folder) has the same claim.
+    """Checks the claims (`Claim`) of entries. A claim is allowed if the settings of this process allow it, or if one of
+    the operator's own entries (`own`: the packaged entries and the entries of the models folder) has the same claim.
     """
 
     def __init__(

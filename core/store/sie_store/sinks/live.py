@@ -36,9 +36,9 @@ def opposite(side: Side) -> Side:
 
 @dataclass(frozen=True)
 class LiveSource:
-    """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
+    """Names and settings of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
     column, empty for the default of the database. `id_column`: column of ids, empty for the default of the database.
-    `fingerprints`: digest that identifies the model, by side.
+    `fingerprints`: by side, a digest that identifies the side's model.
     """
 
     collection: str
