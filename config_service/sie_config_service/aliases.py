@@ -211,7 +211,7 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Return a new content of the index: alias -> targets. An invalid alias has the same targets as in `index`."""
+    """Return the new content of the index: alias -> targets. An invalid alias keeps the targets that `index` has."""
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

@@ -140,8 +140,8 @@ class _WindowAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: a map from
-    the index of a text that gets no pass to its error.
+    """Tokenised texts. `passes`: for each forward pass, its windows and the batch of the package, in host memory.
+    `errors`: index of a text that cannot run -> its error.
     """
 
     labels: list[str]

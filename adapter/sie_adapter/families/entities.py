@@ -60,10 +60,10 @@ def entities(
 
 
 def ordered_tags(scores: Tensor, names: Sequence[str]) -> Tensor:
-    """Return the tags, as indices of `names`, with the largest sum of `scores` [tokens, tags] among all sequences that
-    BIOES allows: B- and I- are followed by I- or E- of the same label; all other tags are followed by O, B- or S-; the
-    first tag is O, B- or S-, the last tag O, E- or S-. Source: model card of openai/privacy-filter. The biases of
-    the model card's decoder are left out.
+    """Return one tag for each token, as an index of `names`: the sequence with the largest sum of `scores` [tokens,
+    tags] that BIOES allows. After B- or I- comes I- or E- of the same label. At the start, and after any other tag,
+    comes O, B- or S-. The last tag is O, E- or S-. Source: model card of openai/privacy-filter, without the biases of
+    its decoder.
     """
     if not len(scores):
         return torch.zeros(0, dtype=torch.long)

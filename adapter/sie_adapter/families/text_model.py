@@ -402,7 +402,7 @@ def _saved_layer(path: Path) -> nn.Linear:
 
 
 def _special(folder: Path, name: str) -> str:
-    """Return the special token of a role in tokenizer_config.json or special_tokens_map.json, else an empty string."""
+    """Return the token `name` of tokenizer_config.json, or of special_tokens_map.json; empty if neither file has it."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(folder / file).get(name)
         if token:

@@ -1,4 +1,4 @@
-"""Comparison of the packages that a worker's bundle requires with the installed packages, before their import."""
+"""Check that the packages that a worker's bundle requires are installed, before any of them is imported."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # number of tokens to which queries are padded if no file has this number
+_EXPANDED = 32  # number of tokens to which queries are padded if the model's files do not set it
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (  # settings of PyLate in config_sentence_transformers.json
     "query_prefix",

@@ -120,8 +120,8 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
     sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer; INCOMPATIBLE for a tokenizer that is
-    unreadable, has no fast backend, or has no end token although load.append_eos is set; CERTIFICATE for files that do
-    not define a special token that the tokenizer adds to texts, or the unknown token of a WordPiece or WordLevel model.
+    unreadable, has no fast backend, or has no end token although load.append_eos is set; CERTIFICATE if the files
+    lack a special token that the tokenizer adds to texts, or the unknown token of a WordPiece or WordLevel model.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)

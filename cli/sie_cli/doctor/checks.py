@@ -127,8 +127,8 @@ async def remotes(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List the error codes with which a gateway answered more than 1 % of the requests of the last 5 minutes. Only
-    codes for overload, limits of keys, or a fault of the cluster count.
+    """List the error codes with which a gateway answered more than 1 % of the requests of the last 5 minutes. It
+    looks only at codes whose cause is overload, a limit of a key, or a fault of the cluster.
     """
     views = await probe.views()
     findings = [

@@ -20,7 +20,7 @@ from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
 from sie_cli.refusal import INTERRUPTED, refusing
 
-# value of --step -> last step of a migration with --corpus. With a corpus, `--step check` also runs the step "quality"
+# with --corpus: value of --step -> last step that the migration runs; `check` includes the step "quality"
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
 BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"

@@ -119,8 +119,8 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
     """Copy the weights of MODEL_OR_FOLDER to the bucket. All workers can load them from there.
 
     A model of the catalogue or an id of the hub is read from this node's cache, or downloaded first
-    (SIE_HF_FALLBACK). The files are checked and written. Workers see them after the manifest with their checksums is
-    written, as the last step. Existing files are not written again, so an interrupted push can be repeated, and several
+    (SIE_HF_FALLBACK). The files are checked and written. The manifest with their checksums is written last: from then
+    on, workers see the files. Existing files are not written again, so an interrupted push can be repeated, and several
     pushes may run at the same time.
 
     \b

@@ -163,7 +163,7 @@ class _Feed:
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0  # number of messages that the broker has sent and the worker has not received
     mean_cost: float = 0.0
-    pending: int = 0  # of the newest message received: number of messages left at the broker after it was sent
+    pending: int = 0  # messages that were left at the broker when it sent the newest message that has arrived
     delivered_s: float = -1e9
 
     @property

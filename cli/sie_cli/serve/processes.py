@@ -50,9 +50,8 @@ REPEAT = 3  # during the start, an unchanged status line is printed only every t
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20  # if a disk that was full has more free bytes than this, `sie serve` restarts the broker
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# _DRAIN_S: seconds that a gateway drains, a part of its grace period. The others are grace periods in seconds: of a
-# gateway; of a sidecar, and of an adapter; of the config service, and of the broker. These five kinds of processes are
-# stopped one after the other.
+# Grace periods in seconds: _GATEWAY_GRACE_S of a gateway, of which _DRAIN_S are for its drain; _WORKER_GRACE_S of a
+# sidecar or adapter; _LAST_GRACE_S of the config service or broker. These five kinds of processes stop in turn.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # Seconds for which a sidecar drains. A short time is enough: the gateways have ended, so only jobs still have work, and
 # jobs continue after the next start.
@@ -174,7 +173,7 @@ class LocalCluster:
                 self._flags.setdefault(name, value)
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            # only the memory of a standalone process has references to payloads: remove payloads of earlier processes
+            # a standalone process has its references to payloads in memory, so payloads of an earlier one are useless
             if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)

@@ -180,9 +180,8 @@ class KeyBuckets:
         return [(key, revisions.get(key.id, 0)) for key in keys.values()]
 
     async def remove(self, key: Key, revision: int) -> None:
-        """Remove a revoked key from both buckets. Raises BrokerError, and WrongRevision if the record in `bucket` does
-        not have this `revision`; then neither record is removed. Also raises WrongRevision if another writer changes
-        the record during the removal.
+        """Remove a revoked key from both buckets. Raises BrokerError; WrongRevision if the record in `bucket` does not
+        have this `revision` (then nothing is removed), or if another writer changes the record during the removal.
         """
         # the broker checks the revision at this write, before the copy loses its record
         revision = await self.bucket.write([Write(key.id, encode(key), revision)])

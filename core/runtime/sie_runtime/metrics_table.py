@@ -444,7 +444,7 @@ _WORKER = (
     Metric(
         "sie_device_memory_used_bytes",
         "gauge",
-        "Memory of the device in use, absent without an adapter",
+        "Used memory of the device, absent without an adapter",
         ("device",),
         MAX_DEVICES,
     ),

@@ -51,7 +51,7 @@ class _RetrySlot:
 
 
 class _SlotCosts:
-    """Costs of turns (retry times of clients): a sum for each slot of SLOT_S seconds, and the total."""
+    """Sums of the costs of turns: one sum for each slot of SLOT_S seconds, and the total."""
 
     def __init__(self) -> None:
         self.costs: dict[int, float] = {}

@@ -223,8 +223,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So each other key's waiting work runs first only up to the cost of all work of this key: its waiting work
-        plus the new request.
+        cost. So from each other key, at most as much waiting work runs first as this key has: its own waiting work plus
+        the new request.
         """
         if not self._flows:
             return self.cost

@@ -45,7 +45,7 @@ AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # SIE's parameters, each with the field of the form that sets it
 _FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANULARITIES}
-# unsupported field of OpenAI -> (accepted values, which have no effect; text after `expected` in the error for others)
+# field of OpenAI that has no effect here -> (accepted values; text after `expected` in the error for any other value)
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the text is sent as a whole"),
     "temperature": (("0", "0.0"), "0: the most likely words are written"),

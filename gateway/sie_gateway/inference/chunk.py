@@ -71,8 +71,8 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Numbers of tokens and vectors of the text of an input. `longest`: upper bound of the number of tokens. `vectors`:
-    number of the text's chunks; 1 for a text without chunks.
+    """Size of an input's text. `longest`: upper bound of its number of tokens. `vectors`: number of its chunks; 1 for a
+    text without chunks.
     """
 
     longest: int

@@ -109,8 +109,8 @@ def _name(value: object) -> str:
 
 
 def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Return machine profile -> checked number of GPUs. A name that is not in `profiles` means its spot variant
-    (`-spot`). Raises InvalidInput if `profiles` does not have this variant.
+    """Return machine profile -> checked number of GPUs. A name that is not in `profiles` stands for the profile with
+    this name and the suffix `-spot`. Raises InvalidInput if `profiles` has neither.
     """
     if counts is None:
         return {}

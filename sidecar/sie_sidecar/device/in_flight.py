@@ -180,8 +180,8 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: its error, or the next of `outcomes` if the input ran. Mark truncated inputs
-    and files with several images, and add the length of a sound.
+    """Return an outcome for each input: its error, or the next of `outcomes` if the input ran. A successful outcome
+    gets marks for a truncated input and for a file with several images, and the length of a sound.
     """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])

@@ -341,7 +341,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
     if running.cancelled():
         for part in parts:
             part.done.cancel()
-    elif (error := running.exception()) is not None:  # raised for the callers, which would otherwise wait for ever
+    elif (error := running.exception()) is not None:  # give the callers an error: without it, they would wait for ever
         _hand_out(parts, [RuntimeError(f"a thread of the tokenizer ended with {type(error).__name__}")] * len(parts))
     else:
         _hand_out(parts, running.result())

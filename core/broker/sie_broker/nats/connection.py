@@ -345,11 +345,11 @@ def is_no_responder(answer: Any) -> bool:
 
 
 def _pattern(subject: str) -> re.Pattern[str]:
-    """Return a pattern for the subjects of the messages that a subscription may receive.
+    """Return a pattern for the subjects of a subscription. The subscription drops messages with any other subject.
 
     A broker user that pulls from a stream chooses the subject to which the broker sends the deliveries. No permission
-    limits this choice, so the user could direct stored messages to this subscription. A delivery keeps the subject of
-    its stored message, which the pattern does not match. The subscription drops messages that do not match.
+    limits this choice, so the user could direct stored messages to this subscription. Such a delivery keeps the subject
+    of its stored message, which the pattern does not match.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))

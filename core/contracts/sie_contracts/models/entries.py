@@ -33,8 +33,8 @@ POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "
 INPUTS = ("text", "image", "audio", "document")
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output name for clients -> task; all models with this task have the output. If the task is empty, a model has the
-# output if the name is in `outputs` of the model's entry.
+# output name for clients -> task of the models that have this output. Empty task: a model has the output if the name
+# is in `outputs` of the model's entry.
 _LISTED = {
     "dense": "",
     "sparse": "",

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved to another worker
-# minimum gain of a move: after the move, both the old and the new worker must have a planned use that is at least this
-# much below the planned use that the old worker had before the move
+# minimum gain of a move: after it, the planned use of the old worker and that of the new worker must both be at least
+# this much below the planned use of the old worker before the move
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it doubles when needed

@@ -5,9 +5,9 @@
     embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
 
 A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
-the migration needs no clock, trigger or change log to notice the change of a row. A write locks a row, and then
-compares the row's text with the text for which the vector was computed. A write of vectors
-skips a row that another transaction has locked.
+the migration needs no clock, trigger or change log to notice the change of a row. To write vectors, it locks their
+rows, but skips rows that another transaction has locked. Then it compares the text of each locked row with the text for
+which the vector was computed.
 """
 
 from __future__ import annotations
