@@ -187,8 +187,8 @@ class Cluster:
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
         """Connect to the broker at `url`, or at the address in the settings if `url` is empty. Send the password only
-        to the address in the settings. The caller closes the connection. Raises SettingError if there is no address,
-        BrokerUnavailable.
+        to the address in the settings. The caller closes the connection. Raises BrokerUnavailable, and SettingError if
+        neither `url` nor the settings have an address.
         """
         from sie_broker.nats import NatsBroker
 

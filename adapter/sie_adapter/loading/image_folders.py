@@ -200,7 +200,7 @@ def _florence(config: Any, folder: Path) -> dict[str, Any]:
 
 def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
     positions = min(config.text_config.max_position_embeddings, _TRANSCRIBED_TOKENS)
-    return _writer(f"What is on the picture of a page, as Markdown, {config.model_type}.", "image", positions)
+    return _writer(f"A page as Markdown, {config.model_type}.", "image", positions)
 
 
 def _tasks(folder: Path) -> list[str]:

@@ -170,7 +170,7 @@ def _static(folder: Path, report: Inspection) -> None:
     }
     if not modules.kinds and (limit := read_json(folder / "config.json").get("max_length", 512)) is not None:
         report.entry["max_tokens"] = int(limit)
-        report.findings.append(f"max_tokens {limit}: config.json, or the default of model2vec")
+        report.findings.append(f"max_tokens {limit}: max_length in config.json; without it, the default of model2vec")
     _prompts(folder, report)
 
 

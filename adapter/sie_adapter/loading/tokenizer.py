@@ -313,7 +313,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
     if needs.begins and not (text.special_tokens_mask and text.special_tokens_mask[0]):
         return f"its tokenizer puts no special token before a text, but the model reads that token: {_REMEDY}"
     if needs.separates and not _separated(pair):
-        return f"its tokenizer puts no special token between the texts of a pair, which the model scores: {_REMEDY}"
+        return f"its tokenizer puts no special token between two texts that the model scores as a pair: {_REMEDY}"
     return ""
 
 

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as library
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text counts as a loop if it ends with three equal blocks of 64 tokens
-# unsupported options of generation_config.json that change greedy decoding, with the values that have no effect
+# option of generation_config.json that this module does not support -> values with which the option has no effect
 _REFUSED: dict[str, tuple[object, ...]] = {
     "sequence_bias": (None,),
     "encoder_repetition_penalty": (None, 1.0),

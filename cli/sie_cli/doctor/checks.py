@@ -231,7 +231,7 @@ def _of_step(step: Step, where: str) -> Finding:
     if step.action == "refuse":
         removal = f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is"
         return Finding(wrong, step.reason if step.changes else removal)
-    return Finding(wrong, f"`sie topology migrate --yes{where}`, with the gateways' settings")
+    return Finding(wrong, f"run `sie topology migrate --yes{where}` with the gateways' settings")
 
 
 MAX_NAMED = 5

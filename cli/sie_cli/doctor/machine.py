@@ -86,8 +86,8 @@ def _filled(folder: Path, data_dir: Path) -> str:
     whole = shutil.disk_usage(place)
     own = held_bytes(data_dir) if place in (data_dir, *data_dir.parents) else 0
     return (
-        f"the file system {place} of {size(whole.total)} has {whole.free} bytes free, the data directory {data_dir} "
-        f"uses {size(own)} of it, other files {size(max(0, whole.used - own))}"
+        f"the file system {place} of {size(whole.total)} has {whole.free} bytes free; of the rest, the data directory "
+        f"{data_dir} uses {size(own)}, and other files use {size(max(0, whole.used - own))}"
     )
 
 

@@ -176,7 +176,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
             )
         if not reranker.scores_pairs:
             raise CommandRefused(
-                f"--rerank {reranker.name}: the model returns vectors: name a model that returns scores"
+                f"--rerank {reranker.name}: the model returns vectors; name a model that returns scores"
             )
         yield EvalStep(context.sources[0], context.sources[0].main, reranker)
 

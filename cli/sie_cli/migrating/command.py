@@ -270,7 +270,7 @@ def _migrate_corpus(
         raise click.UsageError("--step clean-up: only an index that is migrated in its database has vectors to remove")
     if not (model and corpus and text):
         raise click.UsageError(
-            "NEW_MODEL, --text, and --corpus or --sink are needed: the new model, how to read texts, and the texts"
+            "NEW_MODEL, --text, and --corpus or --sink are needed: --text says how to read the texts from their source"
         )
     if options.pop("vector"):
         raise click.UsageError("--vector: with --corpus, a job writes a new collection, which has only one vector")

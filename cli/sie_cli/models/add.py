@@ -133,7 +133,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
         located = WeightSources(settings.cache_folder, may_download=False).locate(entry)
     except ModelLoadFailed as absent:
         click.echo(
-            f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}",
+            f"note: the weights were not checked here; a worker checks them when it loads the model: {absent.message}",
             err=True,
         )
         return

@@ -36,8 +36,8 @@ def models() -> None:
     sie models show my/model                   print its configuration, in the form that `add` and `set -f` read
     sie models set my/model max_tokens=128     change it; --dry-run only checks, --if-match N refuses unless it is at
                                                revision N
-    sie models history my/model                list its revisions; `rollback my/model 3` restores number 3, `rm`
-                                               removes it
+    sie models history my/model                list its revisions; `rollback my/model 3` restores revision 3,
+                                               `rm my/model` removes the model
     sie models status my/model                 show which gateways and workers serve which revision
     sie models alias search my/model           send requests for `search` to my/model; `compare A B` shows what another
                                                model would change

@@ -23,8 +23,8 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
     Hub, or a folder.
 
     A missing model is added to the models folder of the running `sie serve`, which serves it within seconds. If no
-    `sie serve` runs, it is added to SIE_MODELS_DIR or ./models. The entry pins the model's commit in SIE_LOCAL_CACHE if
-    there is only one, else its current commit at the hub. The weights go into SIE_LOCAL_CACHE.
+    `sie serve` runs, it is added to SIE_MODELS_DIR or ./models. The entry pins one commit: the only one that
+    SIE_LOCAL_CACHE has of the model, or else the current one at the hub. The weights go into SIE_LOCAL_CACHE.
 
     \b
     sie pull BAAI/bge-small-en-v1.5

@@ -133,7 +133,7 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the last revision of the lane's key, or of its removal, that was read or written; 0 if none was."""
+        """Return the newest known revision of the lane's key; 0 if none is known. Its removal has a revision too."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:

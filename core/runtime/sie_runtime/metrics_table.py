@@ -292,7 +292,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_shadow_seconds",
         "histogram",
-        "Time from the publish of the messages to the last result, of the served request and of its copy",
+        "Time from the publish of a request's messages to its last result, for served requests and for their copies",
         ("alias", "model", "side"),
         8,
         2,

@@ -838,9 +838,9 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return the largest time, in seconds, that the queue may need for the work of refused clients that return in the
-    same second. The time is TURN_PACE x 1 s. If a running batch leaves less than 1 s of the budget, the time is
-    TURN_PACE x the rest of the budget. In both cases, the time is at least MIN_BUNCH x the budget.
+    """Return how many seconds of work the refused clients that return in the same second may bring: TURN_PACE x 1 s,
+    or TURN_PACE x the time that a running batch leaves of the budget, if this is shorter than 1 s. The result is at
+    least MIN_BUNCH x the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

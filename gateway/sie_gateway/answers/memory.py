@@ -51,7 +51,7 @@ class _CachedAnswer:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that an answer adds to the count for `max_bytes`."""
+        """Bytes of memory that the answer counts for under the limit `max_bytes`."""
         return ENTRY_BYTES + len(self.value)
 
 

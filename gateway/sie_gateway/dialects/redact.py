@@ -46,7 +46,7 @@ _ASIDE = 1 << 13  # texts with at least this many code points in total are redac
 # text in the time of one number.
 _CODE_POINTS_PER_VALUE = 20
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
-_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model, not of the models in `models`
+_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters for the model in the path, not for those in `models`
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)

@@ -32,7 +32,7 @@ Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of the lanes. A lane whose work has ended is reported with a count of 0 for as long as its pool exists."""
+    """Waiting work by lane and by model. A lane that had work is reported, with a count of 0, until its pool ends."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools`: names of the pools, which `refresh` reads at each call."""

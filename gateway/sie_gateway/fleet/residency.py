@@ -122,8 +122,8 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Request that the workers selected by `where` unload a model as soon as it is idle, and end the wishes for the
-        model. Raises QueueUnavailable.
+        """Request that the workers that `where` selects unload a model as soon as it is idle. Drop earlier requests to
+        load the model there. Raises QueueUnavailable.
         """
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):

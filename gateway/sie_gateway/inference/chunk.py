@@ -61,8 +61,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class ItemFiles(NamedTuple):
     """Files of an input. `images`: number of images and sounds that the model reads for the input, including the files
-    of the query. `own_bytes`: bytes of the input's own files; the size of the input includes these bytes. `document`:
-    cost of the input's document in tokens.
+    of the query. `own_bytes`: bytes of the files of the input itself, without those of the query. `document`: cost of
+    the input's document in tokens.
     """
 
     images: int = 0

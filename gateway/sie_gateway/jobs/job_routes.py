@@ -314,7 +314,7 @@ JOBS: tuple[GatewayRoute, ...] = (
     ),
     _row("GET", "", page, "Jobs, the newest first", api.JobPage, parameters=(_most(1000, 50), _AFTER, _STATE)),
     _row("GET", "/{job}", show, "One job: how far it is, and what it waits for"),
-    _row("DELETE", "/{job}", delete, "Forget a job that has ended; its output at another URL stays", api.JobDeleted),
+    _row("DELETE", "/{job}", delete, "Delete an ended job and its output in the payload store", api.JobDeleted),
     _row("POST", "/{job}/pause", pause, "Stop a job for now; what it has written stays"),
     _row("POST", "/{job}/resume", resume, "Go on with a job that is paused"),
     _row("POST", "/{job}/cancel", cancel, "End a job; what it has written stays"),

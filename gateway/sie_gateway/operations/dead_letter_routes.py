@@ -153,7 +153,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         api.ReplayedAll,
         (
             *_WANTED,
-            Parameter("after", "query", _SEQUENCE, "Only letters above this sequence: `next` of the answer before."),
+            Parameter("after", "query", _SEQUENCE, "Only letters above this sequence: `next` of the previous answer."),
             Parameter("limit", "query", Annotated[int, Meta(ge=1, le=100)], "How many at most; 20 by default."),
             _TIMEOUT,
         ),

@@ -56,7 +56,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 # largest number of workers that the probe checks every EVERY_S seconds, because a check takes 0.1 ms of CPU
 MAX_ASKED = 16
-# the probe checks the workers that a page shows until this number of seconds after the last request of the page
+# seconds after the last request of a page during which the probe still checks the workers on that page
 LOOKED_S = 5.0
 # seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
 HEARD_S = 0.5

@@ -1,7 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
 need the same LoRA share one load, and work items wait at most HOLD_S seconds for it. A failed load of a LoRA is not
-tried again for COOL_DOWN_S seconds. A batch that holds the lock `ModelState.lora_lock` (`in_turn`) loads its LoRA by
-itself, without these limits.
+tried again for COOL_DOWN_S seconds. A caller that holds the lock `ModelState.lora_lock` (argument `in_turn`) shares no
+load, and neither limit applies to it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Loading:
 
     def copy(self, hosted: ModelState) -> None:
         _logger.info(
-            "%s is also being loaded on device %d, because its other devices are busy",
+            "%s is also being loaded on device %d, because the devices that have loaded it are busy",
             hosted.name,
             hosted.device,
             extra={"model": hosted.name},

@@ -357,8 +357,8 @@ class QdrantLive:
             first += len(stored)
 
     async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
-        """Return the vectors that are only copied, by name, for the first points of `ids`. The size of a reply limits
-        the number of these points.
+        """Return for each of the first points of `ids` its vectors other than the migrated one, by name; the migration
+        copies them unchanged. The size of a reply limits the number of these points.
         """
         layout = self._opened()
         if not layout.more_vectors:

@@ -68,8 +68,8 @@ def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     meanwhile. Raises OSError.
 
     A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
-    on such a file. If this process may neither open nor create the file, a shared lock is returned as an object without
-    a lock, so that a snapshot in a read-only folder can be used.
+    on such a file. If this process may neither open nor create the file, `shared` gives a Lock that locks nothing, so
+    that a snapshot in a read-only folder can be used.
     """
     refused: OSError | None = None
     try:

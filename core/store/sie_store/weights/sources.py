@@ -194,8 +194,8 @@ class WeightSources:
         ]
         if len(commits) > 1:
             message = (
-                f"the cache has several snapshots of {hub}, {', '.join(commits)}: sie models add {hub} --revision "
-                "COMMIT chooses one"
+                f"the cache has several snapshots of {hub}, {', '.join(commits)}: choose one with `sie models add "
+                f"{hub} --revision COMMIT`"
             )
             raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {message}")
         return commits[0] if commits else ""
