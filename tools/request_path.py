@@ -1,4 +1,4 @@
-"""Count the product's files that one encode enters, in each process, by tracing real requests.
+"""Count the source files of SIE that run, in each process, for one encode request. Real requests are traced.
 
     python tools/request_path.py              the number of files by process, and in total
     python tools/request_path.py --list       also their names

@@ -164,7 +164,7 @@ def create(
         click.echo(display.document({**_plain(key), "token": token}))
         return
     line = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key, now_s)}."
-    click.echo(f"{line} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
+    click.echo(f"{line} Gateways with SIE_AUTH_MODE=token accept its token, which is shown only now:", err=True)
     click.echo(token)
 
 

@@ -319,7 +319,7 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
             # NotReady says that a record cannot be decoded. The code below then creates the bucket again.
             with contextlib.suppress(NotReady):
                 lost = await _recover_catalogue(broker, cluster)
-                more = f"; its copy gave the catalogue {counted(len(lost), 'model')} that it lacked" if lost else ""
+                more = f"; written to the catalogue from its copy: {counted(len(lost), 'model')}" if lost else ""
                 return f"{stream} can be read, so it stays as it is{more}"
         await remake(broker, info)
         await _recover_catalogue(broker, cluster)

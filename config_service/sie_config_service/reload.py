@@ -111,7 +111,7 @@ class Reload:
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
                 self._trouble.passed()  # a new change: discard the failure of the earlier one
-            # the files were equal at two looks, so presumably no process is still writing them
+            # two successive reads found the same files, so presumably no process is still writing them
             elif now not in (self.signature, self._refused):
                 await self._apply(now)
             last = now

@@ -494,7 +494,8 @@ class CatalogueStore:
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Return the changes that make the bucket equal to the folders (`packaged`). Leave out models that were written
-        over the API, and restored models whose file still has the revision that could not be loaded.
+        over the API. Also leave out a model that was restored because its file could not be loaded, until the file
+        changes.
         """
         present = (await self.snapshot()).held
         changes: list[CatalogueChange] = []

@@ -160,7 +160,7 @@ async def test_a_catalogue_is_created_again_only_if_a_record_cannot_be_decoded(
     created = (await bucket.epoch()).rpartition(":")[0]
     assert "can be read, so it stays as it is" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
     await bucket.write([Write(record.key, None) for record in records])
-    assert "1 model that it lacked" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
+    assert "from its copy: 1 model" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
     assert (await bucket.epoch()).rpartition(":")[0] == created
     await bucket.write([Write("history.a.1", b"{}", 0)])
     assert "was created again" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")

@@ -438,7 +438,7 @@ def claim(nbytes: int) -> None:
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Return freed memory to the GPU driver or the operating system, so that others can use it and see it as free."""
+    """Return freed memory to the GPU driver or the operating system, so that other processes can use it."""
     if device.type == "cuda":
         with without_loads():
             torch.cuda.empty_cache()

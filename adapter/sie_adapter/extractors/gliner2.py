@@ -68,7 +68,7 @@ from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
 _CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`, before it is tokenised
-_CANDIDATES = 16384  # limit of candidate entities per window; more stay only if several share the lowest score
+_CANDIDATES = 16384  # number of candidate entities kept per window, best first; all with the lowest kept score stay
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")

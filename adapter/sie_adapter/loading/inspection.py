@@ -40,7 +40,7 @@ from sie_store.weights.selection import FILES, PICKLED
 
 # files that influence results: all files that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
-# subfolders with the parts of a model, with the names that packages for entity extraction give them
+# names that packages for entity extraction give to the subfolders with parts of a model
 _PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
 # model_type prefixes of models whose states overflow in float16: Gemma (source: model card of EmbeddingGemma), ColPali,

@@ -217,8 +217,8 @@ class Backbone:
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """Return the arguments of the model for a pass: `ids` [.., tokens], or the embeddings of `ids`, if features
-        replace the embeddings of image tokens. Features for deeper layers are separate arguments.
+        """Return the model's arguments for one pass. Without features: `ids` [.., tokens]. With features: the
+        embeddings of `ids`, with features in place of image tokens, and the features for deeper layers.
         """
         if features is None:
             return {"input_ids": ids}

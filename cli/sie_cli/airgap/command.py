@@ -304,7 +304,8 @@ def _written(output: Path, *, force: bool) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             durable.replace(growing, output)
-        except BaseException:  # not after the rename: the next command may have created its own file `growing`
+        except BaseException:
+            # the `try` ends with the rename, because after it the next command may have created its own file `growing`
             growing.unlink(missing_ok=True)
             raise
     durable.sync(output.parent)

@@ -140,7 +140,7 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
     return "at most 1 % of the requests of the last 5 minutes", findings
 
 
-LAG_S = 7.0  # limit in seconds: the check `queue` waits until a gateway that has just started has read the queue length
+LAG_S = 7.0  # longest time in seconds that the check `queue` waits for a new gateway to read the queue length
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:

@@ -362,7 +362,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
     description, or a fault and its remedy.
     """
     restart = (
-        f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
+        f"start the adapter again with the sidecar's SIE_IPC_SOCKET_PATH={path}; the adapter's log says why it ended"
     )
     try:
         status = os.stat(path)

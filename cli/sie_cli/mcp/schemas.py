@@ -213,7 +213,7 @@ class RedactAnswer(Struct, kw_only=True):
 
 
 class DocumentAnswer(Struct, kw_only=True):
-    """The first page of the Markdown. `more`: all of its pages, if there are several."""
+    """The first page of a document's Markdown. `more`: reference to all pages, if there are several."""
 
     model: str
     format: str

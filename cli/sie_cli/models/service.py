@@ -219,7 +219,7 @@ class _ChangedField(Struct):
 
 class _RefusalFields(Struct):
     message: str
-    code: str | int | None = None  # that of another server or of a proxy may be null or a number
+    code: str | int | None = None  # null or a number in the reply of some other servers and proxies
     reason: str | None = None
     revision: int | None = None
     errors: list[_FaultFields] | None = None

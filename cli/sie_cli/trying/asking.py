@@ -192,7 +192,7 @@ def ask_model(
 
 
 def strongest(sparse: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Return the STRONGEST ids with the largest weights in a sparse vector, and their weights, the largest first."""
+    """Return (ids, weights) of the largest weights of a sparse vector, at most STRONGEST, the largest first."""
     values = np.asarray(sparse["values"], np.float64)
     places = np.argsort(-values, kind="stable")[:STRONGEST]
     return np.asarray(sparse["indices"])[places].tolist(), values[places].tolist()

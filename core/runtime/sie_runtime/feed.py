@@ -304,9 +304,9 @@ class CatalogueFeed:
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service has the epoch {epoch}, this process the newer epoch {before}: was the store of "
-                "the config service restored from an older copy? Write the lost changes again, or restart this process "
-                "to use that copy"
+                f"the config service has the epoch {epoch}, but this process has the newer epoch {before}: was the "
+                "store of the config service restored from an older copy? Write the lost changes again, or restart "
+                "this process to use that copy"
             )
 
     def _replace(self, new: Catalogue) -> None:

@@ -757,7 +757,7 @@ class ModelQueue:
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
-        """Return the requests without a result that will miss their deadlines, with their expected waits."""
+        """Return the requests that have no result yet and will miss their deadlines, each with its expected wait."""
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
         batch = self.throughput.batch(now_s)

@@ -164,8 +164,8 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. `begun`: requests with a first permit. `fresh`: requests without
-    a permit.
+    """Waiting requests of a key, in order of arrival. `begun`: requests that have got a permit for a chunk. `fresh`:
+    requests that have got none.
     """
 
     key: str

@@ -176,7 +176,7 @@ def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
 
 
 def _spoken(texts: Iterable[Mapping[str, Any]], from_s: float) -> list[SpokenSegment]:
-    """Return segments or words of a part that begins at `from_s`."""
+    """Return the segments or words of a part, with their times in the whole recording. The part begins at `from_s`."""
     return [
         SpokenSegment(round(from_s + start, 2), round(from_s + end, 2), text["text"])
         for text in texts

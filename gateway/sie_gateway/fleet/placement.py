@@ -148,13 +148,11 @@ class Placer:
             del self._tables[key]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Record published work of one model. If workers exist, but none hosts the model, a step runs at once."""
+        """Record published work of one model. If workers exist, but none hosts the model, `step` runs at once."""
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a host for a model, even without work. If workers exist, but none hosts the model, a step runs at
-        once.
-        """
+        """Request a host for a model, even without work. If workers exist, but none hosts it, `step` runs at once."""
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:

@@ -34,7 +34,7 @@ GUARDED = frozenset({"config", "admin"})
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is `static` and no user has a token: only administrators could call."""
+    """Raise SettingError if the auth mode is `static` and no user token is set: no user could call the gateway."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "the mode `static` needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 

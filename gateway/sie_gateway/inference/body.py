@@ -89,7 +89,7 @@ class RequestItem(msgspec.Struct, frozen=True):
 
     @property
     def file_bytes(self) -> int:
-        """Return the bytes of the item's files, which are part of its `size`."""
+        """Return the number of bytes of the item's files. `size` includes these bytes."""
         return sum(map(len, self.files)) if self.files else 0
 
 

@@ -73,7 +73,7 @@ _LOADS: Mapping[LoadErrorClass, str] = {
     "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of the same account, restart them",
     "NOT_FOUND": "put its weights at a place that the reason names, then `sie models load {name}`; if "
     "they are elsewhere, name that place in its entry (`sie models set {name}`)",
-    "DEPENDENCY": "install the package that the reason names beside the adapter, and start the adapter again",
+    "DEPENDENCY": "install the package that the reason names into the adapter's environment, and restart the adapter",
     "INCOMPATIBLE": "the reason names the file or the field that does not fit: mend that file, then `sie models load "
     f"{{name}}`; or {_ENTRY}",
     "CERTIFICATE": "its files or vectors are not those that its entry names: fetch the weights anew; or " + _ENTRY,

@@ -67,7 +67,7 @@ def refusal() -> InferenceFailed:
 
 
 class PoisonMarks:
-    """Poison marks of contents that this worker has read from the bucket or added. `now_s`: the broker's clock."""
+    """Poison marks that this worker has read from the bucket or has added itself. `now_s`: the broker's clock."""
 
     def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
         self._worker = worker

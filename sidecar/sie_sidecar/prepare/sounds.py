@@ -140,7 +140,7 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 def _views(whole: Float32, frames: int) -> Float32:
     """Return four views of a long sound: the whole sound shrunk to `frames` frames, and three parts of this length,
     from its beginning, middle and end. The possible starts of a part are divided into three equal ranges, and each part
-    begins at the middle of one of them.
+    begins at the middle of one range.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)

@@ -38,7 +38,7 @@ def answer(tokenizer: ModelTokenizer, operation: Operation, item: WorkItemInput)
     handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _tokenized
     most = MAX_TOLD_CHARACTERS if handler is _tokenized else MAX_CHARACTERS
     if (size := effort_of(item)) > most:
-        message = f"the inputs have {size} characters or ids with their prompts, at most {most} are tokenised together"
+        message = f"the inputs and their prompts have {size} characters or ids, at most {most} are tokenised together"
         raise InvalidInput(message, reason="too_many_tokens", extras={"limit": most})
     return tuple(
         outcome if isinstance(outcome, Ok) else Failed(outcome.info())

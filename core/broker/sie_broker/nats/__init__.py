@@ -31,7 +31,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Broker over NATS: all protocols over one connection. `connect` creates the broker."""
+    """Broker over one connection to NATS. Create it with `connect`."""
 
 
 async def connect(

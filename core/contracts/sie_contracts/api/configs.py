@@ -193,7 +193,7 @@ class Resolution(Struct, kw_only=True):
 
 
 class Revision(Struct, kw_only=True):
-    """A write of a model. `note`: the reason of the write, if a program wrote it; empty if a person did."""
+    """A write of a model. `note`: the reason, if a program wrote the model; empty if a person wrote it."""
 
     revision: int
     created_at: str

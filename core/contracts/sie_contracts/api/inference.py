@@ -498,7 +498,7 @@ class RedactionPart(Struct, kw_only=True):
 
 
 class RedactionMap(Struct, kw_only=True):
-    """The replaced values of a text, with which the redacted text is restored. Store the map apart from this text.
+    """The replaced values of a text. They turn the redacted text back into the original text, so store the two apart.
     `length`: length of the redacted text.
     """
 

@@ -481,7 +481,7 @@ _NOTHING = "ignored, it has no counterpart"
 _WHY = {
     "max_batch_tokens": "ignored, SIE_MAX_BATCH_COST bounds a batch",
     "trust_remote_code": "ignored, this server has its own code; set load.trust_remote_code if a load asks for it",
-    "hf_tokenizer_dependencies": "ignored, because the model's own files name the other repositories",
+    "hf_tokenizer_dependencies": "ignored, because the model's files already name these repositories",
     "pool": "ignored, because requests name a pool",
     "attn_implementation": "ignored, the engine chooses the attention",
     "attention_backend": "ignored, the engine chooses the attention",

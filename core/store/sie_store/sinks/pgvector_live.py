@@ -519,12 +519,12 @@ class PgvectorLive:
         self._shape = await self._database.transaction(self._read_shape)
 
     def _fresh_marker(self, side: Side, vector: str) -> str:
-        """Return the SQL expression for the marker of a row to which `vector` of a side is written.
+        """Return the SQL expression for the marker that is stored when `vector` of `side` is written to a row.
 
-        If a row has the marker of the old side, a scan for the new side takes the row's new vector as current. This
-        would be wrong if a vector of the old side is written after the switch, and the row's present marker does not
-        prove that its new vector is current. In this case, the SHA-256 of the old side's marker is written instead. A
-        scan for the old side accepts this SHA-256, and a scan for the new side does not.
+        If a row has the marker of the old side, a scan for the new side takes the row's new vector as current too. So
+        a write of an old vector after the switch checks the row's present marker. Unless it proves that the new vector
+        is current, the SHA-256 of the old side's marker is stored. A scan for the old side accepts this SHA-256, and a
+        scan for the new side does not.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":
