@@ -84,7 +84,7 @@ def read(data_dir: Path) -> Access | None:
     except UNDECODABLE as error:
         raise SettingError(
             "--data-dir",
-            f"{path} was not written by this version of `sie serve`: restart it, or use the `sie` of its version",
+            f"{path} was not written by this version of `sie`: restart `sie serve`, or use the `sie` that wrote it",
         ) from error
 
 

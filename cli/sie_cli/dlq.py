@@ -189,8 +189,8 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_options
 def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
-    """Delete one dead letter, or all dead letters of the pool that this version of sie can read. The work of a deleted
-    letter is lost.
+    """Delete one dead letter, or all dead letters of the pool. The work of a deleted letter is lost. Letters that this
+    version of sie cannot read are not deleted.
     """
     pool = cluster.settings.pool
 

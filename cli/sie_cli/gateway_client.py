@@ -59,7 +59,7 @@ class GatewayUnready(CommandRefused):
 
 class _AdminError(msgspec.Struct):
     message: str | None = None
-    code: str | int | None = None  # null or a number in the reply of some other servers and proxies
+    code: str | int | None = None  # null or a number if another server or a proxy sent the error
 
 
 class _AdminErrorBody(msgspec.Struct):

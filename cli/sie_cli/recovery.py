@@ -139,7 +139,7 @@ def _contents(snapshot: Backup) -> str:
     )
 
 
-@click.command(short_help="Write back what a backup has and the cluster lacks.")
+@click.command(short_help="Write the entries of a backup that the cluster lacks.")
 @_file
 @_options
 def restore(cluster: Cluster, file: Path) -> None:

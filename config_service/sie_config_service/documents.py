@@ -73,7 +73,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
     if revision and not _COMMIT.fullmatch(revision):
         loc = "$.weights.revision"
-        fault = f"expected a commit of 40 hex digits, since a branch or a tag moves, got {revision[:60]!r}"
+        fault = f"expected a commit of 40 hex digits, got {revision[:60]!r}: a branch or a tag may move"
         raise faulty(loc, f"{fault}; `sie models add` finds the commit, and the hub shows it", document.line(loc))
     return entry
 

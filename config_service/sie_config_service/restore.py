@@ -58,7 +58,7 @@ def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
 
 
 class Restore:
-    """Watch of the models' states in the workers' heartbeats. It restores models that cannot be loaded."""
+    """Reader of the workers' heartbeats that restores models that workers cannot load."""
 
     def __init__(self, workers: CatalogueReaders, store: CatalogueStore, writer: CatalogueWriter) -> None:
         self._workers = workers

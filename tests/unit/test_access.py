@@ -120,7 +120,7 @@ def test_where_none_runs_nothing_is_found_and_a_named_one_is_an_error(tmp_path: 
         found(named=tmp_path)
     assert Cluster.locate(load(environ={}), tmp_path, required=False).settings.nats_url is None
     (tmp_path / access.FILE).write_text("{}")
-    with pytest.raises(SettingError, match=r"written by this version .*: restart it, or use the `sie` of its version"):
+    with pytest.raises(SettingError, match=r"written by this version .*: restart `sie serve`, or use the `sie` that"):
         found(named=tmp_path)
 
 

@@ -344,7 +344,7 @@ class CrashRecord:
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):
                 batch_limits.failed(record.key, record.tokens, killed=True)
                 _logger.warning(
-                    "the adapter's process %s in a pass of %d tokens of %s: the model's passes have at most %s tokens",
+                    "the adapter's process %s in a pass of %d tokens of %s, whose passes now have at most %s tokens",
                     how,
                     record.tokens,
                     record.key,

@@ -1,8 +1,8 @@
 """LoRAs of a loaded model: the layers that a LoRA names compute W x + s B A x. The scale s is alpha / r (arXiv
 2106.09685), or alpha / sqrt(r) with use_rslora. The weights of the base model never change.
 
-    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► stored; the least
-    recently used LoRA is dropped first
+    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► stored; above
+    the limit of loaded LoRAs, the least recently used LoRA is dropped
 
 A pass uses the LoRA that its thread has activated, so loading or dropping a LoRA does not affect a running pass.
 """

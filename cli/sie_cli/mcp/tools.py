@@ -354,7 +354,7 @@ class AgentTools:
         collection = self._config.collections.get(arguments.collection)
         if collection is None or not collection.is_open_to(caller.key_name):
             names = ", ".join(self._names(caller)) or "none"
-            raise ToolRefused(f"There is no collection {arguments.collection!r} for this API key. There are: {names}.")
+            raise ToolRefused(f"There is no collection {arguments.collection!r} for this API key. It may use: {names}.")
         async with self._clients.of_key(caller.api_key) as client:
             vectors, _ = await _vectors(client, collection.model, [arguments.query], is_query=True)
         try:

@@ -44,10 +44,10 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
     SIE_CONFIG_SERVICE_URL names one, else a local folder.
 
     The entry pins the commit of a hub repository, and the SHA-256 of every file that affects the vectors or scores. You
-    may edit the entry: lines after `# assumed` have values that no file of the model states. A model of the packaged
-    catalogue keeps the options of its entry there. ID_OR_FOLDER may also be an entry, as `inspect` and `show` print it:
-    a .yaml or .json file, or - for standard input. Weights of the entry that are on this machine are checked first;
-    others are checked when a worker loads them.
+    may edit the entry: lines after `# assumed` have values that no file of the model states. If the packaged catalogue
+    has the model, the new entry has the options of the packaged entry. ID_OR_FOLDER may also be an entry, as `inspect`
+    and `show` print it: a .yaml or .json file, or - for standard input. Weights of the entry that are on this machine
+    are checked first; others are checked when a worker loads them.
 
     \b
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds

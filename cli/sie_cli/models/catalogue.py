@@ -221,7 +221,7 @@ def _show_status(body: dict[str, Any]) -> None:
     metavar="FILE",
     help="Replace the whole configuration by FILE; - is standard input.",
 )
-@write_options("Write the model even if an alias needs it as it is.")
+@write_options("Write the model even if this makes an alias invalid.")
 def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file: Path | None) -> None:
     """Change model ID: some fields, or all with -f. Gateways and workers use the change within a second.
 
@@ -256,7 +256,7 @@ def rm(write: WriteOptions, model: str) -> None:
 @click.command()
 @click.argument("model", metavar="ID")
 @click.argument("revision", type=click.IntRange(1))
-@write_options("Write the model even if an alias needs it as it is.")
+@write_options("Write the model even if this makes an alias invalid.")
 def rollback(write: WriteOptions, model: str, revision: int) -> None:
     """Restore REVISION of model ID. It is written again as the newest revision; `sie models history ID` lists the
     revisions. This also restores a removed model.

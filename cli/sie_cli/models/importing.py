@@ -27,7 +27,7 @@ _SUFFIXES = (".yaml", ".yml")
 @click.command("import")
 @click.argument("source", metavar="FOLDER", type=click.Path(exists=True, path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Do all checks, but store nothing.")
-@click.option("--force", is_flag=True, help="Replace existing models, even if an alias needs them as they are.")
+@click.option("--force", is_flag=True, help="Replace existing models, even if this makes an alias invalid.")
 @service_options
 def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool, output: str | None) -> None:
     """Add a folder of model files, or one file, to the catalogue of a config service.

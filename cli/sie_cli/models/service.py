@@ -193,12 +193,12 @@ _NOBODY = (
     "is it running, and is this its address? /health of a gateway has the address as config_url; set it with --url"
 )
 _WRONG_URL = (
-    "give --data-dir of a `sie serve` of this machine, or the address with --url (config_url in /health of a gateway)"
+    "name a local `sie serve` with --data-dir, or the config service with --url: config_url in /health of a gateway"
 )
 _NEXT = {
     "UNAUTHENTICATED": (
-        "set SIE_ADMIN_TOKEN here to what the config service was started with, or run this in a terminal, which asks "
-        "for it"
+        "set SIE_ADMIN_TOKEN here to the token that the config service was started with, or run this command in a "
+        "terminal, where it asks for the token"
     ),
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
     "IDEMPOTENCY_MISMATCH": "run the command again: each run sends a new idempotency key",
@@ -219,7 +219,7 @@ class _ChangedField(Struct):
 
 class _RefusalFields(Struct):
     message: str
-    code: str | int | None = None  # null or a number in the reply of some other servers and proxies
+    code: str | int | None = None  # null or a number if another server or a proxy sent the error
     reason: str | None = None
     revision: int | None = None
     errors: list[_FaultFields] | None = None

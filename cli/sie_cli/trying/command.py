@@ -43,7 +43,7 @@ def _question_options(command: F) -> F:
         "--threshold",
         metavar="NUMBER",
         type=click.FloatRange(0, 1),
-        help="Lowest score of what the model finds, from 0 to 1.",
+        help="Lowest score that a result may have, from 0 to 1.",
     )
     @click.option("--explain", is_flag=True, help="Show the time of each stage of the request as a bar.")
     @cluster_options(GATEWAY_URL)

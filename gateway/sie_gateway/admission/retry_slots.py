@@ -67,7 +67,7 @@ class _SlotCosts:
         left = self.costs.pop(slot, 0.0) - cost
         if left > CRUMB:
             self.costs[slot] = left
-        # exactly 0 without costs, because a rounding error would stay in `promised` for ever
+        # exactly 0 if no slot has costs: otherwise `RetrySlots.promised` would keep a rounding error for ever
         self.total = max(0.0, self.total - cost) if self.costs else 0.0
 
 

@@ -274,8 +274,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return False if a chunk would exceed the key's token limit (window), or if the key's work for another model
-        must get a permit first. If the key has no work in the queue, return True.
+        """Return False if a chunk would exceed the key's token limit, or if the key's work for another model must get a
+        permit first. If the key has no work in the queue, return True.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False

@@ -54,7 +54,7 @@ _OFFSETS: tuple[str, ...] = get_args(Offsets)
 
 @dataclass(frozen=True)
 class RedactionRules:
-    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: code of the
+    """Fields that only bodies of /v1/redact have. `kinds` is empty if the client names none. `region`: code of the
     country whose national phone numbers are replaced. `restorable`: the reply has a map of the replaced values.
     `models`: names of further models that read the texts.
     """

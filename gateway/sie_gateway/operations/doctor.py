@@ -19,7 +19,7 @@ import msgspec
 from sie_contracts.errors import UNDECODABLE, NotFound, NotReady
 
 LIMIT_S = 75.0  # time limit in seconds for one run of `sie doctor`; its slowest check, `gpu`, may take 61 s
-FRESH_S = 5.0  # seconds after a run for which further requests get the report of this run
+FRESH_S = 5.0  # for this number of seconds after a run, requests get its report
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 

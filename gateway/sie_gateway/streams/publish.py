@@ -103,9 +103,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. Of the
-    other consumers, at most 15/16 of `limit` should belong to single models. If there are more of these, also return
-    the surplus, longest unused first, but no consumer that was used in the last CROWDED_IDLE_S seconds.
+    """Return the names of the consumers to delete. The first are all consumers that are unused for `idle_s` seconds. If
+    the remaining consumers of single models are more than 15/16 of `limit`, the surplus follows, longest unused first.
+    Consumers that were used in the last CROWDED_IDLE_S seconds are never surplus.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]

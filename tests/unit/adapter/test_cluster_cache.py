@@ -265,7 +265,7 @@ BROKEN = {
         r"damaged in the bucket, model\.safetensors(: the object is shorter| has 100 bytes, the manifest says 1000003)",
     ),
     longer: ("NETWORK", r"is damaged in the bucket, model\.safetensors has 1000004 bytes, the manifest says 1000003"),
-    wrong: ("NETWORK", r"is damaged in the bucket, model\.safetensors does not have the SHA-256 of the manifest"),
+    wrong: ("NETWORK", r"is damaged in the bucket, model\.safetensors has another SHA-256 than the manifest states"),
     unreadable: ("INCOMPATIBLE", r"not a manifest of weights: .*`sie weights push --force`"),
     newer: ("INCOMPATIBLE", r"the manifest has version 2, this program reads 1"),
     anothers: ("INCOMPATIBLE", r"has the manifest of org/other@0123"),

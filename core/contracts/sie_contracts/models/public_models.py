@@ -373,7 +373,7 @@ class _Translator:
         tokens = self._model.max_sequence_length or self._present.get("max_tokens")
         if not isinstance(tokens, int):
             raise faulty(
-                "$.max_sequence_length", "expected the maximum number of tokens of a text, which depends on the model"
+                "$.max_sequence_length", "expected the maximum number of tokens of a text: SIE has no default for it"
             )
         return tokens
 

@@ -30,7 +30,7 @@ _WRITE = (
         "Idempotency-Key",
         "header",
         str,
-        "Key of this write. If the same write is sent again with its key, only the first reply is sent again.",
+        "Key of this write. If the write is sent again with this key, it has no effect and gets the first reply.",
     ),
 )
 # media type in `Accept` -> content type of the document

@@ -78,7 +78,7 @@ class Place:
         return not self.name
 
     def key(self, source: str) -> str:
-        """Return the key of an object in the store. `source`: name of the object in its span."""
+        """Return the key of an object in the store. `source`: name of the object in spans (ranges of rows)."""
         return self.folder + (self.name or source)
 
     def below(self, folder: str) -> Place:

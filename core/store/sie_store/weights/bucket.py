@@ -182,7 +182,7 @@ class BucketSource:
             raise self._broken(f"{file.path}: {error}") from error
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
-        return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
+        return self._broken(f"{file.path} has another SHA-256 than the manifest states")
 
     def _broken(self, wrong: str) -> FetchFailed:
         """Return the error for files that differ from the manifest. Its class NETWORK lets the load be retried, because

@@ -353,7 +353,7 @@ class LocalCache:
         return self.hub / f"models--{repository.replace('/', '--')}"
 
     def _blobs(self, repository: str, folder: Path) -> set[Path]:
-        """Return the targets of links below `folder` that lie in the folder `blobs` of the hub's own client."""
+        """Return the files in `blobs`, where the hub's own client stores files, to which links below `folder` lead."""
         blobs = (self._folder_of(repository) / "blobs").resolve()
         targets = (path.resolve() for path in folder.rglob("*") if path.is_symlink())
         return {target for target in targets if target.parent == blobs}
