@@ -76,8 +76,8 @@ Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Send `word` to a process that records its functions. Return the (file, function) pairs that the process recorded
-    since "begin" if `word` is "end"; an empty list for "begin", and if the process has ended.
+    """Send `word`, "begin" or "end", to a process that records its functions. For "end", return the (file, function)
+    pairs recorded since "begin". Return an empty list for "begin", and if the process has ended.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:

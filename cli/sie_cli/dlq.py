@@ -38,7 +38,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
     """Return the dead letter whose id begins with `name`. Raises CommandRefused if none or several match."""
-    # Every id begins with the empty text, so "$ID" with an empty variable would select a letter.
+    # an unset variable in "$ID" gives an empty name, and every id begins with an empty text
     if not name:
         raise CommandRefused("the ID is empty: `sie dlq list` shows the ids")
     letter = await letters.named(name)

@@ -160,7 +160,7 @@ class CatalogueStore:
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at the newest write that the broker's leader has. Raises BrokerError, NotReady."""
+        """Return all models as of the newest write that the broker's leader has. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
     @property
@@ -211,7 +211,7 @@ class CatalogueStore:
         return self._parsed[1]
 
     async def held(self, model: str) -> HeldModel:
-        """Return one model at the newest write that the broker's leader has."""
+        """Return one model as of the newest write that the broker's leader has."""
         entry = await self._bucket.get(model_key(model))
         return (
             HeldModel() if entry is None or entry.value is None else HeldModel(decoded(_stored, entry), entry.revision)

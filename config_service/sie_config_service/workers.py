@@ -30,7 +30,7 @@ class CatalogueReaders:
         self.failed = asyncio.Event()  # set when a heartbeat reports a failed load of a model
 
     async def follow(self, bus: Bus, stop: Stop) -> None:
-        """Subscribe to heartbeats and announcements. Try again until the broker accepts them, or until `stop`."""
+        """Subscribe to heartbeats and announcements. Retry each until the broker accepts it, or until `stop`."""
         for subject, handler in (
             (topology.HEALTH_SUBJECT, self._on_heartbeat),
             (topology.GATEWAY_SUBJECT, self._on_gateway),

@@ -301,7 +301,7 @@ def call(request: Send, session: Session, patience: Patience | None = None) -> P
     """
     patience = patience or Patience()
     mark = patience.mark
-    # by `is_away`: True for waits without a connection, False for waits without capacity
+    # seconds and number of attempts, for `is_away` True (the connection failed) and False (no capacity)
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:

@@ -119,8 +119,8 @@ class AdapterEngine:
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
         # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core.
-        # Measured on two cores in bfloat16 (bench/engine.py), in texts/s of mixed lengths / texts/s of 8 tokens: two
-        # threads 324 / 3,623; two processes 333 / 3,608; one thread that uses both cores 292 / 2,567.
+        # Texts/s on two cores in bfloat16 (bench/engine.py), with mixed lengths and with 8 tokens: two threads 324 and
+        # 3,623; two processes 333 and 3,608; one thread that uses both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None

@@ -111,9 +111,7 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return the number of additional sequences for a model of this family in the trial at load, in which `Backbone`
-    compares the packed path with the unchanged model.
-    """
+    """Return the number of additional short sequences in the trial at load (see `_RANKED_SAMPLES`)."""
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 

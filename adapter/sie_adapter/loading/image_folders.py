@@ -30,9 +30,9 @@ _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that t
 _PARAKEET_POSITIONS = 375  # largest max_tokens of an entry for Parakeet: a window of 30 s, at 80 ms per position
 _ASSUMED = {
     "multimodal-encoder": (
-        "an encoder: a reranker needs the family multimodal-reranker, pair, head.yes_token and head.no_token"
+        "an encoder (a reranker needs the family multimodal-reranker, pair, head.yes_token and head.no_token)"
     ),
-    "vision-language": "no LoRA: if the model was trained with a LoRA, name the LoRA in run.lora",
+    "vision-language": "no LoRA (if the model was trained with a LoRA, name the LoRA in run.lora)",
 }
 _BOTH = ["text", "image"]
 

@@ -221,7 +221,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # the new time protects the model from eviction for requests that arrived earlier
+                    # from now on, a request that arrived earlier cannot evict this model (see `Permission`)
                     resident.last_used_s = self._clock()
                     return resident
                 running = self._loads.get(model)

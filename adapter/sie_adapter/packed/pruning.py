@@ -58,9 +58,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
 
 
 def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: np.ndarray) -> list[dict[str, Any]]:
-    """Return an entity for each run of adjacent tokens in `chosen` (bool [tokens]), without white space at the begin
-    and the end of the entity.
-    """
+    """Return an entity for each run of adjacent tokens in `chosen` (bool [tokens]), without white space at its ends."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])))
     sections = []
     for first, stop in edges.reshape(-1, 2).tolist():

@@ -431,8 +431,8 @@ def _order_of_epoch(epoch: str) -> tuple[str, int]:
 def _drifted(name: str, current: str, expected: str) -> Finding:
     return Finding(
         f"{name} uses an older catalogue: epoch {current}, expected {expected}",
-        f"restart {name}; so that it gets later changes, compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
-        "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with those of the other processes",
+        f"restart {name}, and compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
+        "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with those of the other processes: with a wrong value it misses changes",
     )
 
 

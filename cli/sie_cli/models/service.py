@@ -49,8 +49,8 @@ class Rejected(CommandRefused):
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """Successful reply. `body`: the decoded body. `plain`: the body as a plain map, with the fields that `body` lacks
-    because this version does not know them. `revision`: the model's revision, from the header ETag.
+    """Successful reply. `body`: the decoded body. `plain`: the body as a map, including fields that this version does
+    not know. `revision`: the model's revision, from the header ETag.
     """
 
     body: Any

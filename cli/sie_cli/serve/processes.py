@@ -259,7 +259,7 @@ class LocalCluster:
         )
 
     def _url(self, port: int) -> str:
-        """Return the URL of a port for programs on this machine."""
+        """Return the URL at which programs on this machine reach a port."""
         return f"http://{_reachable(self._plan.host)}:{port}"
 
     def _urls(self, first_port: int, count: int) -> list[str]:

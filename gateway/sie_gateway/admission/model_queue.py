@@ -64,8 +64,8 @@ UNKNOWN_STALL_S = 5.0  # seconds without a result after which a queue without a 
 STALL_BATCHES = 3.0  # the queue counts as stalled only after this many times the longest measured batch time
 # seconds: lifetime of a computed `MeasuredBatch`, and shortest time between two checks for late requests
 LOOK_S = 0.1
-# limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
-# as long as a batch with exactly MAX_GROWTH times as many
+# factor: the time of a larger batch is extrapolated from the measured batches, as if the larger batch had at most this
+# many times their tokens
 MAX_GROWTH = 4.0
 # share of a batch's time: after the batch's first result, this gateway expects further results for this long only,
 # because the missing results may belong to requests of other gateways and never arrive here
@@ -78,9 +78,9 @@ GROWING = 1.25
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `formed_s`: time until the request's batch is formed, or infinity if workers form batches before the device is free.
-    `likely_s`: if `formed_s` is infinite, `min_s` plus the time of one batch, because one batch was formed before the
-    request arrived; else `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
-    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `likely_s`: `min_s` with the number of batches rounded up. If `formed_s` is infinite, a batch was formed before the
+    request arrived, and `likely_s` is `min_s` plus the time of one batch. `stalled_s`: time since the last result if
+    this time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
     `batch_s`: time of one batch.
     """
 

@@ -85,7 +85,7 @@ class RetrySlots:
         self._own = _SlotCosts()  # costs of the turns in `_open` that this gateway booked
         self._count = 0
         self._shown = 1.0  # share of ended turns whose client tried again, a moving average
-        # turns of this gateway that are not announced yet: client, due time, cost
+        # (client, due time, cost) of turns that this gateway booked and has not yet announced to the other gateways
         self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 

@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that are shown even if the worker that reports them is not ready
 ON_DISK_S = 5.0  # seconds before the list of models on workers' disks is computed again
-NO_DISK_S = 0.5  # like ON_DISK_S, after an empty list: when a cluster starts, models soon appear
+NO_DISK_S = 0.5  # replaces ON_DISK_S while the list is empty: models soon appear in it while a cluster starts
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0

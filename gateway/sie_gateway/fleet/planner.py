@@ -360,9 +360,9 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. If no worker has a model and no work of it waits, its
-        earlier number does not count. Return an array [layout.size]: for each model, the number of workers that its
-        demand keeps busy.
+        """Set the number of hosts of each model by its demand. The earlier number counts only if a worker has the
+        model, or if work for the model waits. Return an array [layout.size]: for each model, the number of workers that
+        its demand keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()

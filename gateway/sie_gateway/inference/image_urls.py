@@ -170,7 +170,7 @@ class ImageUrls:
         # the TLS context is built at the first URL, because the build reads more than a hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # API key with a running request -> slots of the key, so that one key with slow servers cannot occupy all
+        # API key with a running request -> its slots; so a key whose image servers are slow cannot occupy all `_slots`
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held = SharedLimit(MAX_HELD_BYTES)  # bytes of the fetched images of running requests
 

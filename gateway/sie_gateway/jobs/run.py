@@ -109,7 +109,7 @@ class _ShardSums:
         self._seen = 0
 
     def add(self) -> None:
-        """Add the records of the shards that were answered after the last call of `add` to the sums."""
+        """Add to the sums the records of the shards that were answered since the last call of `add`."""
         for number, shard in itertools.islice(self.shards.items(), self._seen, None):
             self.rows += shard.rows
             self.failed += shard.failed
@@ -551,8 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died: add its name to `lost`, the leaders that died one after the other. If more rows of the job are done now than
-    at each earlier death (`peak_done`), first remove the earlier names.
+    died, and its name is appended to `lost`: the leaders that died without progress in between. The earlier names are
+    removed first if more rows of the job are done now than at any earlier death (`peak_done`).
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)

@@ -214,7 +214,7 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Return the sums of the counts of steps, and the median and 99th percentile in ms of each stage of STAGES_TOLD."""
+    """Add up the counts of `steps`, and compute the median and 99th percentile of each stage of STAGES_TOLD, in ms."""
     errors: Counter[str] = Counter()
     for step in steps:
         errors.update(step.errors)

@@ -125,7 +125,8 @@ class ModelState:
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # latest time of: load, use by work, call of `obtain` while the model was not loaded
+        # time when the model was last loaded, used by work, or returned by `obtain` while it was not loaded
+        self.used_s = 0.0
         self.uses = 0  # number of arrivals and ends of work items; it grows whenever the model is used
         self.swapped = False  # true if another model was closed to new work to free memory for the last load
         self.load_s = 0.0  # seconds that the last load took
@@ -704,9 +705,9 @@ class Hosting(ModelStates):
         return SIEError.from_info(failure.info())
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Return True if memory is used by models that an earlier process of this sidecar loaded or began to load, and
-        that were not `offered` for eviction. If one of these loads still runs, wait for EARLIER_LOAD_S first; the next
-        attempt can evict a model whose load has ended. Raises AdapterGone.
+        """Return True if another attempt may free memory: an earlier process of this sidecar has loaded models, or has
+        begun to load them, that were not `offered` for eviction. While such a load runs, first wait for EARLIER_LOAD_S,
+        because its model can be evicted when the load has ended. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {

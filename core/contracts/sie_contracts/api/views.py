@@ -14,8 +14,8 @@ from sie_contracts.wire.messages import BatchNote, Stages
 
 
 class ClusterCounts(Struct, kw_only=True):
-    """Numbers of workers, models, messages that workers have (`in_flight`), and dead letters, including removed ones.
-    The counts include workers and models that are not listed.
+    """Number of workers, of models, of messages that workers have (`in_flight`), and of all dead letters ever stored
+    (also removed ones). The counts include workers and models that are not listed.
     """
 
     workers: int

@@ -156,7 +156,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that a model has before the next step: the hosts in the stored table, or some of them."""
+        """Set a model's hosts at the start of the next `settle`: its hosts in the stored table, or some of them."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
