@@ -143,7 +143,7 @@ class Cluster:
 
     @property
     def gateway_urls(self) -> list[str]:
-        """Addresses of the gateways without a final slash; the address GATEWAY on this machine if none is set."""
+        """URLs of the gateways, without a final slash. If none is set: GATEWAY, a URL of this machine."""
         return [url.strip().rstrip("/") for url in (self.settings.gateway_url or GATEWAY).split(",")]
 
     @property

@@ -85,7 +85,7 @@ class SettingOption(click.Option):
 
 
 _ALL = "sie.help_all"
-_HELP_ALL = "Show this help with an option for each setting."
+_HELP_ALL = "Show this help with the options for all settings."
 
 
 def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -79,7 +79,7 @@ class CatalogueReaders:
         return [status for _, beat in self._fresh(self._seen).values() for status in beat.models]
 
     def of_bundle(self, bundle: str) -> list[Heartbeat]:
-        """Return the last heartbeat of each worker of a bundle that accepts work."""
+        """Return the last heartbeat of each worker that serves `bundle` and accepts work."""
         beats = (beat for _, beat in self._fresh(self._seen).values())
         return [beat for beat in beats if beat.bundle == bundle and beat.ready and not beat.leaving]
 

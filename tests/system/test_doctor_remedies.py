@@ -40,7 +40,7 @@ BOUND_S = 60.0
 CONFIG, GATEWAY, WORKER = (
     "start it (`sie config`)",
     "start it (`sie gateway`, `sie serve",
-    "start one: `sie sidecar` and `sie adapter`",
+    "start a worker: `sie sidecar` and `sie adapter`",
 )
 LOOK = "`sie doctor` on its machine"
 KEY, STREAMS, SETTINGS = (

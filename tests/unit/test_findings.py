@@ -167,7 +167,7 @@ def test_a_queue_is_found_if_its_work_is_old_or_its_length_grows() -> None:
         finding.wrong
         == "the queue of _default.l4.default has 10 messages, the oldest is 61 s old; its healthy workers: 0"
     )
-    assert finding.fix.startswith("start one: `sie sidecar`")
+    assert finding.fix.startswith("start a worker: `sie sidecar`")
 
 
 def test_the_pool_of_another_key_is_not_named() -> None:

@@ -93,7 +93,7 @@ def test_a_type_that_no_worker_is_is_refused_with_those_that_there_are() -> None
     lanes = Lanes()
     lanes.beat("w1", "cpu", device="cpu")
     lanes.beat("w2", gpu="NVIDIA H100 80GB HBM3")
-    with pytest.raises(NotFound, match="no worker matches 'l4'; profiles, GPU types: _default, cpu, h100") as caught:
+    with pytest.raises(NotFound, match="no worker matches 'l4'; profiles and GPU types: _default, cpu, h100") as caught:
         lanes.named("l4")
     assert (caught.value.status, caught.value.reason) == (404, "gpu_not_found")
     assert caught.value.extras == {

@@ -315,7 +315,7 @@ class AdapterEngine:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Count one more running batch that generates text while the context is open. `stop` waits until none runs."""
+        """Context manager for a batch that generates text. `stop` waits until every such batch has ended."""
         with self._written:
             self._writing += 1
         try:

@@ -2,7 +2,7 @@
 
     rows [tokens, width] ──► the first rows stay; Ward's clusters of the other rows ──► means [fewer, width]
 
-Source: sentence-transformers' HierarchicalTokenPooling, whose clusters are also computed by scipy.
+The method is sentence-transformers' HierarchicalTokenPooling. As there, scipy computes the clusters.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        if not in_float32:  # this copies the weight of the last layer if the backbone's embedding shares it
-            block_linears(self._model)
+        if not in_float32:
+            block_linears(self._model)  # copies the weight of the last layer if the backbone's embedding shares it
         # addresses of the backbone's tensors, because `memory_bytes` does not count tensors that the head shares with
         # the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}

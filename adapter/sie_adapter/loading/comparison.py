@@ -31,7 +31,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
         return [f"its files: the family {entry.family} comes from another package"]
     check_weights(folder)
     if entry.load.trust_remote_code:
-        return ["its tensors and its tokenizer: load.trust_remote_code is set, and an inspection runs no such code"]
+        return ["its tensors and its tokenizer: an inspection does not run the code of load.trust_remote_code"]
     try:
         with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)

@@ -338,7 +338,7 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`fits`: function of a number of bytes, returns True if the rows of a model may use that many bytes more."""
+        """`fits`: function that returns True if the rows of a model may use a given number of additional bytes."""
         self._device = device
         self._fits = fits
         self._shed = shed

@@ -69,8 +69,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # `by_options` makes one call for each set of equal options. With equal placeholders as options, all rows run in
-        # one call. The prompts already contain the real options.
+        # `by_options` makes one call for each set of equal options. The prompts already contain the options. So the
+        # rows get equal placeholders as options, and run in one call.
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))

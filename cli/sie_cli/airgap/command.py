@@ -195,8 +195,8 @@ def _place_again(folder: Path, index: ArchiveIndex, at: Path) -> None:
 @click.argument("path", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
 @_index
 def verify(path: Path, expected: str | None) -> None:
-    """Check every byte of an archive against its index, or every file of a loaded folder that the index names. Changes
-    nothing.
+    """Check every byte of an archive against its index. For a folder with a loaded archive, check every file that the
+    index names. The command changes nothing.
     """
     with _refusing():
         if path.is_dir():

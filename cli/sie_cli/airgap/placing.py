@@ -174,8 +174,8 @@ def wrong(
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to `folder`, which the caller renames. An error in the context removes it.
-    Raises CommandRefused, OSError.
+    """Yield an empty, locked folder next to `folder`. The caller renames this folder to `folder`. If the context raises
+    an error, the new folder is removed. Raises CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
     folder.parent.mkdir(parents=True, exist_ok=True)

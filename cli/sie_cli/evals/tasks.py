@@ -102,8 +102,8 @@ def find(name: str) -> Task:
 
 
 def _of_mteb(name: str) -> Task:
-    """Load a task from mteb. If the library or its datasets are missing, load it from the folder with the task's name.
-    Raises CommandRefused.
+    """Load a task from mteb. If mteb is missing or the task's data cannot be read, load the task from a folder with its
+    name. Raises CommandRefused.
     """
     try:
         return mteb_tasks.find(name)
@@ -253,7 +253,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
                     yield f"{file}, line {number}", line.rstrip("\r\n")
     except OSError as error:
         raise CommandRefused(
-            f"{file}: {error.strerror}: -t FOLDER needs a folder with {FILES}, -t texts/FILE a file"
+            f"{file}: {error.strerror}: -t FOLDER needs a folder with {FILES}, -t texts/FILE needs a file"
         ) from error
     except UnicodeDecodeError as error:
         raise CommandRefused(f"{file}: expected UTF-8: save the file in this encoding") from error

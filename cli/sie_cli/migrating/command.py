@@ -58,7 +58,7 @@ _STOPPED = {
 @click.option(
     "--sink",
     metavar="NAME",
-    help="Vector database with the index and its texts, a name in SIE_JOBS_SINKS. With --corpus: it gets the vectors.",
+    help="Vector database (a name in SIE_JOBS_SINKS) with index and texts. With --corpus: the one for the new vectors.",
 )
 @click.option(
     "--collection",

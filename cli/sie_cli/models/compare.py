@@ -85,7 +85,7 @@ class Agreement:
 @click.option(
     "--queries",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File with queries, like --sample. Then the nearest texts of each query are compared, not those of each text.",
+    help="File with queries, in the format of --sample. Compare the nearest texts of each query, not of each text.",
 )
 @click.option(
     "--limit",

@@ -76,7 +76,7 @@ class WriteOptions:
         return service_of(self.cluster, writes=True)
 
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
-        """Send a write with these options, and return the reply. Raises UsageError, CommandRefused."""
+        """Send a write with the options in this object, and return the reply. Raises UsageError, CommandRefused."""
         with self.service() as service:
             return service.write(method, path, body, content_type, how=self)
 
@@ -176,7 +176,7 @@ class ConfigServiceClient(HttpConnection):
                 if is_add
                 else f"repeat with {only}"
             )
-            lines.append(f"look at it with `sie models show`, then {again}")
+            lines.append(f"look at the stored model with `sie models show`, then {again}")
         elif error.code in _NEXT and error.reason not in _ABOUT_TRUST:
             lines.append(_NEXT[error.code])
         return lines
@@ -190,7 +190,8 @@ class ConfigServiceClient(HttpConnection):
 
 
 _NOBODY = (
-    "is it running, and is this its address? /health of a gateway has the address as config_url; set it with --url"
+    "is the server running, and is this its address? /health of a gateway has the address as config_url; set it "
+    "with --url"
 )
 _WRONG_URL = (
     "name a local `sie serve` with --data-dir, or the config service with --url: config_url in /health of a gateway"

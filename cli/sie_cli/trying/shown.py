@@ -20,7 +20,7 @@ from sie_contracts.stages import STAGE_WORDS
 
 NUMBERS = 4  # number of values of a dense vector that are shown
 LINES = 20  # maximum number of shown lines of a text that a model generated
-LONGEST = 400  # maximum number of shown characters of any other value
+LONGEST = 400  # maximum number of shown characters of a value that is not a text: it is shown as JSON
 _CELL = 8  # width of a cell of a heat map, in characters
 _SCALES = {
     "probability": "a probability, from 0 to 1",

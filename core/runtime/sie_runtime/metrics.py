@@ -1,5 +1,5 @@
-"""Metrics of a process, as `metrics_table` defines them, with a limited number of label sets (combinations of label
-values). Values that other objects store are read only at a scrape. A name is the value of a metric's first label: a
+"""Metrics of a process. `metrics_table` defines them and limits their label sets (combinations of label values). Values
+that other objects store are read from these objects at each scrape. A name is the value of a metric's first label: a
 model or a key.
 
     each request for a name ── met(name) ──► MetricMaker.traffic counts it

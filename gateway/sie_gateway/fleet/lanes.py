@@ -422,7 +422,7 @@ class Fleet:
             why = f"no worker matches {requested[:60]!r}"
             if mixed := [name for name, of_lane in serving.items() if gpu_type(requested) in of_lane.types]:
                 why = f"the workers of {mixed[0]} have several GPU types: give each type a separate SIE_MACHINE_PROFILE"
-            message = f"X-SIE-MACHINE-PROFILE: {why}; profiles, GPU types: {', '.join(there)}"
+            message = f"X-SIE-MACHINE-PROFILE: {why}; profiles and GPU types: {', '.join(there)}"
             raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
         message = f"no worker is ready yet, so none matches {requested[:60]!r}"
         waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}

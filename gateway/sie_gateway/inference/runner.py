@@ -198,10 +198,10 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
-        """Wait for all results until the end of the budget. From `load_hold_s` on, or at once if the dialect does not
-        hold, call `ColdStarts.check` every CHECK_AGAIN_S seconds. `was_hosted`: a worker had the model loaded when the
-        request was admitted, so the request may wait longer (see `check`). Raises ModelLoading, NotProvisioned,
-        GatewayTimeout, and the error that was passed to `OutcomeCollector.fail`.
+        """Wait for all results until the end of the budget. From `load_hold_s` on, or at once if the dialect's requests
+        do not wait for a load (`holds`), call `ColdStarts.check` every CHECK_AGAIN_S seconds. `was_hosted`: a worker
+        had the model loaded when the request was admitted, so the request may wait longer (see `check`). Raises
+        ModelLoading, NotProvisioned, GatewayTimeout, and the error that was passed to `OutcomeCollector.fail`.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:

@@ -44,7 +44,7 @@ class DocumentTexts(RowValues):
 
     async def parsed(self, rows: Sequence[InputRow]) -> list[InputRow]:
         """Return the rows with the texts of their documents. If a document cannot be parsed, the `fault` of its row has
-        the error. Raises SIEError for an error that every document would get; Halted.
+        the error. Raises Halted, and SIEError for an error that every document would get.
         """
         parsed = list(rows)
         inputs = await asyncio.to_thread(_read, parsed)

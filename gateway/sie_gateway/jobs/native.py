@@ -544,8 +544,8 @@ def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
 
 
 def chunks_of(source: api.JobInput, text: str | None, value: Any) -> TextChunks | None:
-    """Return the chunks of a text, by the job's rule or from `value`, the chunk column of the row; None if the job has
-    no chunks. Raises InvalidInput.
+    """Return the chunks of a text: from the job's rule, or from `value`, which is the row's chunk column. Return None
+    if there are no chunks. Raises InvalidInput.
     """
     if source.chunks is None:
         return None

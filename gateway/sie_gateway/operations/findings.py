@@ -41,7 +41,8 @@ _CAPACITY = (
     "send less at once: `sie jobs submit` runs long work at the pace of the workers"
 )
 _START = (
-    "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
+    "start a worker: `sie sidecar` and `sie adapter` with the same SIE_IPC_SOCKET_PATH, or raise the replicas of a "
+    "worker pool"
 )
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
 # error code -> what an operator can do. Other codes are not reported, because they mean that the request is wrong, or

@@ -136,7 +136,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN of `rows` with `text` in the model's name. `visible`: see `of_pool`."""
+        """Return the table, with at most MAX_SHOWN models that have `text` in their name. `visible`: see `of_pool`."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

@@ -253,8 +253,8 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     # milliseconds of tokenising in the adapter: 0, except for some model families
     tokenised_there_ms = done.preprocess_ms if done else 0.0
-    # Sometimes the message BatchStarted is read at the same time as the result, so that `started_s` is too late. So the
-    # waiting time is limited to the total time less the times that the adapter measured
+    # `started_s` is too late if the message BatchStarted was read at the same time as the result. The wait is therefore
+    # at most the total time minus the times that the adapter measured.
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     # if the adapter tokenises the batch, `started_s` is before the wait for the device and does not measure this wait
     started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000

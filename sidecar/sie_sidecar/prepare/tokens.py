@@ -327,7 +327,7 @@ def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
 
 
 def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
-    """Call all of these functions in this thread. Return the result or the exception of each."""
+    """Call `work` of each part in this thread. Return for each part the result or the exception."""
     results: list[Any] = []
     for part in parts:
         try:

@@ -389,7 +389,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add to a new consumer's queue the credits that pulls have set before the consumer existed."""
+        """Queue credits at a new consumer, if pulls set credits for its name before the consumer existed."""
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 

@@ -55,7 +55,7 @@ class CacheErasure(Struct, kw_only=True, forbid_unknown_fields=True):
         str | None,
         Meta(description="Text of the input. An input with other content, such as images, cannot be selected."),
     ] = None
-    query: Annotated[str | None, Meta(description="Query of a score in which `text` is the scored document.")] = None
+    query: Annotated[str | None, Meta(description="Query of a scoring request; `text` is then the document.")] = None
     all: Annotated[Flag, Meta(description="True: every answer.")] = False
 
 

@@ -30,8 +30,8 @@ class _ShortDetail(Struct, kw_only=True):
 
 
 class Error(Struct, kw_only=True):
-    """An error in the form that clients of this route expect. `error` is an object with all facts; on routes of Text
-    Embeddings Inference and Ollama it is the message. `detail` is an object too, if the route has it. If the request
+    """An error in the form that clients of this route expect. `error` is an object with all facts. On some routes,
+    `detail` is an object too. On routes of Text Embeddings Inference and Ollama, `error` is the message. If the request
     body has `truncation`, which Voyage's client sends, `error` and `detail` are the message, and `error_details` is the
     object. docs/errors.md has the table of forms.
     """

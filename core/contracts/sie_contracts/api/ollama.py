@@ -17,7 +17,7 @@ _Name = Annotated[Text, Meta(description="With or without Ollama's tag `latest`.
 
 
 class OllamaEmbed(Struct, kw_only=True):
-    """Texts. Without `truncate: false`, a text that is too long is truncated."""
+    """Texts to encode. A text that is too long is truncated, unless `truncate` is false."""
 
     EXAMPLE: ClassVar[Any] = {"model": _NAME, "input": ["Hello"]}
 

@@ -25,7 +25,7 @@ from sie_runtime.http.protocol import MIN_RATE, Guarded, HostNames, Protocol, Sh
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
 
-# largest number of bytes of a websocket message from a client; these messages are discarded
+# largest number of bytes of a websocket message from a client; the server needs no messages and discards them
 WEBSOCKET_MESSAGE_BYTES = 4096
 # seconds that an idle connection stays open: longer than the idle timeout of common load balancers. So a load balancer
 # closes the connection first, and does not send a request on a connection that the server is closing.

@@ -97,7 +97,7 @@ class _TableShape:
         return self.vector + (NEXT if side == "new" else BEFORE)
 
     def field(self, name: str) -> str:
-        """Return the SQL expression of the column `name`, or of this field of `payload` if the column is missing."""
+        """Return the SQL expression of the column `name`. Without this column: of the field `name` in `payload`."""
         return f"t.{quoted(name)}" if name in self.columns else f"t.{quoted(PAYLOAD)} -> {_literal(name)}"
 
     @property

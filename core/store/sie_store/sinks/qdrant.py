@@ -160,8 +160,8 @@ class QdrantConnection:
 
 
 class QdrantSink:
-    """Sink for Qdrant. A collection of dense vectors alone has one vector without a name. Any other collection has
-    named vectors, with the names of the outputs.
+    """Sink for Qdrant. If the only output is dense, each point has one vector without a name. Otherwise each vector has
+    the name of its output.
     """
 
     def __init__(self, url: str, api_key: str, patience: RetryPolicy, body_bytes: int = BODY_BYTES) -> None:
