@@ -58,7 +58,7 @@ EVERY_S = 1.0
 MAX_ASKED = 16
 # the probe checks the workers that a page shows until this number of seconds after the last request of the page
 LOOKED_S = 5.0
-# seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
+# seconds for which a check waits for the broker's report that a worker is gone; a connected worker sends no reply
 HEARD_S = 0.5
 
 
