@@ -30,7 +30,7 @@ SPARE = (
     "Keep a spare process that has already imported the libraries. If an adapter dies, a fork of the spare process "
     "replaces it at once (Linux; some 100 MB a worker)."
 )
-_WARNED = "The process that started this one has already printed the warnings about its settings."
+_WARNED = "Print no warnings about settings, because the process that started this one has printed them."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 

@@ -37,7 +37,7 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
 REPLIES = "replies"  # first part of the keys of stored replies, which are not models
-# seconds for which `Mirror._since` asks the broker for writes that the bucket's leader has and other servers may lack
+# seconds for which `Mirror._since` reads again if the reply of the broker lacks the newest writes of the bucket
 BEHIND_S = 2.0
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")

@@ -146,8 +146,8 @@ class PoolConflictError(ConflictError, code="POOL_CONFLICT"):
 
 
 class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
-    """The request needs another state of the object; for example, another client has changed the object. For a model,
-    `details` has `revision` and `diff`.
+    """The present state of the object does not allow the request, for example because another client has changed the
+    object. For a model, `details` has `revision` and `diff`.
     """
 
 

@@ -546,7 +546,7 @@ def test_results_of_other_queries_have_no_interval_and_none_fell(tmp_path: Path)
     )
     table, notes = results.compared(old, new)
     assert table[1] == ["sie", "map", "0.5", "0.5", "+0.0%"]
-    assert notes == ["the queries differ, so no change has an interval"]
+    assert notes == ["the queries differ, so no change has a confidence interval"]
 
 
 def test_the_last_result_is_of_the_same_names_and_batch(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ _TEXTS = {
 }
 _PDF = b"%PDF-"
 _HEAD = 1024  # bytes at the start of a file that must contain the mark `%PDF-`, or the root element of an HTML page
-# The group `(?>` of a comment is atomic: a comment ends at its first "-->", so the time to match many comments is not
-# exponential.
+# The group `(?>` matches an HTML comment. It is atomic, so a comment ends at its first "-->". Otherwise the time to
+# match many comments would be exponential.
 _HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(?><!--.*?-->\s*)*+<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
 _MARKS = (b"\xef\xbb\xbf",)  # byte order mark of UTF-8

@@ -68,7 +68,7 @@ class Head(Protocol):
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose result for a chunk of a text can be joined from parts, one for each segment (tokens in one row)."""
+    """Head that can compute a chunk's result from parts, one part for each segment (tokens of the chunk in one row)."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
         """Return one part of a chunk's result for each sequence. Each sequence here is one segment of a chunk."""

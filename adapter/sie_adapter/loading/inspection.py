@@ -196,7 +196,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
         labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
         report.findings.append(f"{config.num_labels} classes, {labels}: config.json")
         report.assumed.append(
-            "it scores no pairs: for a score from two labels, set family cross-encoder and head.activation softmax"
+            "reads single texts: to score pairs by two labels, set family cross-encoder and head.activation softmax"
         )
     entry["outputs"] = (
         _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}

@@ -442,7 +442,7 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     output, feature = _OUTPUTS[task]
     text = config.get("message") or config.get("text")
     if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
-        raise incompatible(f"{name}: modality_config must name for texts the method forward and its output {output}")
+        raise incompatible(f"{name}: for texts, modality_config must name the method forward and its output {output}")
     if raw.get("module_output_name", feature) != feature:
         raise incompatible(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config

@@ -258,7 +258,7 @@ class Backbone:
     def _hand_over(self, server: Callable[[], SGLang]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
         unchanged transformers model. Torch's weights are freed first, since a GPU may not have memory for two copies of
-        them. If the server cannot run the model, raises ModelLoadFailed if the entry demands SGLang, else Unserved.
+        them. If the server cannot run the model, raises Unserved, or ModelLoadFailed for an entry that demands SGLang.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)

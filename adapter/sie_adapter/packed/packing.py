@@ -236,8 +236,8 @@ class PackedBatch:
     ids: Int64  # shape [tokens]
     positions: Int64  # shape [tokens]
     bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the number of tokens
-    # [groups, 4], for groups of equally long sequences: index of the group's first token, number of its sequences,
-    # tokens of each sequence, tokens of each sequence that are attended to
+    # [groups, 4]. A group has equally long sequences. Columns: index of the group's first token; number of sequences;
+    # tokens of each sequence; tokens of each sequence that are attended to
     groups: Int64
     order: Int64  # shape [sequences]
     types: UInt8 | None = None  # shape [tokens]

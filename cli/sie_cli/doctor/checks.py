@@ -137,7 +137,7 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
         for finding in view.findings
         if finding.check == "refusals"
     ]
-    return "at most 1 % of the requests of the last 5 minutes", findings
+    return "each error code of a refusal: at most 1 % of the requests of the last 5 minutes", findings
 
 
 LAG_S = 7.0  # longest time in seconds that the check `queue` waits for a new gateway to read the queue length

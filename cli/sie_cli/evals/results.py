@@ -140,7 +140,7 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
     queries = new.figures.get("queries", [])
     is_same = old.figures.get("queries", []) == queries
     if not is_same:
-        notes.append("the queries differ, so no change has an interval")
+        notes.append("the queries differ, so no change has a confidence interval")
     table = [["source", "metric", "old", "new", "change"]]
     before = {_key(row): row for row in old.figures["rows"]}
     after = {_key(row): row for row in new.figures["rows"]}

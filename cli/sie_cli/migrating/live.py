@@ -49,7 +49,7 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # for the first connection: few
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
 SEARCHES = 8  # largest number of concurrent searches in the database
-# scans end when one scan embeds at most 100 rows or at most 0.1 % of all rows, whichever number is larger
+# `catch_up` repeats its scan until a scan embeds at most 100 rows, or at most 0.1 % of all rows if these are more
 FEW_ROWS, FEW_SHARE = 100, 0.001
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of rows without a vector, each cut to 100 characters
@@ -426,7 +426,7 @@ class _LiveSteps:
             raise CommandRefused("the collection has too few rows to compare: use --sample 0")
         recall = float(np.mean(shares))
         report.report_step(
-            f"{len(shares)} queries: recall@{NEIGHBOURS} of the old neighbours by the new vectors is {recall:.3f}",
+            f"{len(shares)} queries: the new vectors find {recall:.3f} of the old neighbours (recall@{NEIGHBOURS})",
             queries=len(shares),
             neighbours=NEIGHBOURS,
             recall=recall,

@@ -105,7 +105,7 @@ def of_msgpack(data: bytes) -> int:
     for too many values, and for nesting deeper than MAX_NESTING.
     """
     values = containers = at = 0
-    # number of values still to read: `left`, in the innermost list or map; `outer`, in each list or map around it
+    # `left`: number of values still to read in the innermost list or map; `outer`: in each list or map around it
     left, outer = 1, list[int]()
     end = len(data)
     while True:

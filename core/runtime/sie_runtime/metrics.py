@@ -149,7 +149,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            # a name that has series, but is in `_waiting`, had too few series for its label sets
+            # some label sets of a name in `before` were counted as `other`: reserve more series for the name
             more = self._each if name in before and name in self._waiting else 0
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())

@@ -142,7 +142,7 @@ def opened(url: str, setting: str) -> ObjectStore:
             folder = Path(where.path)
             missing = [part for part in (folder, *folder.parents) if not part.exists()]
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for part in missing:  # `sync` relies on the name of the folder itself being on the disk
+            for part in missing:  # write the names of the new folders to the disk: `sync` does this only below `folder`
                 durable.sync(part.parent)
             return LocalStore(where.path)
         kind: Callable[..., ObjectStore] = S3Store if where.scheme == "s3" else GCSStore

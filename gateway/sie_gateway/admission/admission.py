@@ -453,8 +453,8 @@ class Admission:
 
     def refuse_late(self, queue: ModelQueue) -> None:
         """Refuse admitted requests whose responses would miss their deadlines, so that the work of these requests
-        leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while some results of
-        a long batch are missing, because the chunks of the missing results would count as work that has not run.
+        leaves the queue before they time out. Do nothing if the last check was less than LOOK_S seconds ago, or while
+        results of a long batch arrive: chunks that have run, but have no result yet, would count as waiting work.
         """
         now_s = self._clock()
         if now_s - queue.shed_s <= LOOK_S or not queue.throughput.is_settled(now_s, LOOK_S):

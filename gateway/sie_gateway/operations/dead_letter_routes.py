@@ -129,7 +129,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         "GET",
         "",
         page,
-        f"Work that workers gave up, newest first, without its inputs; at most {EXAMINED} letters are examined",
+        f"Dead letters (work that workers gave up), newest first, without inputs; at most {EXAMINED} are examined",
         api.DeadLetterPage,
         (
             *_WANTED,

@@ -58,7 +58,7 @@ EVERY_S = 1.0
 MAX_ASKED = 16
 # seconds after the last request of a page during which the probe still checks the workers on that page
 LOOKED_S = 5.0
-# seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
+# seconds for which a check waits for the broker's report that a worker is gone; a connected worker sends no reply
 HEARD_S = 0.5
 
 

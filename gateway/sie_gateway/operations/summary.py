@@ -59,8 +59,8 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN workers, and the first MAX_SHOWN models with `text` in their name. `visible`
-        returns False for a pool whose name the credential may not read.
+        """Return fields of a ClusterView, with at most MAX_SHOWN workers and MAX_SHOWN models. Leave out models without
+        `text` in their name. `visible` returns False for a pool whose name the credential may not read.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]

@@ -330,7 +330,7 @@ class Inventory:
         """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # a consumer delivers no further item of a model that is not loaded while this item waits: it may do so now
+            # the consumer may have delivered no further item while this item waited for its model: it may deliver again
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)

@@ -26,7 +26,7 @@ class PoolRequest(Struct, kw_only=True):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,63}$")]
     gpus: Annotated[
         dict[str, Count],
-        Meta(min_length=1, description="Number of GPUs of each machine profile. A worker without a GPU counts as one."),
+        Meta(min_length=1, description="GPUs of each machine profile. A worker without a GPU counts as one GPU."),
     ]
     gpu_caps: dict[str, Count] | UnsetType = UNSET
     queue_pool: (

@@ -37,8 +37,8 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     shadow must exist, the shadow and the first target must have a task in common, and it must be possible to mix the
     results of the targets, for example in one index.
 
-    Raises ValidationFailed with the field and the fix. Vectors of two encoders can be mixed only if the entries of the
-    encoders prove that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
+    Raises ValidationFailed with the field and the fix. Vectors of two encoders can be mixed only if the alias has
+    `force: true`, or if the entries of the encoders prove that both compute the same numbers (`Resolved.numbers`).
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):

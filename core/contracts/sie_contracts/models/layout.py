@@ -176,8 +176,8 @@ class Layout:
         return len(self._target_counts)
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Choose hosts for the models whose inputs the calls since the last `settle` have changed, and for the models
-        in `_unsettled`. Then relieve workers that are too full or too busy. Return model -> new hosts, for each model
+        """Choose hosts for the models that other calls have changed since the last `settle`, and for the models in
+        `_unsettled`. Then relieve workers that are too full or too busy. Return model -> new hosts, for each model
         whose hosts changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).

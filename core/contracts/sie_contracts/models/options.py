@@ -81,7 +81,7 @@ _EVERYWHERE = frozenset(
 )
 # parameters that do not change the fingerprint (digest of all settings that change a result's numbers), with reasons
 NEUTRAL: Mapping[str, str] = {
-    "profile": "the fingerprint is that of the profile which was chosen",
+    "profile": "the fingerprint covers the settings of the chosen profile",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
     "lora": "as lora_id",
     "on_item_error": "changes the form of the reply",

@@ -74,9 +74,9 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is a part of the text. In an object that the model reads from the text, it may also be a
-    choice; `labels` and `values` are then those of the choice, as in `Decision`. Numbers are at least `minimum` and
-    above `above`, at most `maximum` and below `below`.
+    """A property of a `TextRecord`. Its value is a part of the text, or for the kind "choice" one of `values`. `labels`
+    and `values` have the same meaning as in `Decision`. A number must be at least `minimum`, above `above`, at most
+    `maximum` and below `below`.
     """
 
     name: str

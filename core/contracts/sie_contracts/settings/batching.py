@@ -91,5 +91,5 @@ class BatchingSettings:
         1000,
         "sidecar",
         whole(0),
-        "How long work of a model that is not loaded waits before another model is evicted for it, milliseconds. A model is not evicted for this reason until it has been loaded for this time, and for as long as its load took (at most 5 s).",
+        "How long the load of a model waits for memory before the worker evicts a model that has work, milliseconds. A model that has work stays loaded for at least this time, or for as long as its own load took (at most 5 s) if that is longer.",
     )
