@@ -45,7 +45,9 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """Return the version. Raise ReleaseError if a file has another version, or uncommitted changes without `dirty`."""
+    """Return the version. Raise ReleaseError if a copy of the version in another file differs from it, or if files have
+    uncommitted changes and `dirty` is False.
+    """
     release_version = version.current()
     if wrong := [
         f"{place} has {copy_version}" for place, copy_version in version.found() if copy_version != release_version

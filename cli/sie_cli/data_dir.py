@@ -97,7 +97,8 @@ def locked_data_dir(path: Path) -> Iterator[None]:
             except SettingError:
                 # the folder is in the directory for temporary files, where another user may have created it first
                 raise SettingError(
-                    "--data-dir", f"another user owns the sockets' folder {sockets}; name a folder with a shorter path"
+                    "--data-dir",
+                    f"another user owns {sockets}: name a data directory with a path short enough for its own sockets",
                 ) from None
         except OSError as error:
             raise SettingError("--data-dir", f"{path}: {error.strerror}") from error

@@ -518,8 +518,8 @@ class CatalogueStore:
         return refused is not None and refused.entry == document
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Write the models of the folders to the bucket, except models that were written over the API. Return the
-        changes.
+        """Write the models of the packaged folder and SIE_MODELS_DIR to the bucket, except models that were written
+        over the API. Return the changes.
 
         Raises WrongRevision if each of SEED_ATTEMPTS attempts conflicts with another writer.
         """

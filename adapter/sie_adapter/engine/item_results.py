@@ -250,7 +250,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    # the ids and weights of a query that were looked up in a `TokenTable`, without a pass, are on the host
+    # a query that was looked up in a `TokenTable` has its ids and weights on the host
     ids, weights = (part.to(device) for part in query)
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])

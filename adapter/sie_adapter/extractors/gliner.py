@@ -239,7 +239,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}
 
     def _prompt_tokens(self, options: ExtractOptions) -> int:
-        """Return the number of tokens of a window without the text. Raises InvalidInput for unusable labels."""
+        """Return the number of tokens that a window has besides its text. Raises InvalidInput for unusable labels."""
         prompt, marks = self._prompt(options)
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):

@@ -43,7 +43,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class LoadedWeights(Protocol):
-    """Attributes that every loaded model has, for the sidecar and for the memory limits."""
+    """Attributes of every loaded model. The sidecar and the memory limits use them."""
 
     tokenizer: bytes
     memory_bytes: int

@@ -1,5 +1,5 @@
-"""Loop of the models that generate text. A row is one input of a model, for example a page: its present prompt with the
-tokens generated so far. One thread runs the steps of all rows, and adds and removes rows between two steps.
+"""Loop of the models that generate text. A row is one input of a model, for example a page. It has the present prompt
+and the tokens generated so far. One thread runs the steps of all rows, and adds and removes rows between two steps.
 
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 

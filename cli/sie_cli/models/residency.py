@@ -75,7 +75,7 @@ def _options(command: F) -> F:
             "--machine-profile", metavar="NAME", default="", help="Only on workers with this machine profile."
         ),
         click.option(
-            "--wait", "waits", is_flag=True, help="Return only when it is done. Progress goes to standard error."
+            "--wait", "waits", is_flag=True, help="Wait until the load or unload ends. Progress goes to standard error."
         ),
         click.option(
             "--timeout",

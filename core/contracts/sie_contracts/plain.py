@@ -76,8 +76,8 @@ def _clean(error: Exception) -> str:
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. It
-    tests the set of the types in a list or map, because a test of each single value would take five times as long.
+    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The types
+    in a list or map are first collected in a set: a test of each single value would take five times as long.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

@@ -320,7 +320,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_remote_requests",
         "counter",
-        "Requests refused here that a remote server could answer, by result: served, failed, unproven, budget",
+        "Requests that the cluster refused and a remote server could take, by result: served, failed, unproven, budget",
         ("remote", "result"),
         32,
     ),
@@ -337,7 +337,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_remote_cosine",
         "gauge",
-        "Lowest cosine of all probes in the last comparison; if it failed, the cosine of the probe that differs most",
+        "Lowest cosine of all probes in the last comparison; after a failed one, that of the probe that differs most",
         ("remote",),
         8,
     ),

@@ -62,8 +62,8 @@ class Fault:
 
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
-    """Return the contradiction for which a load of `entry` from `folder` would be refused; None if there is none.
-    Raises ModelLoadFailed for a file that cannot be read.
+    """Return a contradiction between `entry` and the files of `folder`, for which a load would be refused; None if
+    there is none. Raises ModelLoadFailed for a file that cannot be read.
 
     With `load.accept_unproven`, pooling and prompts of the entry are not compared, although they may change the
     vectors. `max_tokens` of a text encoder is always compared, because the model cannot read a longer text.

@@ -444,8 +444,8 @@ class WaitRefusal(NamedTuple):
 
 class Entered:
     """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when the chunk was
-    queued, and whether more work waited in this gateway at that time. `scale`: ratio of actual to estimated tokens with
-    which the costs of the request were computed.
+    queued, and whether more work waited in this gateway at that time. `scale`: actual tokens per estimated token, as
+    assumed for the costs of the request.
     """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")

@@ -127,11 +127,9 @@ class RetrySlots:
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
         """Return the first number of seconds, from `retry_s` on, after which a turn of this cost may be due; a number
-        above MAX_RETRY_S if there is none. Two conditions on this gateway's turns must hold.
-
-        The new turn and the turns that are due less than one second earlier or later cost at most `room` together, or
-        there are no such turns. All turns that are due earlier cost at most `room`. While a condition does not hold,
-        the next second is tried, and `room` is subtracted from the cost of the earlier turns.
+        above MAX_RETRY_S if there is none. Two limits hold for the turns of this gateway. In each period of one second
+        around the due time, the new turn and the booked turns cost at most `room` together, unless none is booked. The
+        turns that are due earlier cost at most `room`; each second that is tried in vain subtracts `room` from them.
         """
         if room == math.inf:
             return retry_s

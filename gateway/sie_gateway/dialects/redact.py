@@ -42,8 +42,8 @@ MAX_NAME = 1000  # largest number of characters in the name of a kind of persona
 MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key of the style `hash`; an attacker could guess a shorter key
 _ASIDE = 1 << 13  # texts with at least this many code points in total are redacted in a thread, not in the event loop
-# The time to write a reply is estimated as a count of vector numbers. The gateway writes this many code points of a
-# text in the time of one number.
+# The time to write a reply is measured in vector numbers: the gateway writes this many code points of a text in the
+# time in which it writes one number of a vector.
 _CODE_POINTS_PER_VALUE = 20
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters for the model in the path, not for those in `models`

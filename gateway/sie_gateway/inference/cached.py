@@ -67,8 +67,8 @@ class CachePolicy(NamedTuple):
         return cls(settings.cache_shared, frozenset(settings.cache_excluded_models or ()))
 
     def owner(self, grant: Grant, model: str) -> str | None:
-        """Return the owner of the cached answers that a credential may use: its own key, or the empty string if all
-        keys share answers. Return None if the credential or the model does not use the cache.
+        """Return the owner of the cached answers that a credential may use: the key of the credential, or the empty
+        string if all keys share answers. Return None if the credential or the model does not use the cache.
         """
         if not grant.caches or model in self.excluded:
             return None

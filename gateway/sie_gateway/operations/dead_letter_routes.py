@@ -90,7 +90,8 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     if letters.is_all != (request.query_params.get("all") == "true"):
         raise InvalidInput.at(
             "all",
-            f"expected true, to remove all dead letters of pool {letters.pool}, or one of {', '.join(FILTERS)}",
+            f"expected either true, to remove all dead letters of pool {letters.pool}, or one of the filters "
+            f"{', '.join(FILTERS)}",
         )
     done = await gateway.dead_letters.purge_all(letters)
     _logger.info(

@@ -73,7 +73,7 @@ def _fault(server: RemoteServer) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         return "url: expected http://HOST or https://HOST"
     if parsed.userinfo or parsed.query or parsed.fragment:
-        return "url: expected no credentials, query or fragment; token_env names the variable of a token"
+        return "url: expected no credentials, query or fragment; token_env names the variable that holds the token"
     try:  # only servers of SIE get the model name in the path
         if server.kind == "sie":
             quoted(server.served_model or server.model, "served_model" if server.served_model else "model")

@@ -79,8 +79,8 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
 
 
 def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
-    """Return the samples as one channel at this rate, from the second `from_s` on (then at most MAX_SECONDS),
-    and the file's length in seconds.
+    """Return the samples as one channel at this rate, and the file's length in seconds. If `from_s` is set, the samples
+    begin `from_s` seconds after the start of the file and cover at most MAX_SECONDS.
     """
     if not data:
         raise fault("undecodable", "the sound file is empty")

@@ -221,8 +221,8 @@ class QdrantLive:
         _, params, _ = self._vectors(created)
         if params and params["size"] != dims:
             raise CollectionMismatch(
-                f"the collection {name} has {params['size']} dimensions, but {dims} are written: no migration of "
-                "this model has created it. Delete the collection"
+                f"the collection {name} has {params['size']} dimensions, but the vectors to write have {dims}: no "
+                "migration to this model created the collection. Delete it"
             )
         await self.open()
 
