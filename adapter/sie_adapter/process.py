@@ -104,8 +104,8 @@ def _import() -> None:
 
 
 def _import_losses() -> None:
-    """Import the loss functions of transformers, which only training calls, without scipy. All model classes import
-    them, and they would import scipy, which needs 40 MB in each adapter process, for the loss of object detection.
+    """Import the loss functions of transformers without their import of scipy. All model classes import them, but only
+    training calls them. scipy, which the loss of object detection uses, needs 40 MB in each adapter process.
     """
     from transformers import utils
 

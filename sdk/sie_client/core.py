@@ -194,7 +194,7 @@ class Hedges:
             self._tokens = min(MAX_HEDGES, self._tokens + HEDGE_SHARE)
 
     def acquire(self) -> bool:
-        """Take a permit for a second copy. Return False if there is none."""
+        """Take a permit to send a second copy of a request. Return False if there is no permit."""
         with self._lock:
             if self._tokens < 1.0:
                 return False

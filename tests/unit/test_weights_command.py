@@ -225,7 +225,7 @@ def test_without_a_bucket_the_list_is_of_the_disk(node: Node) -> None:
     node.snapshot()
     invocation = node.run("list", SIE_CLUSTER_CACHE=None)
     assert invocation.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
-    assert "no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one" in invocation.stderr
+    assert "no bucket is set: name one with --cluster-cache or SIE_CLUSTER_CACHE" in invocation.stderr
 
 
 def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:

@@ -19,8 +19,8 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-# default of the lowest score at which a boolean is true, a label applies (if several labels may apply), or a span of a
-# text is a value
+# default threshold: lowest score at which a boolean is true, a label applies (if several labels may apply), or a span
+# of a text is a value
 LEAST = 0.5
 _MAX_DIGITS = 64  # a text of more characters than this is not read as a number
 _MAX_WHOLE = 1 << 53

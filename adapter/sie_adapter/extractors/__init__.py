@@ -1,3 +1,3 @@
-"""Families that read a text for the labels of a request: entities, relations, classes and typed decisions. They
-tokenise texts in the adapter process, not in the sidecar.
+"""Families that find entities, relations, classes and typed decisions in a text. The request gives the labels. The
+adapter process tokenises the texts, not the sidecar.
 """

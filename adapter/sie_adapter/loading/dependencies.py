@@ -30,7 +30,7 @@ def check(settings: Settings) -> None:
         _logger.warning("no file describes bundle %s, so its required packages are not checked", settings.bundle)
         return
     if faults := lacking(bundle):
-        fix = "install these packages beside this adapter, or name the bundle that this image is for"
+        fix = "install these packages where this adapter is installed, or set the bundle for which this image was built"
         raise SettingError("SIE_BUNDLE", f"bundle {bundle.id} needs {'; '.join(faults)}: {fix}")
 
 

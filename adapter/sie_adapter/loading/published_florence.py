@@ -152,8 +152,8 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
 
 
 def published_tokenizer(folder: Path, entry_id: str) -> Tokenizer:
-    """Return the tokenizer with the tokens of the authors' processor. Raises ModelLoadFailed NOT_FOUND without a
-    tokenizer.json.
+    """Return the tokenizer of the folder with the special tokens that the authors' processor adds to it. Raises
+    ModelLoadFailed NOT_FOUND without a tokenizer.json.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():

@@ -389,7 +389,7 @@ class Backbone:
         return self._forward_eager(packed)
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids, for trials, without the pad id, which models treat as padding. The
+        """Return packed sequences of random ids for trials. No id is the pad id, which models treat as padding. The
         first sequence has a mask token, because ESM scales the embeddings of a sequence by its share of mask tokens.
         """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)

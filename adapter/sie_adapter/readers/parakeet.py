@@ -181,7 +181,7 @@ class ParakeetReader:
         return [max(1, steps - 1) for steps in (positions * self._model.max_symbols_per_step).tolist()]
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Raise AssertionError: the loop runs no step, because each row ends with its first token."""
+        """Raise AssertionError, because the reading loop never calls it: each row ends with its first token."""
         raise AssertionError("a window has no steps, because `begin` decodes it")
 
     def add(self, window: ParakeetWindow) -> None:

@@ -297,7 +297,7 @@ def _written(output: Path, *, force: bool) -> Iterator[BinaryIO]:
         placing.claim(growing, file.fileno())
         file.truncate(0)  # remove the bytes that a killed command left in the file
         try:
-            # check this under the lock: another command may have written the archive until now
+            # check only now, under the lock: until then, another command may have written the archive
             if output.exists() and not force:
                 raise CommandRefused(f"{output} exists: --force replaces it")
             yield file

@@ -256,7 +256,7 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
         if hidden is not None:
             fix = "unset CUDA_VISIBLE_DEVICES, or name a GPU of `nvidia-smi -L` in it"
             return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
-        fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
+        fix = f"look for the cause in `nvidia-smi` and in the adapter's log, {instead}"
         return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
     places = [int(name.partition(":")[2] or 0) for name in device.split(",")]
     if max(places) >= torch.count:

@@ -40,8 +40,8 @@ def check(task: str, sources: Sequence[str]) -> None:
         commands.append(f"pip install --no-deps {texts}")
     if missing:
         raise CommandRefused(
-            f"packages are missing: {', '.join(missing)}; install them with `{' && '.join(commands)}`, in a checkout "
-            "with `make .venv/.evals`"
+            f"packages are missing: {', '.join(missing)}; install them with `{' && '.join(commands)}`, or, in a "
+            "checkout, with `make .venv/.evals`"
         )
 
 

@@ -37,8 +37,8 @@ JSON, YAML = "application/json", "application/x-yaml"
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
-# reasons of refusals for security, such as remote code; the service's messages for them name a remedy, so no line of
-# _NEXT is added
+# Reasons of refusals for security, such as remote code. The message of the service already names a remedy, so the
+# command adds no line of _NEXT.
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
 _ENVELOPE = "in another form than a config service"
 

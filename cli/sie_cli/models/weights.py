@@ -100,7 +100,7 @@ def list_command(as_json: bool, **values: Any) -> None:
         for line in row["wrong"]:
             click.echo(f"{row['repository']}@{row['revision']}: {line}", err=True)
     if not settings.cluster_cache:
-        click.echo("no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one", err=True)
+        click.echo("no bucket is set: name one with --cluster-cache or SIE_CLUSTER_CACHE", err=True)
 
 
 @weights.command()

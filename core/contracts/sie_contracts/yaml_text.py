@@ -73,7 +73,7 @@ def _check_events(data: bytes | str) -> None:
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None
         if number > MAX_EVENTS:
-            raise NotYAML(f"holds more than {MAX_EVENTS:,} values; JSON may have more", line)
+            raise NotYAML(f"holds more than {MAX_EVENTS:,} values, the limit for YAML; JSON may have more", line)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _too_deep(line)

@@ -180,7 +180,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names right after a scrape, which has read the last values of series that the ranking removes."""
+        """Rank the names. A scrape calls this at its end, after it has read the series that the ranking removes."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)

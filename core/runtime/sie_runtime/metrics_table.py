@@ -29,7 +29,7 @@ LABELS = {
         "has started"
     ),
     "endpoint": (
-        "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode"
+        "a route, whatever model its path names; at workers: encode, score, extract, embeddings, tokenize, decode"
     ),
     "engine": "the engine that computes the hidden states of a model: openvino, sglang, torch",
     "event": "what happened to a reservation",

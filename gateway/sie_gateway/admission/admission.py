@@ -486,8 +486,8 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Return this gateway's work in the queue and the retry times of its refused clients, to be announced to the
-        other gateways.
+        """Return what this gateway announces to the other gateways: its work in the queue, and the retry times of its
+        refused clients.
         """
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
@@ -648,8 +648,8 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.queue.ended(ticket)
         if entered is not None and entered.queued_s:
-            # `client` refers to the request's body, and this class does not call it after the end. `bytes` replaces it,
-            # so that Python can free the body
+            # `client`, a function that is not called after the end of a request, refers to the request's body. `bytes`
+            # replaces it, so that Python can free the body
             entered.client = bytes
             self._gone[entered.request] = permits.queue, entered
             while len(self._gone) > MAX_GONE:

@@ -71,7 +71,7 @@ def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[RequestItem, .
 
 
 def _counted(value: Any, most: int, name: str) -> list[Any]:
-    """Return a list of one to `most` elements. A missing value counts as an empty list. Raises InvalidInput."""
+    """Return `value`, a list of one to `most` elements. Raises InvalidInput, also if `value` is None."""
     return fields.inputs([] if value is None else value, name, most)
 
 

@@ -198,7 +198,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Estimate the seconds, at least 1, until a worker of the lane is ready, from how long the last start took."""
+        """Estimate the seconds until a worker of the lane is ready, at least 1, from the duration of the last start."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

@@ -269,9 +269,9 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return one warning for each name of an unknown field that is similar to the name of a known field, even if
-    several items have the field. At most MAX_KEYS names are compared. Other unknown fields cause no warning, because
-    they may be the client's own data.
+    """Return a warning for each unknown field whose name is similar to a known name: one warning, even if several items
+    have the field. At most MAX_KEYS names are compared. Other unknown fields cause no warning, because they may be the
+    client's own data.
     """
     places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
     hints: dict[str, str] = {}  # unknown field -> warning; empty if no known field has a similar name

@@ -82,7 +82,7 @@ class BatchCut:
         self._rest_bytes = 0
         self._lines = self._first = 0
         self._requests = self._rows = 0  # number of requests in the file, and in the current span
-        self._inputs = 0  # upper bound of the inputs in the requests of the span
+        self._inputs = 0  # upper bound of the number of inputs in the current span
         self._start = self._end = 0  # offsets in bytes: start of the span; end of the last complete line
         self._seen: set[str] = set()
         self._repeated: list[int] = []

@@ -67,7 +67,7 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
-# estimated bytes of memory that the tokenizers of models that are not loaded may use together
+# limit on the tokenizers kept for models that are not loaded: their estimated memory in bytes, summed
 SPARE_TOKENIZER_BYTES = 1 << 30
 # largest number of states (`ModelState`) on a device. It is limited because each heartbeat contains all states. Above
 # it, `remove_unused` removes the least recently used states of models that are not loaded

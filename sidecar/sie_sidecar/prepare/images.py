@@ -137,7 +137,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _convert_clear_level(image: ImageFile.ImageFile) -> None:
-    """Convert the sample value that a PNG file declares as transparent, as `load` will convert the samples."""
+    """Convert the transparent sample value of a PNG file in the same way in which `load` will convert its samples."""
     clear = image.info.get("transparency")
     convert = _CLEAR_LEVELS.get(image.tile[0].args) if image.format == "PNG" and image.tile else None
     if convert is not None and clear is not None:

@@ -53,8 +53,8 @@ from sie_contracts.wire.messages import Operation, RunOptions
 MAX_LABELS = 1000
 MAX_SIZE = 1 << 31  # largest width, length or number of pixels that an entry of the catalogue may state
 _PIXELS = ("min_pixels", "max_pixels")
-# limits for unknown parameters of a request, of which a body may have a million: number of names that are compared with
-# the names of options, and number of names that the warning shows
+# A body may have a million unknown parameters. Only MAX_COMPARED of their names are compared with the names of options.
+# The warning lists at most MAX_SHOWN of the names for which it has no suggestion.
 MAX_COMPARED, MAX_SHOWN = 20, 3
 # maximum number of characters of a prompt after its instruction is inserted; each input of the request gets the prompt
 MAX_PROMPT = 1 << 20

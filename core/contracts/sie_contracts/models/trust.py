@@ -166,7 +166,7 @@ def _refused(claim: Claim) -> TrustRefusal:
         return TrustRefusal(
             "model_path",
             claim.loc,
-            f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file} (`sie serve FOLDER` writes it)",
+            f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file} (`sie serve FOLDER` writes this file)",
         )
     fault = f"{name} makes a worker use code or files that the operator has not allowed for entries written over HTTP"
     return TrustRefusal("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

@@ -117,7 +117,7 @@ def malformed(source: str) -> InvalidInput:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Convert pyarrow's exceptions into InvalidInput. A column name that is not UTF-8 raises UnicodeDecodeError."""
+    """Convert pyarrow's exceptions into InvalidInput, also UnicodeDecodeError for a column name that is not UTF-8."""
     import pyarrow as pa
 
     try:

@@ -57,7 +57,7 @@ def encode(shard: Shard) -> bytes:
 
 
 def inspect(data: bytes) -> About:
-    """Return the shard's description in an output file. Raises ValueError, OSError."""
+    """Return the description of the shard from the metadata of its output file. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 

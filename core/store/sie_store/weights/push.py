@@ -112,10 +112,10 @@ class Push:
         ]
         if changed and not force:
             raise PushRefused(
-                f"{self._label} is in the bucket with another content of {changed[0]}, "
-                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. in the bucket and "  # type: ignore[union-attr]
-                f"{self._manifest.files[changed[0]].sha256[:16]}.. here, but the files of a commit never differ. "
-                "Push it under another name or revision, "
+                f"the bucket already has {self._label}, with another content of {changed[0]}, "
+                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. instead of "  # type: ignore[union-attr]
+                f"{self._manifest.files[changed[0]].sha256[:16]}.., but the files of a commit never differ. "
+                "Push these files under another name or revision, "
                 "or replace the files in the bucket with --force"
             )
         return None if changed else there, version

@@ -115,8 +115,8 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """Return (snapshot in the local cache, None), fetched from the cluster cache if necessary. If no cache has
-        the snapshot, add the reasons to `looked`, and return (None, error of the cluster cache or None).
+        """Return (snapshot in the local cache, None). If necessary, first fetch the snapshot from the cluster cache. If
+        no cache has it, add the reasons to `looked`, and return (None, error of the cluster cache or None).
         """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
