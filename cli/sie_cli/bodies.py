@@ -1,6 +1,4 @@
-"""Bodies of replies, read with limits: the server at an address may be any server, and its body may be of any size, or
-never end.
-"""
+"""Bodies of replies, read with limits of size and time, because an unknown server may send a body that never ends."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
                 return f"{stream} can be read, so it stays as it is{more}"
         await remake(broker, info)
         await _recover_catalogue(broker, cluster)
-        return f"{stream} was created again, with the models of the API; the config service adds those of folders"
+        return f"{stream} was created again with the models from the API; the config service adds those from folders"
     # a readable bucket stays, because creating it again would not restore the entries that it lacks
     if bucket != stream and not await damage(broker, info):
         more = "; `sie restore FILE` writes the entries that it lacks" if bucket in LASTING else ""

@@ -338,7 +338,7 @@ class Edits:
             or not isinstance(target, int)
             or isinstance(target, bool)
         ):
-            message = "expected {revision: N} with the number of a revision, as /history lists them, and nothing else"
+            message = "expected {revision: N} and nothing else, where N is the number of a revision that /history lists"
             raise faulty("$.revision", message, document.line("$"))
 
         async def edit(held: HeldModel) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def test_a_task_and_a_source_that_do_not_fit_are_refused() -> None:
     vectors: Any = SimpleNamespace(name="st")
     task = task_of("entities", ("Ada", []))
     evaluation._check_sources(task, [source], "quality")
-    with pytest.raises(CommandRefused, match="-s st has only vectors and scores: use sie for the task mine"):
+    with pytest.raises(CommandRefused, match="-s st has only vectors and scores: use -s sie for the task mine"):
         evaluation._check_sources(task, [vectors], "quality")
     for wrong, kind in (
         (tasks.Texts("t", ["x"]), "perf"),

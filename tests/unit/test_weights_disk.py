@@ -222,7 +222,7 @@ def test_a_rest_of_a_fetch_that_links_a_snapshot_is_no_room(
     os.link(file, link)
     with (
         settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(460 * MIB)) as sources,
-        pytest.raises(FetchFailed, match="SIE may not remove enough of its files"),
+        pytest.raises(FetchFailed, match="SIE cannot remove enough of its files"),
     ):
         put(sources.cache, "org/new", 5 * SIZE)
     assert there(cache) == ["org/a", "org/b", "org/c"]
@@ -265,7 +265,7 @@ def test_a_use_that_ends_is_a_use(cache: LocalCache, disk: Disk) -> None:
 
 def test_nothing_goes_for_what_would_not_fit_anyway(cache: LocalCache, disk: Disk) -> None:
     disk.others_bytes = 640 * MIB
-    with cache.lease("org/b", REVISION), pytest.raises(FetchFailed, match="SIE may not remove enough of its files"):
+    with cache.lease("org/b", REVISION), pytest.raises(FetchFailed, match="SIE cannot remove enough of its files"):
         put(cache, "org/new", 4 * SIZE)
     assert there(cache) == ["org/a", "org/b", "org/c"]
 

@@ -128,7 +128,7 @@ def _sglang(facts: EngineFacts) -> str:
         return more
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
-    return "RLIMIT_DATA limits this process, and does not count the SGLang process" if facts.is_limited else ""
+    return "RLIMIT_DATA limits the memory of this process, but not of the SGLang process" if facts.is_limited else ""
 
 
 RULES: Mapping[Engine, Rule] = {

@@ -168,7 +168,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    # tokens per pass, on a CPU and elsewhere; at a width of 768, the states of the spans need about 0.1 MB per word
+    # Largest number of tokens per pass: on a CPU, on other devices. The states of the spans need memory: at a width of
+    # 768, about 0.1 MB per word.
     pass_tokens = 512, 16384
 
     @staticmethod

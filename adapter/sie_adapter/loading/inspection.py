@@ -362,7 +362,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
     # getattr also finds a length that the configuration class stores under another name
     stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
+    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even if the tokenizer's is lower
         limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)

@@ -106,7 +106,7 @@ def _check_sources(task: Task, sources: Sequence[EvalSource], kind: Kind) -> Non
     is_labelled = isinstance(task, FactTask) and kind == "quality"
     for source in sources:
         if is_labelled and not isinstance(source, FactSource):
-            raise CommandRefused(f"-s {source.name} has only vectors and scores: use sie for the task {task.name}")
+            raise CommandRefused(f"-s {source.name} has only vectors and scores: use -s sie for the task {task.name}")
         if not is_labelled and isinstance(source, Sie) and source.only_extracts:
             raise CommandRefused(
                 f"{source.model} has neither vectors nor scores: the tasks redaction, entities, relations and topics"

@@ -77,7 +77,7 @@ def jobs() -> None:
 @click.option(
     "--chunks",
     metavar="KEY=N,..|COLUMN",
-    help="Encode each text in chunks: max_tokens=256,overlap_tokens=32, or a column with each text's own chunks.",
+    help="Encode each text in chunks: max_tokens=256,overlap_tokens=32, or the column that has the text's chunks.",
 )
 @click.option("--no-context", is_flag=True, help="Encode each chunk alone, without the rest of its text as context.")
 @click.option(

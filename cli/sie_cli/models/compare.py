@@ -119,13 +119,13 @@ def compare(
                  use the vector space alike. For models that were trained separately it is near 0, even if both find
                  the same neighbours.
       recall@k   the share of a text's k nearest neighbours in the sample that both models find; for any widths. It
-                 shows how a search changes over an index that is built again with the other model.
+                 shows how much search results change if the index is built again with the other model.
       rank correlation (Spearman's) of the similarities of each text with all other texts: 1 is the same order.
     For models that score:
       rank correlation (Spearman's) of the scores of each query's documents: 1 is the same order.
 
     \b
-    A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...",
+    A sample has one text per line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...",
     "..."]}. From plain texts, rerankers use the first lines as queries. The requests have priority bulk. If the
     gateway requires a token: SIE_API_KEY is sent. Without it, SIE_ADMIN_TOKEN is sent, but only to the gateway that
     SIE_GATEWAY_URL or SIE_BASE_URL names.

@@ -41,7 +41,7 @@ FIRST = (
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address of the API. If others can reach it (not loopback), set SIE_AUTH_MODE; else the start warns.",
+    help="Address of the API. If other machines can reach it, set SIE_AUTH_MODE; without it, `sie serve` warns.",
 )
 @click.option(
     "--port",

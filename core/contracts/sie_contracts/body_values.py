@@ -43,8 +43,8 @@ def of_json(data: bytes) -> int:
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Count values and keys by the marks `{`, `[`, `,` and `:`, each of which precedes a value or a key. Each mark
-    except the comma also counts as a list, a map or a key.
+    """Count values and keys by the marks `{`, `[`, `,` and `:`, because a value or a key follows each mark. The marks
+    `{`, `[` and `:` also count towards the limit of lists, maps and keys (MAX_CONTAINERS).
     """
     values = containers = 0
     for marks in pieces:

@@ -55,7 +55,7 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # these errors end the loop: the parent has ended, or (FrameError) has sent an incomplete or too large frame
+    # FrameError: the parent has sent an incomplete or too large frame. EOFError and OSError: the parent has ended.
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
         while True:  # without variables, because they would keep the job and its answer in memory until the next job

@@ -519,7 +519,7 @@ _CONFIG = (
         "gauge",
         "Writes of the catalogue that this replica has read, absent before the first",
     ),
-    Metric("sie_config_models", "gauge", "Models in the catalogue, aliases included, absent before it was read"),
+    Metric("sie_config_models", "gauge", "Models and aliases in the catalogue; absent until the catalogue is read"),
 )
 
 TABLE: dict[Process, dict[str, Metric]] = {

@@ -768,8 +768,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # pairs (request, cost of the queue up to and including the request), for requests that are in a running batch
-        # only if this batch is larger than earlier batches
+        # (request, cost of the queue up to and including the request). Such a request is in a running batch only if the
+        # batch is larger than earlier batches.
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

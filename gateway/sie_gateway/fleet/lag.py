@@ -25,7 +25,7 @@ from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
 MAX_LANES = 16  # largest number of lanes of a pool in the report: the lanes with the most work
-MAX_SUBJECTS = 24  # largest number of NATS subjects of a pool in the report by model: those with the most work
+MAX_SUBJECTS = 24  # number of a pool's NATS subjects whose oldest message is read for `models`: the busiest subjects
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]

@@ -280,7 +280,7 @@ class PoolDirectory:
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
         """Return a function that returns True for the name of a pool that a credential may read. Without the scope
-        `admin`, these are the pools in the settings of gateways and workers, and the credential's own reservations.
+        `admin`, it may read the pools in the settings of gateways and workers, and its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True

@@ -113,7 +113,7 @@ _TIMEOUT = Parameter(
     "timeout_s",
     "query",
     Annotated[float, Meta(ge=1, le=REPLAY_S)],
-    f"Seconds to wait for the answer of a letter, and the budget of its work; {LETTER_S:g} by default.",
+    f"Time budget in seconds for a dead letter's work, and longest wait for its answer; {LETTER_S:g} by default.",
 )
 _ONE = Parameter("letter", "path", str, "The id of the letter, as the list has it.", "3f1c0a9be274")
 

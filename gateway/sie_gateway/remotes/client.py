@@ -194,5 +194,5 @@ def _tei_model(raw: bytes) -> str:
     try:
         info = msgspec.json.decode(raw, type=_TEIInfo)
     except UNDECODABLE:
-        raise RemoteFailed("its /info is not that of a server of kind tei") from None
+        raise RemoteFailed("its reply to /info is not the reply of a server of kind tei") from None
     return f"{info.model_sha or ''} {info.model_dtype} {info.model_id}"[:MAX_NAME]

@@ -164,7 +164,7 @@ class HostAssignment:
 
     def _index(self) -> None:
         """Store for each consumer the models whose work it may deliver to this worker: the models that the table places
-        here (`_mine`), and loaded models of which work waits while the table is old (`_waiting`).
+        here (`_mine`), and the loaded models in `_waiting`, which an old table does not place here.
         """
         self._consumers = {}
         mine = self.models() or ()

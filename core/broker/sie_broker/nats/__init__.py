@@ -6,9 +6,8 @@
 `A < B`: B inherits from A.
 
 All replies (publish ack, reply to a request, JetStream API) arrive on one inbox of the connection. A token in the
-subject of a reply identifies its request. Deliveries arrive on a separate inbox of their `Pulls`, which opens a new
-inbox after each reconnect. A pull of the former connection may still be open at the broker, but its inbox no longer
-exists.
+subject of a reply identifies its request. Deliveries arrive on a separate inbox, which `Pulls` replaces after each
+reconnect. A pull of the former connection may still be open at the broker, but its inbox no longer exists.
 
 Every request has a time-out. A request in flight fails at once when the connection is lost. A request that starts
 without a connection waits for a connection until its time-out. Without a connection, a message that

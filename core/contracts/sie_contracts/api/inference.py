@@ -175,7 +175,7 @@ class ExtractParams(_Params, kw_only=True):
     ] = UNSET
     label_thresholds: Annotated[
         dict[str, float] | UnsetType,
-        Meta(description="Lowest score of a label or of a property (by its path), in place of `threshold`."),
+        Meta(description="Lowest score by label, or by path of a property. It replaces `threshold` there."),
     ] = UNSET
 
 

@@ -341,9 +341,9 @@ ResidencyAction = Literal["load", "unload"]
 
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
-    """Request of an operator to one worker: load or unload a model with one set of load options. `model`: the name by
-    which heartbeats report it, an id or `id:profile`. If the message is lost, the heartbeats show that the state of the
-    model has not changed.
+    """Request of an operator to one worker: load or unload a model with one set of load options. `model`: its name in
+    heartbeats, an id or `id:profile`. If the message is lost, the heartbeats show that the state of the model has not
+    changed.
     """
 
     action: ResidencyAction

@@ -54,7 +54,7 @@ MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"
 CONDITIONS_SINCE = (1, 16)  # older versions of Qdrant ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
-COPIED_POINTS = 64  # points that are read at a time for vectors that are only copied; halved if the reply is too large
+COPIED_POINTS = 64  # points whose unchanged vectors are read at a time, to copy them; halved if the reply is too large
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a point alone has at most 32 MiB
 # settings that are copied to the new collection; _CONFIGS: name in a collection's description -> name in a request
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")

@@ -182,7 +182,7 @@ def _no_room(
     )
     if threshold_percent is None:
         return FetchFailed("NETWORK", f"{needs}; delete files there, or set SIE_DISK_CACHE_ENABLED=true")
-    return FetchFailed("NETWORK", f"{needs}, and SIE may not remove enough of its files; free space on the disk")
+    return FetchFailed("NETWORK", f"{needs}, and SIE cannot remove enough of its files; free space on the disk")
 
 
 def _sole_removal(cache: LocalCache) -> Lock:

@@ -126,7 +126,7 @@ def check_paths(names: Collection[str]) -> None:
     files = frozenset(names)
     for name in names:
         if not is_safe(name):
-            raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path in the snapshot, with /")
+            raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path such as folder/file.json")
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
                 raise ManifestError(f"the snapshot has {str(folder)[:200]!r} as a file and as a folder")
