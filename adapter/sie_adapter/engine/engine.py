@@ -70,7 +70,7 @@ def _end_process() -> None:
 
 
 class WorkerDevices(NamedTuple):
-    """Number of the worker's devices, each with its own adapter process, and the name of this process's device."""
+    """Number of the worker's devices, and name of this process's device. Each device has its own adapter process."""
 
     number: int
     name: str

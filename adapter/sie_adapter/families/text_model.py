@@ -197,8 +197,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the table of token weights that encodes queries without a forward pass; None if queries need a pass:
-        if `query_encoder` is `model`, or if it is not set and the folder has no Router with a table of weights.
+        """Return the table of token weights that encodes queries without a forward pass. Return None if `query_encoder`
+        is `model`, or if it is not set and the folder has no Router with a table of weights.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder

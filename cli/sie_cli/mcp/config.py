@@ -46,7 +46,7 @@ class SearchCollection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class McpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content of the file. `collections`: name that agents use -> collection."""
+    """Content of the file that `sie mcp --config` names. `collections`: name that agents use -> collection."""
 
     models: DefaultModels = DefaultModels()
     collections: dict[str, SearchCollection] = {}

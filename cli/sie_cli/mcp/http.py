@@ -143,7 +143,7 @@ async def serve(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await server.idle.wait()
-            # stop the listener while the sessions are open, because the end of a session cancels its remaining calls
+            # stop the listener before the sessions end, because the end of a session cancels its remaining calls
             await listener.stop(STOP_S)
     except BaseException:
         await listener.stop()

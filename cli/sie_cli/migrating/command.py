@@ -267,7 +267,7 @@ def _migrate_corpus(
             click.echo(display.document(undone))
         return
     if until == CLEAN_UP:
-        raise click.UsageError("--step clean-up: only an index that is migrated in its database has vectors to remove")
+        raise click.UsageError("--step clean-up: only an index that is migrated in its database keeps old vectors")
     if not (model and corpus and text):
         raise click.UsageError(
             "NEW_MODEL, --text, and --corpus or --sink are needed: --text says how to read the texts from their source"

@@ -1,4 +1,4 @@
-"""State and background tasks of a broker connection, and calls of callbacks whose errors are only logged."""
+"""State and background tasks of a broker connection. `guarded` awaits a callback and logs its errors."""
 
 from __future__ import annotations
 

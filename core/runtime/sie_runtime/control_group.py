@@ -86,8 +86,8 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
             root, version = _MOUNTS / controller, 1
         else:
             continue
-        # In a container, `root` is the container's own group. The folder for `path` may exist only on the host: callers
-        # skip a folder that does not exist, and `root` comes last.
+        # In a container, `root` is the container's own group, and the folder for `path` may not exist. Callers skip a
+        # folder that does not exist, and `root` comes last.
         folder = root / path.strip("/")
         while True:
             yield folder, version

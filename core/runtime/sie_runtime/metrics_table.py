@@ -53,7 +53,7 @@ LABELS = {
     "result": "the outcome",
     "route": "a route of the config service, without the names in its path",
     "side": "served, shadow",
-    "state": "of a job: queued, planning, running, paused, finalizing, completed, failed, cancelled, expired",
+    "state": "the state of a job: queued, planning, running, paused, finalizing, completed, failed, cancelled, expired",
     "status": (
         "the HTTP status; 499: the client had disconnected. Of workers: success, error, queue_full. Of "
         "`sie_gateway_workers`: healthy, unhealthy"
@@ -244,7 +244,7 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_outcomes", "counter", "Results of chunks, by what was done with them", ("verdict",), 12),
     Metric("sie_gateway_inbox_dropped", "counter", "Results dropped unread: the inbox was full"),
-    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Memory of results of which parts have not arrived yet"),
+    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Memory of results that have not arrived completely yet"),
     Metric("sie_gateway_permits_held_tokens", "gauge", "Tokens that requests of this gateway have in the queue"),
     Metric("sie_gateway_permits_held_messages", "gauge", "Messages that requests of this gateway have in the queue"),
     Metric(

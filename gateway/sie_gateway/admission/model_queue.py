@@ -45,8 +45,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# The expected time of a batch is the mean of the newest samples (measured times of batches). `_samples` takes samples
-# until they cover MIN_SPAN_S seconds and there are MIN_SAMPLES x n. Here, n batches run at the same time.
+# The expected time of a batch is the mean of the newest samples (measured times of batches). While n batches run at the
+# same time, `_samples` takes samples until they cover MIN_SPAN_S seconds and there are at least MIN_SAMPLES x n.
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
@@ -67,8 +67,8 @@ LOOK_S = 0.1
 # factor: the time of a larger batch is extrapolated from the measured batches, as if the larger batch had at most this
 # many times their tokens
 MAX_GROWTH = 4.0
-# share of a batch's time: after the batch's first result, this gateway expects further results for this long only,
-# because the missing results may belong to requests of other gateways and never arrive here
+# After the first result of a batch, this gateway expects further results only for this share of the batch's time. The
+# missing results may belong to requests of other gateways and never arrive here.
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of the last ended requests from which `AnswerPace` computes the speed of the gateway
 # factor: batches count as growing while the last batch has more than GROWING times the tokens of each earlier batch
@@ -494,8 +494,8 @@ class ModelQueue:
         # time since which the queue has had work; infinite if the queue is empty. But if all work of a stalled queue
         # was withdrawn, the time is unchanged, so that the queue still counts as stalled.
         self._busy_s = math.inf
-        # upper bound of the cost that workers run now: the cost of the queue at its last result, or when work entered
-        # the empty queue
+        # upper bound of the cost that workers run now; set to the cost of the whole queue at each result, and when work
+        # enters an empty queue
         self._running = 0.0
         self._gone = 0.0  # cost of chunks that may still run although their requests ended after the last result
         # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
@@ -554,7 +554,7 @@ class ModelQueue:
             self.left(entered, result, now_s)
 
     def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
-        """Measure the throughput with the result of a chunk, before or after the end of its request."""
+        """Update the measured throughput by the result of a chunk. The request of the chunk may have ended."""
         if result.chunk not in entered.queued_s:
             return
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)

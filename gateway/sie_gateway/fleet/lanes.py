@@ -1,5 +1,5 @@
-"""Live workers by their heartbeats, and the choice of a lane (pool, machine profile and bundle) for a request. Each
-worker serves one lane.
+"""Live workers, known from their heartbeats, and the choice of a lane (pool, machine profile and bundle) for a request.
+Each worker serves one lane.
 """
 
 from __future__ import annotations

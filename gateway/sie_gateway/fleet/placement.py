@@ -36,7 +36,7 @@ EVERY_S = 0.5
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # largest number of NATS subjects of a lane whose oldest messages are read in one `Placer.step`
+MAX_ASKED = 32  # one `Placer.step` reads the oldest message of at most this many NATS subjects of a lane
 _logger = logging.getLogger("sie.gateway.placement")
 
 

@@ -144,7 +144,7 @@ class PoolReconciler:
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            # count the end only if this gateway has written this end: another gateway may have ended the reservation
+            # count the reservation only if this gateway has ended it, not another gateway
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
                 _logger.info("the gateway removes reservation %s, because its lease has ended", name)

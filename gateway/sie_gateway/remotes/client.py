@@ -176,7 +176,7 @@ class RemoteClient:
             raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
         if len(rows) != count or any(len(row) != width for row in rows):
             widths = sorted({len(row) for row in rows})
-            raise RemoteFailed(f"it sent {len(rows)} vectors of width {widths[:3]}, expected {count} of {width}")
+            raise RemoteFailed(f"it sent {len(rows)} vectors of width {widths[:3]}, expected {count} of width {width}")
         with np.errstate(over="ignore"):  # a number too large for float32 becomes infinity, which is refused below
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():

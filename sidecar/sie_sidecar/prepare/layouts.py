@@ -303,8 +303,8 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of `whole`, the text of a pair that is truncated last. This text may use QUERY_SHARE of `room`,
-    and more if the other text (`shortened`) is short.
+    """Return the ids of the text `whole`. They may fill QUERY_SHARE of `room`, or all of `room` that the other text of
+    the pair (`shortened`) leaves free, if that is more.
     """
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
@@ -321,7 +321,7 @@ def _pieces(
 
 
 def _with_texts(item: WorkItemInput, empty: str) -> WorkItemInput:
-    """Return the work item, with `empty` as the text of inputs without text and images, as the model expects it."""
+    """Return the work item. Inputs that have neither a text nor images get the text `empty`."""
     if not empty:
         return item
 

@@ -1,4 +1,4 @@
-"""Buckets of the in-process server, the server with streams and buckets, and a connection with all protocols."""
+"""Broker in this process: its server (MemoryServer), its buckets, and the connection to it (MemoryBroker)."""
 
 from __future__ import annotations
 

@@ -230,8 +230,8 @@ class ModelInfo(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
-    """The models, twice: `data` for clients of OpenAI, `models` for clients of SIE. `total`, only if the request has
-    `limit`: number of all models that match.
+    """The models, in two fields: `data` for clients of OpenAI, `models` for clients of SIE. `total`: number of all
+    models that match; absent if the request has no `limit`.
     """
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [ModelInfo.EXAMPLE], "models": [ModelInfo.EXAMPLE]}

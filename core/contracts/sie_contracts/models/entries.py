@@ -288,7 +288,7 @@ def parse_entry(raw: object) -> ModelEntry:
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
         raise faulty("$.weights", "expected at least one of hub, package and path")
     if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
-        message = "a hub source needs a pinned commit, or unpinned: true if none is known"
+        message = "weights.hub needs either a commit as its revision, or unpinned: true"
         raise faulty("$.weights.revision", message)
     if unknown := sorted(set(entry.outputs) - {*VECTORS, *EXTRACTS, "score"}):
         message = f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))}"

@@ -50,7 +50,7 @@ class Family:
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
     files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the default patterns
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
-    # pip extra of sie-cluster that the family needs; the value `built-in` in a bundle does not stand for such a family
+    # pip extra of sie-cluster that the family needs; `built-in` in a bundle means the families that need no extra
     extra: str = ""
     is_package: bool = False  # a model of the family is the Python package that `weights.package` names
 

@@ -480,8 +480,8 @@ def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any
 _NOTHING = "ignored, it has no counterpart"
 _WHY = {
     "max_batch_tokens": "ignored, SIE_MAX_BATCH_COST bounds a batch",
-    "trust_remote_code": "ignored, this server has its own code; set load.trust_remote_code if a load asks for it",
-    "hf_tokenizer_dependencies": "ignored, because the model's files already name these repositories",
+    "trust_remote_code": "ignored, set load.trust_remote_code if the model cannot be loaded without it",
+    "hf_tokenizer_dependencies": "ignored, because the model's own files name the other repositories",
     "pool": "ignored, because requests name a pool",
     "attn_implementation": "ignored, the engine chooses the attention",
     "attention_backend": "ignored, the engine chooses the attention",

@@ -97,7 +97,7 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
         return None
     lines = [b": ".join(pair) for pair in headers]
     text = b"".join(lines)
-    # Unusual are header names with bytes that are not in _NAME_BYTES, and control characters in a name or value.
+    # A header is unusual if its name has a byte that is not in _NAME_BYTES, or if it has a control character.
     # `translate` finds these bytes twice as fast as a regular expression.
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None

@@ -174,7 +174,7 @@ class Push:
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
         """Write an object. Raises WrittenMeanwhile if another writer has written the object in the meantime, and `mode`
-        does not allow to replace it. In a store that cannot check `mode`, the object is always replaced.
+        forbids replacing that object. In a store that cannot check `mode`, the object is always replaced.
         """
         import obstore
         from obstore.exceptions import NotSupportedError
