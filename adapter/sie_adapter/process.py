@@ -125,7 +125,7 @@ def _name_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  no file is written into this folder
-        # torch creates a cache folder below the temporary folder, which would fail here, unless this variable names one
+        # without this variable, torch would try to create a cache folder in the temporary folder, and fail
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)
 

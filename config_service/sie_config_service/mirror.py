@@ -267,8 +267,8 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # If a model was written during this read, the write after it stores the model's history record, which `_apply`
-        # skips. So this write counts as one that may have changed any bundle.
+        # If a model was written during this read, the next write is its history record, which `_apply` skips because
+        # the revision is already read. So the snapshot says that this write may have changed any bundle.
         if self._read > last:
             last = self._read + 1
         self._created = created

@@ -121,7 +121,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # the folder changed during the read; the next look applies it
+                return  # the folder changed during the read, so the next look reads it again
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)

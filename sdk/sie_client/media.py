@@ -136,7 +136,7 @@ def _without_loss(picture: Any) -> bytes:
 
 
 def _png(pixels: NDArray[Any], path: str) -> bytes:
-    """Return a PNG file of uint8 pixels [height, width], or [height, width, 1, 3 or 4]. Raises InvalidInputError."""
+    """Return uint8 pixels, [height, width] or [height, width, N], as PNG. N: 1, 3 or 4. Raises InvalidInputError."""
     values = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or values not in _PNG_COLOURS or not pixels.size:
         got = f"{pixels.dtype} {list(pixels.shape)}"

@@ -70,7 +70,7 @@ class WorkerStatus:
         self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:
-        """While websockets are open, read devices and sum metrics every DEVICE_EVERY_S. Runs until cancelled."""
+        """Read devices and sum metrics every DEVICE_EVERY_S while websockets are open. Runs until cancelled."""
         while True:
             await self.frames.looked.wait()
             self._summed = of_models(self._metrics.registry)

@@ -183,7 +183,7 @@ def _is_in_range(text_field: TextField, number: float) -> bool:
 
 
 def answer_parts(parts: Sequence[SchemaPart], results: Sequence[Any], thresholds: Mapping[str, float]) -> SchemaAnswer:
-    """Return the answer to all parts. `results`: for a decision its score by label, for a record its objects."""
+    """Return the answer to all parts. `results`: the scores of a decision by label, or the objects of a record."""
     answer = SchemaAnswer()
     for part, result in zip(parts, results, strict=True):
         if isinstance(part, Decision):

@@ -484,8 +484,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
     """Return the spans whose score reaches the threshold of their label. If more than _CANDIDATES spans reach it,
-    return the best _CANDIDATES, and all other spans with the lowest score among these. `logits`: [1, labels, words,
-    widths]; `words` may include an added full stop after the words of the window.
+    return the best _CANDIDATES, and further spans only if their score equals the lowest of these. `logits`: [1, labels,
+    words, widths]; `words` may include an added full stop after the words of the window.
     """
     if logits is None:
         none = np.zeros(0, np.int64)

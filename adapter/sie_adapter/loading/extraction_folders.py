@@ -65,7 +65,7 @@ def _gliner(folder: Path) -> Described:
 
 def _laya(raw: dict[str, Any]) -> Described:
     entry = {
-        "description": "Typed decisions about a text among the choices of a request, by Laya.",
+        "description": "Typed decisions about a text: choices, scales and statements, by Laya.",
         "family": "laya",
         "outputs": {"classifications": 0},
         "max_tokens": int(raw.get("max_len", _WINDOW)),
@@ -81,7 +81,7 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
         "outputs": {"entities": 0},
         "max_tokens": min(limit for limit in limits if limit),
     }
-    return Described(entry, [f"family gliner2: config.json, scores by {raw.get('architecture') or 'span'}"])
+    return Described(entry, [f"family gliner2: config.json, architecture {raw.get('architecture') or 'span'}"])
 
 
 def _table(encoder: dict[str, Any]) -> int | None:

@@ -79,8 +79,8 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# Arguments of from_pretrained that this adapter ignores. They concern the speed, the reading and the place of the
-# weights, and the precision, which the catalogue entry decides.
+# Arguments of from_pretrained that this adapter ignores. They say how to read and place the weights, how to compute
+# attention, and which precision to use; here the catalogue entry decides the precision.
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )

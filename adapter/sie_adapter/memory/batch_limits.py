@@ -244,7 +244,7 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that ran when its process ended. `fitted_tokens`: tokens of the model's largest pass that had fitted."""
+    """Pass that ran when its process ended. `fitted_tokens`: tokens of the model's largest earlier pass that fitted."""
 
     key: str
     tokens: int

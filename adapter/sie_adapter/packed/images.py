@@ -1,8 +1,8 @@
 """Input of image towers (encoders): the uint8 pixels of a batch, normalised on the device, in passes of limited size.
 
-  Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
-  Shown, of tiles ──► TileTower: like Tower, each tile an image
-  Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
+  images (Shown) of one size ──► Tower: [images, 3, height, width], float ──► run
+  images that consist of tiles ──► TileTower: each tile is an image for a Tower
+  images of any size ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
 Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, a tower with
 a cache never reads two images in one pass, so the bits of a cached output do not depend on other images of the batch.

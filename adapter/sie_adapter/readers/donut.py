@@ -47,7 +47,7 @@ _CLASS_TOKENS = 8  # largest number of tokens for the name of a document's class
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4  # the cost of a page in tokens is the number of its encoder states, divided by this number
-# largest number of pages in one pass of the encoder; a CPU is not faster with more than one page
+# largest number of pages in one pass of the encoder on a GPU; a CPU gets one, because more would not be faster
 _PAGES_PER_PASS = 4
 
 

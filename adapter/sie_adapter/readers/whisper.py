@@ -54,7 +54,7 @@ _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
 # refused options of generation_config.json: they make windows depend on earlier windows, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
-# largest number of windows in one pass of the encoder; a CPU is not faster with several windows
+# largest number of windows in one pass of the encoder on a GPU; a CPU gets one, because more would not be faster
 _WINDOWS_PER_PASS = 8
 
 

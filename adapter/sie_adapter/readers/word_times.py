@@ -57,7 +57,7 @@ class WordTimes:
         return read
 
     def ends(self, prompt: Sequence[int], written: Sequence[int], encoded: Tensor, frames: int) -> list[float]:
-        """Return the end of each token of `written`, in seconds from the begin of the window. The decoder does not read
+        """Return the end of each token of `written`, in seconds from the start of the window. The decoder does not read
         the last token, so this token gets the same end as the token before it. `encoded` [1, positions, width]: the
         encoder's states of the window. `frames`: the number of frames of the window without padding.
         """

@@ -153,8 +153,8 @@ FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Mean values of the workers' devices in the measured time; None if unknown. `busy_percent`: utilisation of a GPU
-    (from NVML), or use of all CPU cores by any process. `joules`: energy that all GPUs of this machine used in sum.
+    """Mean values of the workers' devices in the measured time; None if unknown. `busy_percent`: utilisation, by all
+    processes, of a GPU or of all CPU cores. `joules`: energy that all GPUs of this machine used together.
     """
 
     name: str = ""

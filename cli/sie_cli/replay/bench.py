@@ -34,7 +34,7 @@ def bench() -> None:
     "what_ifs",
     multiple=True,
     metavar="NAME=NUMBER,...",
-    help="Settings to try, in a column of their own. May be repeated.",
+    help="Settings to try. Each --what-if adds a column to the table. May be repeated.",
 )
 @click.option(
     "--base",

@@ -28,8 +28,8 @@ RESERVE_BYTES = 8 << 20
 # Bytes of address space that the largest process needs: an adapter with torch and a small model. 1.8 GiB were measured
 # on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
-# Bytes of memory before a model is loaded: the total with one worker and one gateway, then the addition of each further
-# worker, and of each further gateway. The total with one worker and one gateway was 0.55 GiB on 2 cores.
+# Bytes of memory that `sie serve` needs before a model is loaded: with one worker and one gateway (0.55 GiB were
+# measured on 2 cores), in addition for each further worker, and in addition for each further gateway.
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 

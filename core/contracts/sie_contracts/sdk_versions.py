@@ -22,7 +22,7 @@ OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
 """The newest version (major, minor) of the open-source project's API that this server supports."""
 SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
-"""The version that the server reports to a client that sends no `X-SIE-SDK-Version`, or one that cannot be parsed."""
+"""The version that the server reports to a client whose `X-SIE-SDK-Version` is missing or cannot be parsed."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 

@@ -344,7 +344,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_remote_difference",
         "gauge",
-        "Largest relative difference of all probes in the last comparison",
+        "Largest relative difference of a probe's vector from its reference vector in the last comparison",
         ("remote",),
         8,
     ),

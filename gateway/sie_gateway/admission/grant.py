@@ -77,8 +77,8 @@ class Quotas:
     def spend(self, key: str, per_minute: int, cost: int, name: str) -> None:
         """Subtract `cost` tokens from the bucket of `key`. `name`: field with the inputs, for errors.
 
-        The size of a bucket is this gateway's 1/n of the quota. A full bucket accepts a cost above its size, and its
-        number of tokens then falls below 0. So each gateway can run a request that costs as much as the whole quota.
+        The size of a bucket is the quota divided by the number of gateways. A full bucket accepts a cost above its
+        size, and then has less than 0 tokens. So each gateway can run a request that costs as much as the whole quota.
         Raises RateLimited with the time until the next try, and PayloadTooLarge if the cost is above the quota of one
         minute.
         """

@@ -23,8 +23,8 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that an AnswerSpace takes in addition to its answers
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8  # largest share of the answers' memory that protected answers (used again) may take
-# Largest number of gateways whose erasures `PeerErasures` counts. A further gateway replaces the one with the oldest
-# erasure. If the replaced gateway has announced several erasures, its next beat makes this gateway erase all answers.
+# Largest number of gateways whose erasures `PeerErasures` counts. To count one more, it forgets the gateway with the
+# oldest erasure. If that gateway has announced several erasures, its next beat makes this gateway erase all answers.
 MAX_PEERS = 1024
 LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 

@@ -295,8 +295,8 @@ class Ages:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return last token of a NATS subject -> model. Compute the tokens of `models`, because the token of a long
-        name is shortened and cannot be decoded.
+        """Return the model for each last token of a NATS subject. The token of a long name is shortened and cannot be
+        decoded, so compute the tokens from `models`.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

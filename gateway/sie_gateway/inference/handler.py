@@ -66,7 +66,7 @@ from sie_runtime.http.routes import FORM
 if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
 
-WATCH_AFTER_S = 1.0  # seconds after which the gateway watches the client of a run for a disconnect
+WATCH_AFTER_S = 1.0  # a run must take this many seconds before the gateway checks whether its client disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a catalogue entry that a worker has and this gateway lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)

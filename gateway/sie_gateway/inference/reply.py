@@ -136,7 +136,7 @@ def body_of(
     rest, content_type = encode({key: value for key, value in body.items() if key != name}, msgpack=msgpack)
     rest_s = time.perf_counter() - began_s
     if msgpack:
-        # `+ 2` counts the array and the entry of `late`; in msgpack, 0xdd and four bytes of length begin an array
+        # the first byte counts the entries of the map: add the array and the entry of `late`; 0xdd begins an array
         head = bytes([rest[0] + 2]) + rest[1:] + _msgpack.encode(name) + b"\xdd" + len(items).to_bytes(4, "big")
 
         def pieces() -> Iterator[bytes]:

@@ -50,8 +50,8 @@ class JobResults:
         return replace(whole, parts=shown, next=end if end < len(whole.parts) else None)
 
     async def part(self, job: JobRecord, name: str) -> tuple[int, AsyncIterator[bytes]]:
-        """Return the number of bytes of a stored part, and its bytes in pieces. Raises NotFound, also if the output is
-        at a URL; QueueUnavailable.
+        """Return the number of bytes of a stored part, and its bytes in pieces. Raises NotFound, also if the job
+        writes its output to a URL. Raises QueueUnavailable.
         """
         assert job.request is not None
         if job.output_url:

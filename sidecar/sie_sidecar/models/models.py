@@ -86,7 +86,7 @@ NEXT_CHUNK_S = 0.1
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Return two maxima over all operations: the cost of one image in tokens, and the number of its token ids."""
+    """Return the largest cost of one image in tokens, and the largest number of its token ids, of all operations."""
     costs = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
@@ -552,7 +552,7 @@ class Hosting(ModelStates):
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # number of loads that were requested from the adapter since the start
-        # for each load that waits for memory: time at which it began, and future that ends its wait
+        # for each load that waits for memory: time at which the load was requested, and future that ends its wait
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
         # name of a closed model -> event that is set when the model accepts new work again
         self._gates: dict[str, asyncio.Event] = {}

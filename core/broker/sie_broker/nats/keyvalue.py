@@ -317,7 +317,7 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries. After a crash of the broker, the pulls of the watch may stay without deliveries."""
+        """Check for missed entries. A broker that has crashed may never answer the pull requests of this watch."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last

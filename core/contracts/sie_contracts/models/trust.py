@@ -24,8 +24,8 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-# maximum number of files below a path, because each is checked for links out of the allowed folders; a claim of a path
-# with more files is refused
+# A claim of a path with more files than this is refused, because a check of every file for a link out of the allowed
+# folders would take too long.
 MAX_FILES = 10_000
 
 

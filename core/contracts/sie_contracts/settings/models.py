@@ -26,7 +26,7 @@ class ModelSettings:
         False,
         "config adapter",
         BOOL,
-        "Whether catalogue entries written over HTTP may use load.trust_remote_code, weights.package and families of other distributions, with which workers run code or use installed packages. Entries of SIE_MODELS_DIR and of the packaged catalogue always may.",
+        "Whether catalogue entries written over HTTP may use load.trust_remote_code, weights.package and families of other distributions. With these, workers run code or use installed packages. Entries of SIE_MODELS_DIR and of the packaged catalogue may always use them.",
     )
     model_paths: tuple[str, ...] | None = row(
         None,
