@@ -31,7 +31,8 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# number of requests: even on a busy machine, periodic work of a process does not run during every one of 40 requests
+# Number of traced requests. A function that every one of them enters belongs to the path of a request. Periodic work
+# does not run during all 40 requests, even on a busy machine.
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 

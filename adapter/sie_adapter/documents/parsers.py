@@ -37,7 +37,7 @@ from sie_contracts.wire.ipc import FrameError, receive_frame
 
 DEADLINE_S = 60.0  # time limit for one document, in seconds
 MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
-# limit in bytes: a process with more resident memory than this after a document is replaced
+# a parser process is replaced if its resident memory exceeds this number of bytes after a document
 KEPT_BYTES = 1 << 30
 START_S = 120.0  # seconds within which a process must start; the imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two checks whether a client still waits (`is_gone`)

@@ -336,8 +336,8 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Configure the whole process: one torch thread per operation, because the device threads run in parallel; the C
-    allocator; small caches of oneDNN; no telemetry.
+    """Configure the whole process. torch uses one thread per operation, because the device threads run in parallel. The
+    C allocator keeps freed memory, the caches of oneDNN are small, and telemetry is off.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)

@@ -507,7 +507,7 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
 
 
 def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if names or shapes differ, except for names that `refuse_misfits` allows."""
+    """Raise ModelLoadFailed INCOMPATIBLE if `own` and `weights` differ in a name or shape. See `refuse_misfits`."""
     faults = {
         "missing": own.keys() - weights.keys(),
         "unexpected": weights.keys() - own.keys(),

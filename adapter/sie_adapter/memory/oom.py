@@ -36,7 +36,7 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of what was done when memory ran out (`Remedy`), by model, since the process started. Thread-safe."""
+    """Counters of each `Remedy` for a lack of memory, by model, since the process started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

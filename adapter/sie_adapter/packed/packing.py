@@ -227,7 +227,7 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: number of positions without a token, added up by `filled`. The padding sequence of `filled_up` is not
+    `padding`: number of computed positions without a token, see `filled`; the sequence that `filled_up` appends is not
     counted. `features`: image features in place of the embeddings of image tokens. `axes`: positions in time, height
     and width, for models with three position axes; None if each axis has the values of `positions`. `engine`: the
     engine that runs the pass; None for the engine of the model.

@@ -97,7 +97,7 @@ class Greedy:
         return Rules(prompt, most, self.ends, processors, forced, self.stops_loops)
 
     def _processors(self, begin: int, most: int) -> list[Any]:
-        """Return the logits processors in the order of transformers. Source: transformers, GenerationMixin."""
+        """Return the logits processors in the order of GenerationMixin in transformers."""
         config, device, ends, processors = self.config, str(self.device), sorted(self.ends), []
         if config.repetition_penalty not in (None, 1.0):
             processors.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))

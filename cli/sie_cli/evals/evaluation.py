@@ -213,7 +213,7 @@ def _speed(context: _EvalContext) -> EvalOutcome:
         f"{point.source} stopped answering at {point.level}: {counted(point.errors[NOBODY], 'request')} cannot connect"
         for point in lost
     ]
-    texts = f"{counted(plan.batch, 'text')} to a request, {plan.seconds:g} s after {plan.warm_up_s:g} s of warm-up"
+    texts = f"{counted(plan.batch, 'text')} to a request, over {plan.seconds:g} s after {plan.warm_up_s:g} s of warm-up"
     about = f"{counts(task)}, {texts}, on {context.about['processor']}, machine profile {context.machine}{note}"
     aims = {level: goals for level, goals in expected.items() if goals}
     document = report.of_perf(spec.model, task.name, about, points, aims, missed)

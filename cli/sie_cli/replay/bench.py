@@ -40,7 +40,7 @@ def bench() -> None:
     "--base",
     default="",
     metavar="NAME=NUMBER,...",
-    help="Settings during the recording that the traces lack and that were not the defaults.",
+    help="Settings of the recorded cluster that the traces lack. Default: the defaults of SIE.",
 )
 @click.option(
     "--device",

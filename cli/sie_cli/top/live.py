@@ -163,7 +163,7 @@ def takes_keys() -> bool:
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # not the controlling terminal of this process, so the kernel does not stop processes that read it
+    except OSError:  # this is not the controlling terminal of the process, so the kernel does not stop readers
         return True
 
 

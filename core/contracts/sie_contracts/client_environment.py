@@ -1,4 +1,4 @@
-"""Environment variables of clients: address of the gateway, and key. Gateways read only one of them, SIE_AUTH_TOKEN."""
+"""Environment variables of clients: SIE_BASE_URL, SIE_API_KEY, and SIE_AUTH_TOKEN, which gateways read too."""
 
 from __future__ import annotations
 

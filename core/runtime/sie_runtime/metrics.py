@@ -134,8 +134,8 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Rank the names (values of the first label) that have series of their own or need them. The busiest names get
-        such series; all other names lose theirs. A name keeps its series until another name is KEEPS times as busy.
+        """Rank the names (values of the first label) that have series or wait for series. The busiest names get series,
+        and the series of all others are removed. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return

@@ -55,7 +55,7 @@ LABELS = {
     "side": "served, shadow",
     "state": "the state of a job: queued, planning, running, paused, finalizing, completed, failed, cancelled, expired",
     "status": (
-        "the HTTP status; 499: the client had disconnected. Of workers: success, error, queue_full. Of "
+        "the HTTP status; 499: the client had disconnected. In metrics of workers: success, error, queue_full. In "
         "`sie_gateway_workers`: healthy, unhealthy"
     ),
     "verdict": "what the gateway did with a result",

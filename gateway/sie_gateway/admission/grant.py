@@ -22,8 +22,8 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# number of buckets at which full buckets are dropped; the quota of their keys does not change, because the next request
-# of a key without a bucket creates a full bucket
+# From this number of token buckets on, full buckets are dropped. This changes no quota, because the next request of a
+# key without a bucket creates a full bucket.
 _MAX_IDLE = 4096
 
 

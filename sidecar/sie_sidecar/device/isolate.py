@@ -76,7 +76,7 @@ class Isolate:
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
-        """Mark the inputs of these work items as suspects for all workers, then let them run one at a time."""
+        """Mark the inputs of these work items as suspects, visible to all workers, and queue the items to run alone."""
         keys = [key for flight in flights for key in content_keys(flight.item)]
         await self._marks.suspected(flights[0].item.model, keys)
         failpoint("isolate.suspects_marked")

@@ -155,9 +155,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _rgb(image: Image.Image) -> Image.Image:
     """Convert the image to RGB with 8 bits. An image with alpha is laid over a white background."""
     if image.mode in ("F", "I"):
-        raise fault(
-            "undecodable", f"samples of mode {image.mode} have no fixed value for white: only 8 and 16 bits are read"
-        )
+        raise fault("undecodable", f"samples of mode {image.mode} have no fixed value for white, expected 8 or 16 bits")
     if image.mode.startswith("I;16"):
         return _of_16_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:

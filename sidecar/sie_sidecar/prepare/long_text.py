@@ -312,7 +312,7 @@ def _is_known(step: dict[str, Any]) -> bool:
 
 
 def _splits(step: dict[str, Any]) -> bool:
-    """Return True if this pre-tokenizer is known and begins a new word at white space after another character."""
+    """Return True if this pre-tokenizer is known and begins a new word where white space follows another character."""
     kind = step["type"]
     if kind == "Split":
         is_kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])

@@ -244,8 +244,8 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Send an error for each of these work items, whose model has a new catalogue entry. The error makes the
-        gateway publish these work items again for the new entry.
+        """Send an error for each work item, because its model has a new catalogue entry. On this error, the gateway
+        publishes the work item again for the new entry.
         """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))

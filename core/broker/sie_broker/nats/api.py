@@ -186,7 +186,7 @@ def limits_of(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """Return the settings that all buckets have in common: all except storage, replicas, ages and duplicate window."""
+    """Return the settings that all buckets have in common. Storage, replicas, ages and duplicate window can differ."""
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],

@@ -1,4 +1,4 @@
-"""Schemas of results: `output_schema` or `label_groups` of an extraction becomes parts, and the model fills each part.
+"""Schemas of results. `output_schema` or `label_groups` of an extraction is split into parts that the model fills.
 
     JSON Schema ──► references and null resolved ──► decisions: one choice, some choices, yes or no, a level of a scale
                                                  └─► records: values from the text, objects and lists of objects

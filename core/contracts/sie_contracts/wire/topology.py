@@ -84,8 +84,8 @@ OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, i
 # The limit in place of OWN_CONSUMERS for a stream with replicas. It is lower, because each consumer of such a stream is
 # a Raft group, which sends heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-# assumed size of a message in bytes, with which `per_subject_limit` computes how many messages fill a quarter of a
-# stream: the inputs have SIE_CHUNK_COST tokens in total, with four bytes per token
+# `per_subject_limit` assumes that a message has this number of bytes: its inputs have SIE_CHUNK_COST tokens in total,
+# with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit

@@ -40,7 +40,7 @@ class CollectionRefused(StoreError):
 
 
 class CollectionMismatch(StoreError):
-    """Error for a collection that exists, but with other dimensions, another distance, or other columns or vectors."""
+    """Error for a collection whose dimensions, distance, columns or vectors differ from those that are needed."""
 
 
 class CollectionMissing(StoreError):

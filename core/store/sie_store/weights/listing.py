@@ -22,8 +22,8 @@ _NO_FILES = ("Normalize",)
 
 
 def is_listed_whole(cache: Path, repository: str, folder: Path, select: Wanted) -> bool:
-    """Return whether the snapshot in `folder` has, with the right size, every file that `select` accepts in the listing
-    that the hub's client stored; False without a listing. `cache` is the folder `hub` of HF_HOME.
+    """Return whether the snapshot in `folder` has every listed file that `select` accepts, each with the listed size.
+    The hub's client stored the listing; False without a listing. `cache` is the folder `hub` of HF_HOME.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
