@@ -80,7 +80,7 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
 @_options
 @_json
 def check(cluster: Cluster, as_json: bool) -> None:
-    """Compare streams of work and dead letters, and their consumers, with the topology of this version, field by field.
+    """Compare the streams for work and for dead letters, and their consumers, with the topology of this version.
 
     Status 0: equal. 1: there are differences, or messages that no consumer delivers. 2: the broker could not be
     reached.

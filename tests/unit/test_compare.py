@@ -135,7 +135,7 @@ async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path
         assert report["rank_correlation"]["min"] == pytest.approx(1.0)
         assert report["rank_correlation"]["count"] == len(TEXTS)
         assert len(report["recall"]) == len(TEXTS) - 1
-        assert "do not belong into one index" in report["notes"][0]
+        assert "must not be in one index" in report["notes"][0]
         comparison = await asked(url, "toy/one", "toy/two", "--sample", sample, "--queries", queries, "--plot", plot)
         assert comparison.exit_code == 0, comparison.output
         assert "cosine of 30: mean" in comparison.stdout

@@ -112,8 +112,8 @@ def test_a_folder_is_added_under_its_name_and_found_the_next_time(
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("org/nowhere", "org/nowhere does not exist on the hub, or is private (HF_TOKEN); is the name right?"),
-        ("BAAI/bge-m33", "(HF_TOKEN); did you mean BAAI/bge-m3"),
+        ("org/nowhere", "org/nowhere does not exist on the hub, or is private (set HF_TOKEN); is the name right?"),
+        ("BAAI/bge-m33", "(set HF_TOKEN); did you mean BAAI/bge-m3"),
         ("all-MiniLM-L6-v22", f"has the form organisation/name; did you mean {MINI} or "),
         ("org/bare", "has no config.json and safetensors; weights in other formats are not read"),
         ("org/pickled", "name a repository with these files, or save the model again with save_pretrained"),

@@ -82,7 +82,7 @@ class GlinerRelationModel(GlinerModel):
         inputs, model = self._inputs(batch), self._gliner.model
         if not request.relation_labels:
             return self._window_results(UniEncoderSpanModel.forward(model, **inputs).logits, words, batch, request)
-        # the threshold of spans is also that of pairs, which is the default of the package
+        # use the threshold of spans for pairs too, as the package does by default
         output = model(**inputs, threshold=request.threshold, adjacency_threshold=request.threshold)
         results = self._window_results(output.logits, words, batch, request)
         places, _ = _candidates(output.logits, inputs["span_mask"], request.threshold)

@@ -254,8 +254,8 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     worst = int(cosines.argmin())
     if not cosines[worst] >= bound:
         cause = (
-            f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the model's vector, bound "
-            f"{bound}"
+            f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the model's vector, "
+            f"expected at least {bound}"
         )
         raise _refuse(entry, cause)
     return round(float(cosines[worst]), 7)

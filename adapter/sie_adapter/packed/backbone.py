@@ -237,8 +237,8 @@ class Backbone:
 
     def _compile(self) -> None:
         """Compile the model with OpenVINO. If the graph's states agree with the states of the unchanged transformers
-        model, replace torch by the graph and free torch's weights. If OpenVINO fails or its states differ, raise
-        ModelLoadFailed if the entry demands OpenVINO, else keep torch.
+        model, replace torch by the graph and free torch's weights. If OpenVINO fails or its states differ, keep
+        torch; if the entry demands OpenVINO, raise ModelLoadFailed instead.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)

@@ -187,7 +187,7 @@ def _loading(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         try:
             yield partial
-        except BaseException:  # not after the rename: the next load may have created its own folder `partial`
+        except BaseException:  # not `finally`: after the rename, `partial` may belong to the next load
             shutil.rmtree(partial, ignore_errors=True)
             raise
     finally:

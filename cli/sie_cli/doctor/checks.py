@@ -229,7 +229,7 @@ def _of_step(step: Step, where: str) -> Finding:
         changes = ", ".join(f"{change.field} is {change.actual}, wanted {change.expected}" for change in step.changes)
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
-        removal = f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is"
+        removal = f"`nats consumer rm {step.stream} {step.name}`, unless a program of yours needs it"
         return Finding(wrong, step.reason if step.changes else removal)
     return Finding(wrong, f"run `sie topology migrate --yes{where}` with the gateways' settings")
 

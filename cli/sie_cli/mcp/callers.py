@@ -1,4 +1,4 @@
-"""Callers of `sie mcp`, and the names of their API keys, which only the gateway knows."""
+"""Callers of `sie mcp`. Only the gateway knows the name of an API key, so `KeyNames` asks the gateway."""
 
 from __future__ import annotations
 

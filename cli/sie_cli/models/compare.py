@@ -245,7 +245,7 @@ def of_vectors(
             f"the widths differ, {dims[0]} and {dims[1]}: there is no cosine between the two, and no index holds both"
         )
     elif fingerprints[0] != fingerprints[1]:
-        notes.append("the fingerprints differ: vectors of the two do not belong into one index, whatever their cosine")
+        notes.append("the fingerprints differ: vectors of both models must not be in one index, whatever their cosine")
     most = min(MAX_NEIGHBOURS, len(texts) - (0 if queries else 1))
     own = not queries
     similar = similarities(first_asks, first, own=own), similarities(second_asks, second, own=own)

@@ -94,7 +94,7 @@ class LocalCluster:
         self._lacking = ""  # reason why a model from the command line cannot be loaded; empty if none failed
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        # the last lines of the broker's output about streams, from which `unread_stream` finds the stream being read
+        # the broker's last log lines about streams; `unread_stream` finds in them the stream that the broker reads now
         self._restores: deque[str] = deque(maxlen=1000)
         self._metrics_urls: dict[str, list[str]] = {}  # "gateway" or "worker" -> URLs for probes and metrics
 

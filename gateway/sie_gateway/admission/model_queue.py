@@ -427,13 +427,13 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait.
+    """Refusal of a request whose expected wait is longer than the time that the request has left.
 
-    `wait_s`: expected wait in seconds, longer than the time that the request has left. For an admitted request, it is
-    `ExpectedWait.likely_s` plus `stalled_s`. For a new request, `likely_s` is first multiplied by `belief` and by a
-    safety margin. If a new request would be in time without the work of the clients that were refused earlier, `wait_s`
-    includes this work, but not `stalled_s`. `turn_s`: seconds until the queue has space for the request. `room`: limit
-    on the summed cost of all refused clients that may try again within the same second.
+    `wait_s`: the expected wait in seconds. For an admitted request, it is `ExpectedWait.likely_s` plus `stalled_s`. For
+    a new request, `likely_s` is first multiplied by `belief` and by a safety margin. If only the work of clients that
+    were refused earlier makes a new request late, `wait_s` includes this work, but not `stalled_s`. `turn_s`: seconds
+    until the queue has space for the request. `room`: limit on the summed cost of all refused clients that may try
+    again within the same second.
     """
 
     wait_s: float

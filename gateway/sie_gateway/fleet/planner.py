@@ -101,7 +101,7 @@ class Planner:
         self._counts = np.ones(1)  # index of a model in the layout -> number of hosts that it needs; 0 while unknown
         self._wanted_s: dict[str, float] = {}  # model -> time of its last work, the oldest first
         self._resident_s: dict[str, float] = {}  # model -> time since which all its hosts have it loaded
-        self._moved: set[str] = set()  # models with other hosts, or another state at a host, than at the last step
+        self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         # time since which at least one worker has no load in progress; None if every worker is loading a model
         self._spare_s: float | None = None
         # models whose hosts include every worker without a load in progress: no other worker can load these models now

@@ -52,7 +52,7 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # tokens of a chunk that `_bounds` assumes if the chunks come from a column of the input
+SPAN_TOKENS = 16  # tokens that `_bounds` assumes for a chunk if the chunks come from a column of the input
 UNTRIMMED = 0.1  # a job removes old segments of the cache after it has written this share of the cache's size limit
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")

@@ -45,8 +45,8 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 class _PoolBody(Struct, forbid_unknown_fields=True):
-    """Fields of `PoolRequest`; each may be null. `parse_spec` checks fields of type Any and upper limits, because their
-    errors have codes, reasons and params of their own.
+    """Fields of `PoolRequest`; each may be null. `parse_spec` checks the fields of type Any and the upper limits: its
+    errors have specific codes, reasons and params.
     """
 
     name: Any = None

@@ -28,9 +28,9 @@ Vectors = NDArray[np.float32]
 
 
 class RemoteAnswer(NamedTuple):
-    """Vectors of a remote server. `tokens`: number of tokens that the server reports, or None. `models`: names of the
-    model that the server reports. A server of SIE reports a fingerprint; a server of the kind `openai`, a name; a TEI
-    server, a revision, precision and name. There are several names if replicas behind one address differ.
+    """Vectors of a remote server. `tokens`: number of tokens that the server reports, or None. `models`: the
+    server's names for its model: the fingerprint from a server of SIE, the name from a server of the kind `openai`, the
+    revision, precision and name from a TEI server. Several names if replicas behind one address have different models.
     """
 
     vectors: Vectors

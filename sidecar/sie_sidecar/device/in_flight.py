@@ -80,7 +80,7 @@ class InFlight:
     shared: int = 0
     chunked: tuple[ipc.ChunkedRows, ...] = ()
     refused: SIEError | None = None  # error if the item could not be prepared; the item then has no rows
-    # by index of the input: error because of which this input must not run
+    # index of an input -> the error because of which this input must not run
     unfit: Mapping[int, SIEError] = field(default_factory=dict)
     fetched_s: float = 0.0
     loaded_s: float = 0.0

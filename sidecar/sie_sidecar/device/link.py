@@ -80,7 +80,7 @@ async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterC
 
     async def cancel() -> None:
         await abandoned.wait()
-        with contextlib.suppress(AdapterGone):  # the block, which waits for the reply, gets the same error
+        with contextlib.suppress(AdapterGone):  # the caller's block waits for the reply and gets the same error
             await connection.send(ipc.frame(ipc.Cancel()))
 
     cancelling = asyncio.create_task(cancel())

@@ -72,7 +72,7 @@ SPARE_TOKENIZER_BYTES = 1 << 30
 # largest number of states (`ModelState`) on a device. It is limited because each heartbeat contains all states. Above
 # it, `remove_unused` removes the least recently used states of models that are not loaded
 MAX_STATES = 1000
-# seconds after its last use until a state may be removed; no task refers to a state for that long without using it
+# a state may be removed this number of seconds after its last use, because no task refers to it any more by then
 UNUSED_S = 600.0
 # If model B waits for the memory of a loaded model A that has work, A stays open to new work for at most this number of
 # seconds, or for `swap_after_s` if that is longer. A request for B waits for these seconds and then for the load of B.

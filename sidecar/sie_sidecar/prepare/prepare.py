@@ -201,7 +201,7 @@ class Prepare:
         return None
 
     async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
-        """Return by index the decoded images of each input and of the query, or the error of an unusable image."""
+        """Return the decoded images of each input and of the query, or the error of an unusable image, by index."""
         if recipe is None:
             return {}
         files = {index: source.images for index, source in enumerate(item.inputs) if source.images}
@@ -211,7 +211,7 @@ class Prepare:
         return dict(zip(files, pixels, strict=True))
 
     async def _sounds(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
-        """Return by index the features of each input that has a sound, or the error of an unusable sound."""
+        """Return the features of each input that has a sound, or the error of an unusable sound, by index."""
         if recipe is None:
             return {}
         sounds = {index: source.audio for index, source in enumerate(item.inputs) if source.audio}

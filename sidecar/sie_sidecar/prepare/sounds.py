@@ -5,7 +5,7 @@ import this module, because decoders are C code that reads the data of clients.
 
 FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
 those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, the
-features are equal bit for bit. For a longer one, transformers may read a random part (`sie_contracts.media.sounds`).
+features are equal bit for bit. Where an extractor reads a random part of a longer sound, this module reads the middle.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class PoolRenewed(Struct, kw_only=True):
 
 
 class Assignment(Struct, kw_only=True):
-    """Assignment of a worker: the pool that it should serve, in `pools`."""
+    """Pools that a worker should serve, and the pinned models of these pools."""
 
     EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
 

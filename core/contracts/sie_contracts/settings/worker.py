@@ -35,7 +35,7 @@ class WorkerSettings:
         None,
         "sidecar",
         whole(1),
-        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES, but at most 6 or the number of batches that can run or wait at the adapter, whichever is larger.",
+        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: the smaller of SIE_MAX_CONCURRENT_BATCHES and the number of batches that can run or wait at the adapter, which counts as at least 6.",
     )
     worker_metrics_port: int = row(
         9095,
@@ -53,7 +53,7 @@ class WorkerSettings:
         None,
         "sidecar gateway",
         LABEL,
-        "Kind of machine on which the worker runs. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway: the profile of requests for the bundle `default` that name no profile, if SIE_GATEWAY_CONFIGURED_GPUS lists it and the model's entry has no list of profiles.",
+        "Kind of machine on which the worker runs. Requests are routed by it. It selects defaults that were measured on such machines. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway: the profile of requests for the bundle `default` that name no profile, if SIE_GATEWAY_CONFIGURED_GPUS lists it and the model's entry has no list of profiles.",
     )
     gpu_count: int = row(
         1,

@@ -115,7 +115,7 @@ class LiveCollection(Protocol):
         """Return the ids of the nearest rows by the vectors of one side, the nearest first."""
 
     async def build_indexes(self) -> None:
-        """Build for the new vectors the indexes that the old vectors have."""
+        """Index the new vectors in the same way as the old vectors."""
 
     async def switch(self, side: Side) -> None:
         """Let searches and writers use the vectors of this side. The vectors of the opposite side stay stored."""

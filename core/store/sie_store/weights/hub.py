@@ -259,7 +259,7 @@ def _classed(label: str) -> Iterator[None]:
     except GatedRepoError as error:
         raise FetchFailed("GATED", f"{label} is gated: accept its licence and set HF_TOKEN") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError) as error:
-        raise FetchFailed("NOT_FOUND", f"{label} does not exist on the hub, or is private (HF_TOKEN)") from error
+        raise FetchFailed("NOT_FOUND", f"{label} does not exist on the hub, or is private (set HF_TOKEN)") from error
     except OfflineModeIsEnabled as error:
         fix = "unset it, or put the model into SIE_LOCAL_CACHE"
         raise FetchFailed("NETWORK", f"{label} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error
