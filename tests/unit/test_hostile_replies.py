@@ -116,7 +116,7 @@ def test_a_reply_that_never_ends_is_refused_in_words(
     server.reply, server.endless = (200, JSON, b""), piece
     result = invoked(server, COMMANDS[name][0])
     assert result.exit_code == 1, result.output
-    assert "not in the form of a " in result.stderr
+    assert "in another form than a " in result.stderr
 
 
 def escaped(value: Any, key: str = "") -> Any:

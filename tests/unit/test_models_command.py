@@ -555,7 +555,7 @@ ACCESS: dict[str, tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]] = {
     "a wrong token": (
         {"token": "wrong"},
         ("list",),
-        ("this token is not known", "set SIE_ADMIN_TOKEN here to what the config service"),
+        ("this token is not known", "set SIE_ADMIN_TOKEN here to the token that the config service"),
     ),
     "the read token": ({"token": READER}, ("rm", "org/one"), ("the read token permits only reads", "SIE_ADMIN_TOKEN")),
     "no address": (

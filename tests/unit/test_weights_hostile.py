@@ -251,5 +251,5 @@ def test_a_file_of_a_bucket_ends_where_its_manifest_says(tmp_path: Path, monkeyp
             handler.endless(b"x", PIECE, status=206, Content_Length=str(fact.bytes), **ranged)
 
     with serving(Handler.own_file, answer) as server:
-        assert "does not have the SHA-256" in in_bucket(server, tmp_path, monkeypatch)
+        assert "has another SHA-256 than the manifest states" in in_bucket(server, tmp_path, monkeypatch)
     assert sum(server.sent) < 2 * UNREAD_BYTES
