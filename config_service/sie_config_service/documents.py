@@ -115,9 +115,9 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Return the path of a fault with the names of all keys. `message`: the path, with `[...]` in place of each key
-    of a map. `parse` reads the keys of a map in order and stops at the first fault. So a bisection finds the
-    smallest n for which the first n keys have the fault. The name of key number n replaces `[...]`.
+    """Return `message`, the path of a fault, with the faulty key in place of each `[...]`, which stands for any key of
+    a map. `parse` reads keys in order and stops at the first fault. So a bisection finds the smallest n for which a
+    map with only its first n keys has the fault: key number n is the faulty one.
     """
     loc = message
 

@@ -64,7 +64,7 @@ class Restore:
         self._workers = workers
         self._store = store
         self._writer = writer
-        self._trouble = Trouble(_logger, "a revision that cannot be loaded could not be replaced yet")
+        self._trouble = Trouble(_logger, "a revision that cannot be loaded is not replaced yet")
 
     async def run(self, stop: Stop) -> None:
         """Restore models until `stop`. After an error, the next heartbeat that reports a failed load

@@ -154,8 +154,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """State of waiting that all requests of a call share. A request that succeeds replaces `mark` by a new object. A
-    failed request that sees a new object in `mark` counts its own waiting time from 0 again, because the server works.
+    """Sign of progress that all requests of a call share. Each success puts a new object into `mark`. A request that
+    fails and finds a new object there counts its waiting time from 0 again, because the server works.
     """
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return (session of a call, parameters). The fields of Session are options; all other names are parameters."""
+        """Return a session with the options of one call, and the other entries of `options`: the call's parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS

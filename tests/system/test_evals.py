@@ -235,7 +235,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
     scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr
-    assert scored == "Error: --outputs: the model returns scores, and only vectors have other outputs\n"
+    assert scored == "Error: --outputs: the model returns scores; only a model that returns vectors has other outputs\n"
     stderr = evaluated("test/dense", "-t", str(small), "--outputs", "sparse", *where, status=1).stderr
     assert "params.output_types: test/dense has no such output, it has dense" in stderr
     for message in (nobody, server, kind, stderr):

@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_named_with_one_that_is_free(tmp_path: Path) -> 
 
 def test_an_address_of_another_machine_is_no_host(tmp_path: Path) -> None:
     (line,) = refused(tmp_path / "data", "--host", "192.0.2.1", "--port", str(free_ports(1)[0]))
-    assert line.endswith("that is no address of this machine; choose --host 127.0.0.1, or 0.0.0.0 for all of them")
+    assert line.endswith("that is no address of this machine; choose --host 127.0.0.1, or 0.0.0.0 for all addresses")
 
 
 def test_a_disk_without_room_for_the_streams_is_told_with_folder_and_bytes_and_a_queue_that_fits(

@@ -43,7 +43,7 @@ REFUSED = {
     "100 megapixels": Refused(text(png(10_001, 10_000, body=b"")), "items[0].images[0]", "at most 100000000"),
     "a bomb of 400 megapixels": Refused([text(GOOD), text(bomb())], "items[0].images[1]", "at most 100000000"),
     "a strip": Refused(text(encoded(Image.new("L", (1206, 6)))), "items[0].images[0]", "200 times the other"),
-    "a text": Refused(text(b"no image at all"), "items[0].images[0]", "no supported image format: JPEG, PNG"),
+    "a text": Refused(text(b"no image at all"), "items[0].images[0]", "no supported image format (JPEG, PNG"),
     "an SVG": Refused(
         text(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "items[0].images[0]", "no supported image format"
     ),

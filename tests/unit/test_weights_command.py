@@ -238,7 +238,7 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     node.run("verify", "--quick", "org/model")
     invocation = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
     assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in invocation.stdout
-    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes it again" in invocation.stderr
+    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes a" in invocation.stderr
     node.place.put(key, b"")
     assert "model.safetensors has 0 bytes, the manifest says 100071" in node.run("verify", "--quick", expected=1).stdout
     assert node.run("list").stdout.splitlines()[1].split()[-1] == "broken"

@@ -65,7 +65,7 @@ def window_objects(
 ) -> list[FieldCandidates] | SIEError:
     """Return the candidates of each object in one window. `logits`: [objects, properties, words, widths], None if the
     model predicts no object. The first `before` words are the choices of the record. `choices`: for each property the
-    positions of its choices. Spans with the full stop that the package may add after the window's words are ignored.
+    positions of its choices. The package may add a full stop after the window's words; spans with it are ignored.
     """
     if logits is None:
         return []

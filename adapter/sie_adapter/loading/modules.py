@@ -186,7 +186,7 @@ class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Normalize module that other layers follow: scales each row to length 1. float32 [.., width], same shape."""
+    """Normalize module of modules.json: scales each row to length 1. float32 [.., width], same shape."""
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.normalize(states, p=2, dim=-1)

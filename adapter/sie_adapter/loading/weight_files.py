@@ -54,7 +54,7 @@ def check_weights(folder: Path) -> None:
         if bad:
             listed = ", ".join(bad[:5]) + (", .." if len(bad) > 5 else "")
             cause = f"{file.name} contains NaN in {len(bad)} of its tensors: {listed}"
-            raise incompatible(f"{cause}; export the model again from a checkpoint before its training diverged")
+            raise incompatible(f"{cause}; export an earlier checkpoint, saved before the training diverged")
 
 
 def safetensors_of(folder: Path) -> list[Path]:

@@ -165,7 +165,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
     if (compared or rerankers) and context.cluster is None:
         raise CommandRefused("--outputs and --rerank need a cluster as a source: add sie to -s")
     if compared and context.cluster is not None and context.cluster.scores_pairs:
-        raise CommandRefused("--outputs: the model returns scores, and only vectors have other outputs")
+        raise CommandRefused("--outputs: the model returns scores; only a model that returns vectors has other outputs")
     for output in compared:
         assert context.cluster is not None
         yield EvalStep(context.cluster, output)

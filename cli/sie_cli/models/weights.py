@@ -185,9 +185,9 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
             broken += bool(wrong)
     if broken:
         fix = (
-            "`sie weights rm --local` removes it, and it is fetched again"
+            "`sie weights rm --local` removes a snapshot, and the next load fetches it again"
             if local
-            else "`sie weights push --force` writes it again"
+            else "`sie weights push --force` writes a snapshot again"
         )
         raise CommandRefused(
             f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} "

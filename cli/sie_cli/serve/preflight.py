@@ -93,7 +93,7 @@ def _remedy(listener: PortListener, port: int, reason: OSError) -> str:
     if reason.errno == errno.EACCES:
         return f"ports below 1024 need privileges; choose another one, such as {listener.flag} 8080"
     if reason.errno in (errno.EADDRNOTAVAIL, None) or isinstance(reason, socket.gaierror):
-        return "that is no address of this machine; choose --host 127.0.0.1, or 0.0.0.0 for all of them"
+        return "that is no address of this machine; choose --host 127.0.0.1, or 0.0.0.0 for all addresses"
     return f"{reason.strerror}; choose another {listener.flag} or --host"
 
 

@@ -165,7 +165,7 @@ class Supervisor:
             self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM to the children, and SIGKILL to each whose grace time ends. Wait until all have ended."""
+        """Send SIGTERM to the children, and SIGKILL to each that still runs after its grace time. Wait for all."""
         await asyncio.gather(*(self._stop_one(child) for child in children))
 
     async def _stop_one(self, child: Child) -> None:

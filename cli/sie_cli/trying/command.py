@@ -106,7 +106,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if cluster.local() is None:
             if Path(model).is_dir():
                 raise CommandRefused(
-                    f"{model} is a folder, and no `sie serve` of this machine runs to read it: start one"
+                    f"{model} is a folder, which only a `sie serve` of this machine can read, and none runs: start one"
                 )
             # Without a local `sie serve`, nothing would read an added entry. This call raises the gateway's error.
             client.get_model(model)

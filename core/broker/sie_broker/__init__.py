@@ -280,7 +280,7 @@ class Connection(Protocol):
 
 
 class Bus(Connection, Protocol):
-    """Protocol for messages that are delivered at most once, to the processes that are subscribed at that moment."""
+    """Protocol for messages that are not stored: only the subscribers at the time of sending get one, at most once."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None: ...
 

@@ -252,7 +252,7 @@ _GATEWAY = (
         "gauge",
         "Inputs that wait in this gateway for permission to enter the queue, bytes",
     ),
-    Metric("sie_gateway_dlq_events", "counter", "Work items given up in all pools; every gateway reports the same"),
+    Metric("sie_gateway_dlq_events", "counter", "Work items given up in all pools, the same number at each gateway"),
     Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
     Metric("sie_gateway_workers", "gauge", "Workers by health", ("status",), 2),
     Metric("sie_gateway_worker_queue_depth", "gauge", "Work items that a worker holds", ("worker",), 48),

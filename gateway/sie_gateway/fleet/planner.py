@@ -429,8 +429,8 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort the statuses so that those of loaded models are last. A dict by model (without the profile) that is built in
-    this order then contains the loaded status of a model, not the status of another profile.
+    """Return the statuses with those of loaded models last. A dict by model (without the profile) that is built in this
+    order then has the status of a loaded profile, if the model has one.
     """
     if not any(":" in status.model for status in statuses):
         return statuses

@@ -116,7 +116,7 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
     _row(
         "/v1/placement",
         placement,
-        "Which workers host which models of each lane, at most 50 models of each",
+        "The workers that should load each model, by lane, at most 50 models of a lane",
         api.PlacementView,
         parameters=(_FILTER,),
     ),

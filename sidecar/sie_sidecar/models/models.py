@@ -597,9 +597,9 @@ class Hosting(ModelStates):
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it now.
-        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work. This is for work that the model accepted before it was closed; the model for
-        which it was closed is loaded only after this work.
+        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: the model
+        accepted this work before it was closed to new work, so do not wait until it is open again. The model that needs
+        its memory is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """

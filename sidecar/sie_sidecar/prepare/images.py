@@ -132,7 +132,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
     if kind is None:
-        raise fault("undecodable", f"the first bytes are of no supported image format: {', '.join(FORMATS)}")
+        raise fault("undecodable", f"the first bytes are of no supported image format ({', '.join(FORMATS)})")
     return Image.open(io.BytesIO(data), formats=[kind])
 
 

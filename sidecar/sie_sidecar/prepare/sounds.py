@@ -86,7 +86,7 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)
     if kinds is None:
-        raise fault("undecodable", f"the first bytes are of no supported sound format: {', '.join(FORMATS)}")
+        raise fault("undecodable", f"the first bytes are of no supported sound format ({', '.join(FORMATS)})")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         if file.format not in kinds:  # the first bytes may be an ID3 tag, which can stand before any format
             raise fault("undecodable", "the sound file is of another format than its first bytes say")

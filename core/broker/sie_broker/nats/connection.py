@@ -42,7 +42,7 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pull requests with one inbox (reply subject). The connection to the broker calls these methods. When the
+    """Inbox (reply subject) with its open pull requests. The connection to the broker calls these methods. When the
     connection is lost, the inbox is lost too.
     """
 

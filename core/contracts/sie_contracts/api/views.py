@@ -235,7 +235,7 @@ class SlowRequest(Struct, kw_only=True):
 
 
 class SlowRequests(Struct, kw_only=True):
-    """Slow and failed requests of the last hour that the gateway has in memory."""
+    """Slow and failed requests of the last hour, as far as the gateway still has them in memory."""
 
     EXAMPLE: ClassVar[Any] = {"requests": [SlowRequest.EXAMPLE]}
 

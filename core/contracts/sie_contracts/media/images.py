@@ -446,7 +446,7 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     """Return the recipe of image encoders that read images of any size. Each block of patches becomes one token.
-    `frames`: number of frames of the video for which the file has bounds; the bounds are divided by this number.
+    `frames`: number of video frames to which the file's bounds apply together. The bounds are divided by this number.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}

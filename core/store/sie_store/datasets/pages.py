@@ -23,8 +23,8 @@ MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of 
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20 fields
 FIELDS_DEPTH = 2  # depth from which the fields of structs are skipped; a header and its structs have the depths 0 and 1
-# Largest number of values in a footer: the values in its lists, and LARGE values for each struct at a depth of at most
-# LARGE_DEPTH, such as a row group, because such a struct takes more memory.
+# Largest number of values in a footer. Each value in a list counts as one. A struct at a depth of at most LARGE_DEPTH,
+# such as a row group, counts as LARGE further values, because it takes more memory.
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
 LARGE_DEPTH = 4  # depth of the columns of a row group
 _NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift: a 32-bit number, a struct

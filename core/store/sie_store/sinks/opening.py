@@ -89,7 +89,7 @@ def _scheme(url: str, setting: str) -> str:
         is_folder = pieces.scheme == "lancedb"
         if is_folder == bool(pieces.netloc) or (is_folder and not pieces.path.strip("/")) or "@" in pieces.netloc:
             raise SettingError(
-                setting, "the URL of LanceDB is lancedb:///folder or lancedb+s3://bucket/prefix (or gs or az for s3)"
+                setting, "the URL of LanceDB is lancedb:///folder or lancedb+s3://bucket/prefix (also +gs and +az)"
             )
         if pieces.query or pieces.fragment:
             raise SettingError(setting, "the URL of LanceDB must not contain ? or #")
