@@ -41,7 +41,7 @@ other others another one ones something anything nothing whoever afresh anew
 VAGUE_VALUES = frozenset(_PARTICIPLES.split())
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
-# beginnings of docstrings that do not say what the function does, or to which object
+# first words of docstrings that leave open what the function does, or which object it changes
 VAGUE_BEGINNING = re.compile(
     r"^(Forget|Note|Tell|Hear|Say|Return when|To be \w+ed|(\w+ )?(it|its|they|them|their))\b", re.I
 )

@@ -155,7 +155,8 @@ def test_what_cannot_be_asked_is_refused(texts: list[str], query: str | None, wh
 
 def test_a_folder_needs_a_cluster_of_this_machine(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["run", str(tmp_path), "a text", "--url", "http://127.0.0.1:1"])
-    assert (result.exit_code, "is a folder, and no `sie serve`" in result.output) == (1, True), result.output
+    assert result.exit_code == 1, result.output
+    assert "is a folder, which only a `sie serve` of this machine can read" in result.output
 
 
 @pytest.mark.parametrize(("stdin", "why"), [(b"", "standard input is empty"), (b"\xff", "no text in UTF-8")])

@@ -76,7 +76,7 @@ class _Clap:
         """Return the vector of each sound, float32 [sounds, width], from features [sounds, views, frames, bins],
         float32.
 
-        A model with fusion fuses the views of every sound, as transformers does for a single sound. In a batch,
+        A model with fusion fuses the views of every sound, like transformers for a single sound. In a batch,
         transformers fuses only the long sounds, or one random sound if none is long.
         """
         more = {}

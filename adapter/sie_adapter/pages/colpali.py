@@ -67,7 +67,7 @@ class ColPali(TokenVectors):
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Let each token attend to its whole sequence, as transformers does for the token types of the processor."""
+    """Let each token attend to its whole sequence, like transformers for the token types of the processor."""
     language.config.is_causal = False
     for module in language.modules():
         if hasattr(module, "is_causal"):

@@ -190,8 +190,7 @@ class ConfigServiceClient(HttpConnection):
 
 
 _NOBODY = (
-    "is the server running, and is this its address? /health of a gateway has the address as config_url; set it "
-    "with --url"
+    "is it running? If this is not its address, set the address with --url: /health of a gateway has it as config_url"
 )
 _WRONG_URL = (
     "name a local `sie serve` with --data-dir, or the config service with --url: config_url in /health of a gateway"

@@ -133,7 +133,7 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the newest known revision of the lane's key; 0 if none is known. Its removal has a revision too."""
+        """Return the revision of the last write or removal of the lane's key that this process has seen; else 0."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:

@@ -51,7 +51,7 @@ LABELS = {
     "redelivered": "true, false",
     "remote": "the name of a remote server in SIE_REMOTES",
     "result": "the outcome",
-    "route": "a route of the config service, without the names in its path",
+    "route": "a route of the config service, with placeholders for names in its path",
     "side": "served, shadow",
     "state": "the state of a job: queued, planning, running, paused, finalizing, completed, failed, cancelled, expired",
     "status": (

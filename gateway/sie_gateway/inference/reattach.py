@@ -106,7 +106,7 @@ def _identity(call: Call) -> Identity:
         for name, value in call.headers.items()
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
-    # without an API key, the client's address distinguishes requests, because the address selects an alias's target
+    # without an API key, the client's address is part of the result: it decides which target of an alias a client gets
     return call.path, "" if call.key else call.client, len(call.body), tuple(headers)
 
 

@@ -181,7 +181,7 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
     """Return an outcome for each input: its error, or the next of `outcomes` if the input ran. A successful outcome
-    gets marks for a truncated input and for a file with several images, and the length of a sound.
+    says whether the input was truncated, whether its file has several images, and how long its sound is.
     """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
@@ -301,7 +301,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device. Until `let_model_go`, only `Loading.park` allows its model's eviction."""
+        """Assign a work item to a device. Until `let_model_go`, its model is evicted only if `Loading.park` allows it."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)

@@ -719,8 +719,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # the adapter has already loaded these models for the earlier process, so this process's loads of them end
-        # immediately. After that, each of these models has work or can be evicted
+        # The adapter loaded these models at the request of an earlier sidecar process, so loads that this process
+        # requests end at once. Then each of these models has work or can be evicted.
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True

@@ -201,7 +201,7 @@ class ModelTokenizer:
         full = len(ids)
         if truncate == "NONE" and not is_whole:
             ((_, full),) = self._long.read([text], 0, from_end=False, count_all=True)
-        # with `from_end`, the piece ends where the text ends, and may begin with the sentinel
+        # with `from_end`, the piece ends where the text ends, and may begin with SENTINEL, which is no part of the text
         moved = offsets + (len(text) - len(piece) if from_end else 0)
         return Tokens(cut(ids, room, truncate), full), cut(moved, room, truncate)
 

@@ -419,7 +419,7 @@ def _extract(
     if labels is not None and len(labels) > MAX_LABELS:
         raise InvalidInput.at(path, f"got {len(labels)} labels, at most {MAX_LABELS} are allowed")
     if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
-        message = f"{entry.id} needs an instruction: the query for which it reads the texts"
+        message = f"{entry.id} needs an instruction: the query to which it compares the texts"
         raise InvalidInput.at("instruction", message, reason="instruction_required")
     decisions = output_schemas.decisions_of(parts) if families.row(entry.family).has_row_per_label else []
     rows = [label for decision in decisions for label in decision.labels]

@@ -208,7 +208,7 @@ class Protocol(HttpToolsProtocol):
     _body_pieces = 0  # number of calls of `on_body` on this connection
     _unread: bytes | None = None  # input that is not parsed yet; None if there is no such input
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
-    _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
+    _trailer_bytes = 0  # 0 before the first trailer; then the bytes of the head and all trailers, which share one limit
     _begun_s = 0.0
     _why = ""  # error message for the client, set by `_stop`
     # true while a new parser reads an artificial head, see `_ignore_upgrade`

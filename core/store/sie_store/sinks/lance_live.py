@@ -247,8 +247,8 @@ class LanceLive:
         return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
 
     def _digest(self, row: _LanceRow, *sides: Side) -> bytes:
-        """Return the marker of a row whose vectors of `sides` were computed from its text. If `sides` has one side, the
-        vector of the opposite side may belong to another text.
+        """Return the marker which states that the vectors of `sides` were computed from the text of the row. It states
+        nothing about the vector of a side that is not in `sides`.
         """
         digest = hashlib.sha256(msgspec.json.encode(row.texts))
         for side in sides:

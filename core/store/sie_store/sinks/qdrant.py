@@ -346,7 +346,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
     expected, expected_sparse = vector_settings(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
         shown = ", ".join(name or "a vector without a name" for name in (*expected, *expected_sparse))
-        raise CollectionMismatch(f"the collection {collection} does not have the vectors that are written: {shown}")
+        raise CollectionMismatch(f"the collection {collection} lacks vectors that this command writes: {shown}")
     for name, params in expected.items():
         _check_vector(vectors[name], collection, name, params)
 

@@ -344,7 +344,7 @@ class QdrantLive:
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # Vectors that are only copied are read here: the scan would keep too many of them in memory.
+            # Read the vectors of the side that is copied unchanged for this batch only: those of all rows need too much memory.
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
