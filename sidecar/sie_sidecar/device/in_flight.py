@@ -301,7 +301,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device. Until `let_model_go`, its model is evicted only if `Loading.park` allows it."""
+        """Assign a work item to a device. Until `let_model_go`, only `Loading.park` lets its model be evicted."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)

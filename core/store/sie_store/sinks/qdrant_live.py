@@ -344,7 +344,7 @@ class QdrantLive:
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # Read the vectors of the side that is copied unchanged for this batch only: those of all rows need too much memory.
+            # read the copied vectors for this batch only, because those of all points would need too much memory
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
