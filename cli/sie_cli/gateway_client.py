@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TIMEOUT_S = 15.0  # seconds to wait for an answer; longer than the 10 s after which a config service ends a write
-_OTHER_FORM = "in another form than a gateway: name the address of a gateway with --url"
+_OTHER_FORM = "in another form than a gateway of this version: name the address of such a gateway with --url"
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's value, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
@@ -105,14 +105,14 @@ class HttpConnection:
         self._client.close()
 
     def _exchange(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Send a request and return the reply. Raises httpx.TransportError, and httpx.DecodingError for a body beyond
-        the limits of `body_of`.
+        """Send a request and return the reply. Raises httpx.TransportError, httpx.DecodingError, and CommandRefused for
+        a body beyond the limits of `body_of`.
         """
         with self._client.stream(method, path, **content) as answer:
             try:
                 body = body_of(answer)
             except ValueError as error:
-                raise httpx.DecodingError(str(error), request=answer.request) from error
+                raise CommandRefused(f"{public_url(self.url)}: {error}") from error
         headers = {name: value for name, value in answer.headers.items() if name != "content-encoding"}
         return httpx.Response(answer.status_code, headers=headers, content=body, request=answer.request)
 
@@ -197,8 +197,9 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
     except ModelNotFoundError as error:
         raise CommandRefused(f"{printable(str(error))} (`sie models list` shows all)") from error
     except SIEError as error:
-        # the status is 200 if a field of the reply is missing or has another type
-        where = f"\n{public_url(cluster.gateway_urls[0])} replied {_OTHER_FORM}" if error.status == 200 else ""
+        # the cause of a status of 200 is a reply in which a field is missing or has another type (`reading`)
+        is_unreadable = error.status == 200 and error.__cause__ is not None
+        where = f"\n{public_url(cluster.gateway_urls[0])} replied {_OTHER_FORM}" if is_unreadable else ""
         raise CommandRefused(printable(str(error)) + where) from error
 
 

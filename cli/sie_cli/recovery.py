@@ -108,7 +108,7 @@ def read_backup(file: Path) -> Backup:
         head, _, content = file.read_bytes().partition(b"\n")
     if not head.startswith(FORMAT):
         raise CommandRefused(
-            f"{file} is no backup that this version of `sie` can read: restore it with the `sie` that wrote it"
+            f"{file} is no backup that this version of `sie` can read; restore a backup with the `sie` that wrote it"
         )
     if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
         raise CommandRefused(f"{file} is damaged: its digest differs; use another backup")

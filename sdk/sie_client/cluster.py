@@ -11,8 +11,8 @@ from urllib.parse import urlencode
 import numpy as np
 
 from sie_client import verbs
-from sie_client.core import CONTROL_S, Pause, Plan, Session, delete_call, json_call, quoted
-from sie_client.errors import PoolNotFoundError, ServerError, SIEError, invalid
+from sie_client.core import CONTROL_S, Pause, Plan, Session, delete_call, json_call, quoted, reading
+from sie_client.errors import PoolNotFoundError, SIEError, invalid
 from sie_client.types import Capacity, Item, Pool
 
 T = TypeVar("T")
@@ -35,13 +35,11 @@ _SMALLEST: dict[str, Item] = {
 
 def _field(reply: Any, name: str, kind: type[T]) -> T:
     """Return a field of a reply. Raises ServerError if the field is missing or has another type."""
-    value = reply.get(name) if isinstance(reply, dict) else None
-    if not isinstance(value, kind):
-        raise ServerError(
-            f"the server's reply could not be read: {name}: expected {kind.__name__}, got {type(value).__name__}",
-            status=200,
-        )
-    return value
+    with reading({}):
+        value = reply.get(name) if isinstance(reply, dict) else None
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+        return value
 
 
 def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:

@@ -199,7 +199,7 @@ class Worker:
             gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
                 # begin to load the model now, while the inputs are read from the payload store
-                self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
+                self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"], for_work=True)
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
                 self._work.start(self._prepare_and_dispatch(group, gathered.characters), "prepare")

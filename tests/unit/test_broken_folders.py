@@ -184,6 +184,22 @@ def test_weights_and_tokenizers_of_strangers_are_named(
     assert not (folder / "unpickled").exists()
 
 
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\n---", "mit"),
+        ("---\r\nlicense: mit\r\n--- \r\ntext", "mit"),
+        ("---\ntags: [a---b]\nlicense_name: own\nlicense: other\n---\n", "own"),
+        ("# Model\n---\nlicense: mit\n---\n", ""),
+        ("---\nlicense: [\n---\n", ""),
+        ("---\n---\n", ""),
+    ],
+)
+def test_the_licence_is_that_of_the_front_matter(tmp_path: Path, card: str, licence: str) -> None:
+    (tmp_path / "README.md").write_bytes(card.encode())
+    assert stated_licence(tmp_path) == licence
+
+
 def test_only_the_beginning_of_a_model_card_is_read(tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     card.write_text("---\nlicense: gemma\n---\n")

@@ -366,6 +366,34 @@ async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_
         await cluster.left(0)
 
 
+async def test_a_read_keeps_its_memory_until_it_ends_although_its_work_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Direct(tmp_path) as cluster:
+        store = opened(str(tmp_path / "store"))
+        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
+        release, get = asyncio.Event(), type(store).get
+
+        async def held(self: Any, *arguments: Any) -> bytes:
+            await release.wait()
+            return await get(self, *arguments)
+
+        monkeypatch.setattr(type(store), "get", held)
+        await cluster.sidecar(await cluster.adapter(), SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
+        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
+        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
+        item = await cluster.publish(payload=key, count=1)
+        await until(lambda: [flight.payload_bytes > 0 for flight in worker.inventory] == [True], "the read")
+        (flight,) = worker.inventory
+        worker.intake.cancel({item.request})
+        assert flight.settled
+        assert flight.payload_bytes > 0
+        release.set()
+        await until(lambda: not flight.payload_bytes, "the end of the read")
+        assert flight.item.inputs == ()
+        await cluster.left(0)
+
+
 async def test_small_inputs_do_not_keep_a_large_one_from_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -398,8 +398,8 @@ def _mapped_bytes() -> int:
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
     """Make glibc serve allocations of at least 1 MiB by mmap, outside the heap, on all threads while this context is
-    open. Freed weights then leave no holes in the heap. `without_loads` yields False until then, so that no CUDA graph
-    is captured.
+    open. Freed weights then leave no holes in the heap. While it is open, `without_loads` yields False, so that no
+    CUDA graph is captured.
     """
     _count_apart(1)
     try:

@@ -588,10 +588,10 @@ class BatchRun:
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
         answers = iter(self._group_results(group, shared, good))
-        lengths = self._items.lengths.tolist()
+        lengths = self._items.lengths[group.start : group.stop].tolist()
         results: list[tuple[ItemResult | SIEError, int]] = []
         for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
-            tokens = sum(lengths[row] for row in (unit if index else (*shared, *unit)))
+            tokens = sum(lengths[row - group.start] for row in (unit if index else (*shared, *unit)))
             results.append((fault if fault is not None else next(answers), tokens))
         return results
 

@@ -401,16 +401,6 @@ def probe(client: SIEClient, name: str, output: str = "dense") -> tuple[int, str
     return dense.size, printable(str(result["fingerprint"]))
 
 
-def _described(info: dict[str, Any]) -> _ModelFields:
-    try:
-        return msgspec.convert(info, _ModelFields)
-    except msgspec.ValidationError as error:
-        raise CommandRefused(
-            f"the gateway describes a model in a form that this version does not know ({error}): use the `sie` of the "
-            "gateway's version"
-        ) from error
-
-
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the measurements of gateways: add the counts, and weight the means by the number of encoded copies."""
     copies = Counter[str]()

@@ -184,7 +184,7 @@ class ConfigServiceClient(HttpConnection):
     def _config_url(self) -> str | None:
         try:
             health = msgspec.json.decode(self._exchange("GET", "/health").content)
-        except (httpx.HTTPError, *UNDECODABLE):
+        except (httpx.HTTPError, CommandRefused, *UNDECODABLE):
             return None
         return health.get("config_url") if isinstance(health, dict) else None
 

@@ -5,6 +5,7 @@ names the file. A configuration is refused if its structure, or a number in it, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ MAX_TEXT = 300  # largest number of characters of a library's message that an er
 # largest number of layers, experts or blocks; a higher number is refused, because a load would create all of them
 MAX_COUNT = 1_000
 MAX_SIZE = 1 << 24  # largest number of rows or columns of a weight matrix; a higher number is refused
+_FRONT_MATTER = re.compile(r"\s*---[ \t]*\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)
 MAX_FRONT_MATTER = 1 << 20  # the front matter of a model card is read only within this number of characters
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
@@ -161,11 +163,11 @@ def stated_licence(folder: Path) -> str:
     if not card.is_file():
         return ""
     with card.open(encoding="utf-8", errors="replace") as text:
-        parts = text.read(MAX_FRONT_MATTER).split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
+        matter = _FRONT_MATTER.match(text.read(MAX_FRONT_MATTER))
+    if matter is None:
         return ""
     try:
-        front = yaml_text.load(parts[1])
+        front = yaml_text.load(matter[1])
     except yaml_text.NotYAML:
         return ""
     named = front.get("license_name") or front.get("license") if isinstance(front, dict) else None

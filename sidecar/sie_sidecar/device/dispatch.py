@@ -479,12 +479,11 @@ class Dispatch:
             self._work.start(self._run_in_turn(batch, hosted), "lora")
             return True
         dispatched_s = time.monotonic()
+        hosted.used(dispatched_s)
         for flight in flights:
             flight.move("running")
             flight.dispatched_s = dispatched_s
-            if flight.hosted is not None:
-                flight.hosted.used(dispatched_s)
-                flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options)
+            flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
         self._device.rate.sent(dispatched_s)
         started, ran = False, 0
 

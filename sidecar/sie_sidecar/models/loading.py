@@ -187,15 +187,19 @@ class Loading:
         refused = hosted.revision
         return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
 
-    def ahead(self, names: Iterable[str]) -> None:
-        """Load these models (names or model:profile) in the background, before work needs them. Failures are logged."""
+    def ahead(self, names: Iterable[str], *, for_work: bool = False) -> None:
+        """Load these models (names or model:profile) in the background. Failures are logged. `for_work`: work waits for
+        the models; if not, do not load a model while an operator's request to unload it is carried out.
+        """
         for name in names:
             # an unknown model is ignored: this worker's catalogue may be older or newer than the gateway's
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 resolved = self._feed.catalogue.resolve(name)
-                self._work.start(self._obtain_and_load(resolved), "load ahead")
+                self._work.start(self._obtain_and_load(resolved, for_work=for_work), "load ahead")
 
     def copy(self, hosted: ModelState) -> None:
+        if self._is_leaving(hosted.name):
+            return
         _logger.info(
             "%s is also being loaded on device %d, because the devices that have loaded it are busy",
             hosted.name,
@@ -204,12 +208,15 @@ class Loading:
         )
         self._work.start(self._load(hosted), "load of a copy")
 
-    async def _obtain_and_load(self, resolved: Resolved) -> None:
+    def _is_leaving(self, name: str) -> bool:
+        """Return True while an operator's request to unload the model is carried out on a device."""
+        return any(state.leaves for state in self.models.find(name))
+
+    async def _obtain_and_load(self, resolved: Resolved, *, for_work: bool) -> None:
         # `obtain` chooses a device by its free memory. It is called in this task, and not in `ahead`, so that it counts
         # the models whose loads `ahead` started before
         hosted = self.models.obtain(resolved, self.revision(resolved.entry.id))
-        # while an operator unloads the model, only work may load it again
-        if not any(state.leaves for state in self.models.find(hosted.name)):
+        if for_work or not self._is_leaving(hosted.name):
             await self._load(hosted)
 
     async def _load(self, hosted: ModelState) -> None:

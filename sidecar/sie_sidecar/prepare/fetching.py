@@ -52,7 +52,7 @@ class PayloadFetching:
 
     async def _fetch(self, flight: InFlight) -> None:
         item, pause_s, misses = flight.item, FIRST_PAUSE_S, 0
-        while True:
+        while not flight.settled:
             try:
                 left_s = flight.deadline_s - self._clock()
                 if not flight.payload_bytes:

@@ -357,7 +357,8 @@ class Settle:
 
     def _let_go(self, flight: InFlight) -> None:
         """Release the model and the inputs of a settled work item. The rest of its settlement needs only the lease."""
-        if self._fetching is not None:
+        # before `fetched_s` is set, a read may be in progress: it uses the memory until it ends (`Prepare.fetch`)
+        if self._fetching is not None and flight.fetched_s:
             self._fetching.let_go(flight)
         self._inventory.let_model_go(flight)
 
