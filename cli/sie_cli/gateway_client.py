@@ -113,7 +113,7 @@ class HttpConnection:
                 body = body_of(answer)
             except ValueError as error:
                 raise CommandRefused(f"{public_url(self.url)}: {error}") from error
-        headers = {name: value for name, value in answer.headers.items() if name != "content-encoding"}
+        headers = [(name, value) for name, value in answer.headers.raw if name.lower() != b"content-encoding"]
         return httpx.Response(answer.status_code, headers=headers, content=body, request=answer.request)
 
 

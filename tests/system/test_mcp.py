@@ -208,7 +208,7 @@ async def test_a_collection_that_is_not_configured_cannot_be_named(
         for name in ("texts", "postgres.texts", 'postgres"; DROP TABLE texts; --'):
             answer = await client.call_tool("search", {"collection": name, "query": "a"})
             assert answer.is_error
-            assert answer.content[0].text.endswith("There are: postgres, qdrant.")
+            assert answer.content[0].text.endswith("It may use: postgres, qdrant.")
 
 
 @contextlib.asynccontextmanager

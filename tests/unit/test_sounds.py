@@ -146,7 +146,7 @@ FLAC = encoded(tone(0.2), "FLAC")
     ("data", "message"),
     [
         (b"", "undecodable: the sound file is empty"),
-        (b"hello world, this is no sound", "of no supported sound format: WAV, FLAC, OGG, MP3"),
+        (b"hello world, this is no sound", "of no supported sound format (WAV, FLAC, OGG, MP3)"),
         (b"\x89PNG\r\n\x1a\n" + bytes(50), "of no supported sound format"),
         (GOOD[:30], "undecodable: the sound file is damaged or incomplete"),
         (FLAC[: len(FLAC) // 2], "undecodable: the sound file is damaged or incomplete"),

@@ -48,7 +48,7 @@ def told(parsers: Parsers, text: str) -> str:
         (f"signal {signal.SIGSEGV:d}", InvalidInput, "undecodable: the parser of the document crashed"),
         ("exit", InvalidInput, "undecodable: the parser of the document crashed"),
         ("answer 99", InvalidInput, "undecodable: the parser of the document crashed"),
-        (f"signal {signal.SIGKILL:d}", ResourceExhausted, "runs out of memory"),
+        (f"signal {signal.SIGKILL:d}", ResourceExhausted, "for lack of memory"),
         ("refuse", InvalidInput, "undecodable: the document is damaged"),
         (f"allocate {2 * MEMORY_BYTES}", InvalidInput, "too_large: it takes more memory"),
     ],

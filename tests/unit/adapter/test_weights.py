@@ -76,7 +76,7 @@ def _header(data: bytes) -> bytes:
         ("tokenizer.json", b'{"a": "\xff"}', "UnicodeDecodeError"),
         ("tokenizer.json", b"[" * 100_000, "RecursionError"),
         ("tokenizer.json", b"{", "DecodeError"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}', "OSError"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}', "xxx, which is missing"),
         ("model.safetensors", _header(b'{"\xff": {}}'), "UnicodeDecodeError"),
         ("model.safetensors", _header(b'{"a": ' + b"[" * 100_000), "RecursionError"),
     ],
@@ -86,7 +86,7 @@ def test_a_damaged_file_counts_as_missing(
 ) -> None:
     """The model is downloaded again. Where downloads are off, the message names the damaged file."""
     (cached(tmp_path) / name).write_bytes(data)
-    with pytest.raises(ModelLoadFailed, match=rf"is not complete: {name} is not .*{kind}") as raised:
+    with pytest.raises(ModelLoadFailed, match=rf"is not complete: {name} (is not|names) .*{kind}") as raised:
         WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT))
     assert raised.value.extras == {"error_class": "NOT_FOUND"}
     with HubStub(commit=COMMIT).serving() as hub:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sie_contracts.errors import UNDECODABLE
+from sie_store.folder_files import MAX_TEXT
 from sie_store.weights.headers import DamagedFile, stored_tensors
 from sie_store.weights.selection import Wanted
 
@@ -57,7 +58,7 @@ def contradiction(folder: Path) -> str:
             except UNDECODABLE as error:
                 return f"{name} is not JSON: {type(error).__name__}"
             if missing := _missing(path, stored):
-                return f"{name} names {missing}, which is missing"
+                return f"{name} names {missing[:MAX_TEXT]}, which is missing"
     return ""
 
 
