@@ -286,7 +286,7 @@ def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) 
     for arguments in (["--quick"], []):
         invocation = node.run("verify", "--local", *arguments, expected=1)
         assert invocation.stdout.splitlines() == lines
-        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes a snapshot" in invocation.stderr
+        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes" in invocation.stderr
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert (row["local"], row["cluster"], len(row["wrong"])) == (False, None, 2)
     shown = node.run("list")
