@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 import httpx
 import msgspec
 
-from sie_cli.bodies import body_of
+from sie_cli.bodies import LimitedBody
 from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
@@ -106,15 +106,17 @@ class HttpConnection:
 
     def _exchange(self, method: str, path: str, **content: Any) -> httpx.Response:
         """Send a request and return the reply. Raises httpx.TransportError, httpx.DecodingError, and CommandRefused for
-        a body beyond the limits of `body_of`.
+        a body beyond the limits of `LimitedBody`.
         """
         with self._client.stream(method, path, **content) as answer:
+            body = LimitedBody()
             try:
-                body = body_of(answer)
+                for piece in answer.iter_bytes():
+                    body.receive(piece)
             except ValueError as error:
                 raise CommandRefused(f"{public_url(self.url)}: {error}") from error
         headers = [(name, value) for name, value in answer.headers.raw if name.lower() != b"content-encoding"]
-        return httpx.Response(answer.status_code, headers=headers, content=body, request=answer.request)
+        return httpx.Response(answer.status_code, headers=headers, content=bytes(body), request=answer.request)
 
 
 class AdminClient(HttpConnection):

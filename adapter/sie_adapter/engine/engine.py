@@ -476,8 +476,7 @@ class BatchRun:
                 self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
                 self._masks["multivector"][row] = False
         for head, mask in self._masks.items():
-            if self._errors:
-                mask[list(self._errors)] = False
+            mask[list(self._errors)] = False
             table = self._model.query_tables.get(head)
             if table is not None:
                 for row in np.flatnonzero(mask & self._queries).tolist():

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import msgspec
 import numpy as np
 import psutil
@@ -227,8 +228,6 @@ class _SglangProcess:
             self._start(launch, reserved.getsockname()[1])
 
     def _start(self, launch: Launch, port: int) -> None:
-        import httpx  # needs 3 MB, which only an adapter with an SGLang server should pay
-
         command = [sys.executable, "-c", _BOOT, str(os.getpid()), *launch.arguments(port)]
         try:
             self._process = subprocess.Popen(
@@ -252,8 +251,6 @@ class _SglangProcess:
             raise
 
     def _wait_until_ready(self) -> None:
-        import httpx
-
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
@@ -267,8 +264,6 @@ class _SglangProcess:
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Float32:
         """Return the vectors of the texts, float32 [texts, width]. Raises _SglangLost."""
-        import httpx
-
         body = msgspec.json.encode({"model": "model", "input": texts, "encoding_format": "base64"})
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})

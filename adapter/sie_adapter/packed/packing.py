@@ -249,7 +249,7 @@ class PackedBatch:
 
     @cached_property
     def lengths(self) -> Int64:
-        return (self.bounds[1:] - self.bounds[:-1]).astype(np.int64)
+        return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
         """Add to `padding` the number of positions that a pass computes although they have no token."""
@@ -380,10 +380,8 @@ def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int
     if packed.types is not None:
         types = np.zeros(real.shape, np.int64)
         types[real] = packed.types[tokens]
-    attended = real
-    if packed.visible is not None or stop - start < rows:
-        visible = packed.lengths if packed.visible is None else packed.visible
-        attended = _with_rows(places < visible[start:stop, None], rows, True)
+    visible = packed.lengths if packed.visible is None else packed.visible
+    attended = _with_rows(places < visible[start:stop, None], rows, True)
     return Padded(tokens, real, attended, ids, types)
 
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from sie_cli.bodies import append, body_of
+from sie_cli.bodies import LimitedBody
 from sie_cli.evals.labelled import Fact, FactKind, FactTask, KindSpan, LabelledText
 from sie_cli.evals.load import NOBODY, PATIENCE_S, LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE, Matrix, VectorOutput, find
@@ -335,7 +335,7 @@ BATCH = 64  # number of texts per request; some servers refuse larger requests
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 
-def _shown(body: bytes | bytearray) -> str:
+def _shown(body: bytearray) -> str:
     return body[:200].decode("utf-8", "replace")
 
 
@@ -405,11 +405,11 @@ class ServerSource:
                     path, body = "/rerank", self._dialect.rerank_body(self._model, request.query, request.texts)
                 else:
                     path, body = self._dialect.encode_path, self._dialect.encode_body(self._model, request.texts)
-                content = bytearray()
                 try:
                     async with client.stream("POST", path, json=body) as answer:
+                        content = LimitedBody()
                         async for piece in answer.aiter_bytes():
-                            append(content, piece)
+                            content.receive(piece)
                     if answer.status_code != 200:
                         raise LoadFailure(str(answer.status_code), _shown(content))
                     return LoadReply(self._dialect.tokens(msgspec.json.decode(content)))
@@ -460,7 +460,9 @@ class ServerSource:
         with self._understood():
             try:
                 with self._client.stream("POST", path, json=body) as answer:
-                    content = body_of(answer)
+                    content = LimitedBody()
+                    for piece in answer.iter_bytes():
+                        content.receive(piece)
             except httpx.HTTPError as error:
                 raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:

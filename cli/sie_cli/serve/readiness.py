@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import httpx
+import msgspec
 
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
@@ -80,6 +81,21 @@ class FailedLoad:
         )
 
 
+class _HostFailure(msgspec.Struct):
+    message: str
+    attempts: int
+    permanent: bool
+
+
+class _HostFields(msgspec.Struct):
+    error: _HostFailure | None
+
+
+class _ModelLoads(msgspec.Struct):
+    state: str = ""
+    hosts: tuple[_HostFields, ...] = ()
+
+
 async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
     """Return the failed load of a model, as reported by a gateway. None if no load failed, if a worker has loaded or is
     loading the model, or if the gateway does not describe the model.
@@ -88,11 +104,12 @@ async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model:
         answer = await client.get(
             f"{url}/v1/models/{quoted(model, 'model')}", headers={"Authorization": f"Bearer {token.reveal()}"}
         )
-        info = answer.json() if answer.status_code == 200 else {}
-        errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
-        if info.get("state") != "failed" or not errors:
-            return None
-        attempts = min(error["attempts"] for error in errors)
-        return FailedLoad(errors[0]["message"], attempts, all(error["permanent"] for error in errors))
-    except (httpx.HTTPError, *UNDECODABLE, AttributeError, KeyError, TypeError):
+        answer.raise_for_status()
+        info = msgspec.json.decode(answer.content, type=_ModelLoads)
+    except (httpx.HTTPError, *UNDECODABLE):
         return None  # the probe of the gateway reports this error
+    errors = [host.error for host in info.hosts if host.error is not None]
+    if info.state != "failed" or not errors:
+        return None
+    attempts = min(error.attempts for error in errors)
+    return FailedLoad(errors[0].message, attempts, all(error.permanent for error in errors))

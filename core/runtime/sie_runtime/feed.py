@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import httpx
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
@@ -86,8 +87,6 @@ class HttpConfigSource:
     """HTTP client of the config service. `token`: SIE_CONFIG_READ_TOKEN. The methods raise ConfigUnavailable."""
 
     def __init__(self, url: str, token: Secret | None) -> None:
-        import httpx  # needs 3 MB, and an adapter uses this module only to read bundles
-
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._url = url
         self._client = httpx.AsyncClient(
@@ -95,8 +94,6 @@ class HttpConfigSource:
         )
 
     async def _read(self, name: str, decode: Callable[[bytes], R]) -> R:
-        import httpx
-
         path = f"/v1/configs/{name}"
         try:
             async with asyncio.timeout(READ_S):

@@ -38,6 +38,7 @@ Places in other packages:
     sidecar         prepare/media_pool.MediaPool      QUEUE_FULL          images and sounds that wait to be decoded
     sidecar         prepare/media_pool.MediaPool      RESOURCE_EXHAUSTED  memory or processes to decode a file
     sidecar         prepare/fetching.PayloadFetching  RESOURCE_EXHAUSTED  memory for large inputs
+    adapter         server.AdapterServer              (no code)           connections of an adapter
     adapter         memory/oom.exhausted              RESOURCE_EXHAUSTED  device memory for one input alone
     adapter         memory/residency.ResidentModels   MODEL_LOAD_FAILED   device memory for a model (`no_room`)
     adapter         documents/parsers.Parsers         RESOURCE_EXHAUSTED  memory or processes to parse a document

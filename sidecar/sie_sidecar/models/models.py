@@ -1,7 +1,7 @@
 """Models of this worker. `ModelStates` has their states and decides, without I/O, which models may be evicted.
 `Hosting` loads and unloads the models of one device: callers that need the same model share one load, models that do
-not fit into memory together are loaded in alternation, and idle models are evicted. Unloading is removing a model from
-memory for any reason. Evicting is unloading because memory is short, or after SIE_IDLE_EVICT_S.
+not fit into memory together are loaded in alternation, and idle models are unloaded (SIE_IDLE_EVICT_S). Unloading is
+removing a model from memory for any reason. Evicting is unloading because memory is short.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available
@@ -588,7 +588,7 @@ class Hosting(ModelStates):
         self._on_change()
 
     def _on_dropped(self, names: tuple[str, ...]) -> None:
-        _logger.info("the adapter unloaded %s to free memory", ", ".join(names))
+        _logger.info("the adapter evicted %s to free memory", ", ".join(names))
         for hosted in self.dropped(names):
             self._on_role(hosted)
         self._on_change()
