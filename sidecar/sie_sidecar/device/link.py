@@ -32,9 +32,9 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 class AdapterGone(Exception):
     """Raised if the adapter closes the connection, accepts no connection, does not reply to a short request in time, or
-    sends an unexpected reply. Also raised if a model was not loaded on one device, so that another device runs the work.
-    Work that was sent may have run, but its result is lost. `died` is False if this process closed the connection
-    itself. Work is suspected of a crash only if the adapter has begun it and `died` is True.
+    sends an unexpected reply, and if a load failed on one device and another device must run the work. Work that was
+    sent may have run, but its result is lost. `died` is False if this process closed the connection itself. Work is
+    suspected of a crash only if the adapter has begun it and `died` is True.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
