@@ -29,7 +29,7 @@ import torch
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engines
 from sie_adapter.engine.device import to_device
-from sie_adapter.engine.device_threads import DeviceThreads
+from sie_adapter.engine.device_threads import DeviceThreads, set_torch_threads
 from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply, check_groups
 from sie_adapter.engine.late_chunks import LateChunks, results_of
@@ -37,7 +37,7 @@ from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.heads import Row, States
 from sie_adapter.loading.loading import Loader, classed
 from sie_adapter.memory import oom
-from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key, split_off
+from sie_adapter.memory.batch_limits import RECORDED_TOKENS, DeviceLimits, PassRecords, limits_key, split_off
 from sie_adapter.memory.device_errors import GraphLost, is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy, on_new_thread
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
@@ -236,6 +236,7 @@ class AdapterEngine:
                 if rows is not None and rows.writes:
                     weights = weights.reading(self.readings.read, is_gone)
                 if rows is not None and rows.layout == "raw":
+                    set_torch_threads()
                     return run_raw(weights, message, self.device, make_room, count_remedy, preparation)
                 key = limits_key(resident.fingerprint, weights.precision, self._label)
                 batch = BatchRun(
@@ -434,6 +435,7 @@ class BatchRun:
         states or results. Raises errors of the device other than out of memory.
         """
         started = time.perf_counter()
+        set_torch_threads(is_graph=self._engine == "openvino")
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
         self._prepared = self._model.prepare(self._items, self._queries)
@@ -485,10 +487,10 @@ class BatchRun:
                     self._rows[head][row] = table.row(ids)
                     mask[row] = False
             needing |= mask
-        for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
+        for row in (needing & (self._items.costs < 1)).nonzero()[0].tolist():
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
-        return np.flatnonzero(needing)
+        return needing.nonzero()[0]
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
         """Run items in as many passes as the memory requires. Run them on a new thread if oneDNN cannot run new shapes
@@ -509,13 +511,13 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. On a CPU, keep a record on disk while the pass runs: if the pass kills this process, the record
-        lowers the model's limit before the next process starts (`CrashRecord.learn`).
+        """Run a pass. On a CPU, keep a record on disk while a pass of at least RECORDED_TOKENS tokens runs: if the pass
+        kills this process, the record lowers the model's limit before the next process starts (`CrashRecord.learn`).
         """
-        if self._pass_records is None or self._batch_limits is None:
+        tokens = int(self._prepared.costs[chosen].sum())
+        if self._pass_records is None or self._batch_limits is None or tokens < RECORDED_TOKENS:
             self._pass(chosen)
             return
-        tokens = int(self._prepared.costs[chosen].sum())
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             try:
                 self._pass(chosen)
@@ -529,9 +531,9 @@ class BatchRun:
         with self._model.loras.acting(self._message.lora) if self._message.lora else contextlib.nullcontext():
             hidden = self._model.forward(packed)
             self._padding += packed.padding
-            if len(hidden) != len(packed.ids):
+            if hidden.shape[0] != len(packed.ids):
                 raise InternalFailure(
-                    f"the model returned {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                    f"the model returned {hidden.shape[0]} states for {len(packed.ids)} tokens", reason="wrong_length"
                 )
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
@@ -550,7 +552,7 @@ class BatchRun:
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
-            sequences = np.flatnonzero(mask[packed.order])
+            sequences = mask[packed.order].nonzero()[0]
             if self._late is not None:
                 is_window = self._late.windows[packed.order[sequences]]
                 windows, sequences = packed.order[sequences[is_window]], sequences[~is_window]

@@ -30,6 +30,7 @@ from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Reduced, States
+from sie_adapter.heads.pooling import finite_rows
 from sie_adapter.loading import open_clip
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer, with_normalizers
@@ -150,7 +151,7 @@ class VectorHead:
         packed = states.packed
         vectors = states.hidden if isinstance(packed, _DualPass) else self._towers.text(states.hidden, packed)
         vectors = vectors[to_device(sequences, vectors.device)]
-        return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
+        return Reduced(vectors.unbind(0), finite_rows(vectors))
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch

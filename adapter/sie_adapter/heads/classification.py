@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States, all_finite
+from sie_adapter.heads.pooling import finite_rows
 from sie_adapter.heads.transformers_head import TransformersHead, per_group
 from sie_adapter.packed.packing import Int64
 
@@ -32,7 +33,7 @@ class SequenceHead:
             logits = self._head(states.hidden[first][:, None]).float()
         else:
             logits = per_group(self._head, states.hidden, packed.groups.tolist())[to_device(sequences, device)]
-        return Reduced(logits.unbind(0), torch.isfinite(logits).all(1))
+        return Reduced(logits.unbind(0), finite_rows(logits))
 
 
 class TokenHead:
@@ -80,4 +81,4 @@ class LastTokenHead:
             last = np.maximum(np.maximum.reduceat(places, starts), starts)
         chosen = to_device(last[sequences].astype(np.int64), states.hidden.device)
         logits = self._head(states.hidden[chosen][:, None]).float().flatten(1)
-        return Reduced(logits.unbind(0), torch.isfinite(logits).all(1))
+        return Reduced(logits.unbind(0), finite_rows(logits))

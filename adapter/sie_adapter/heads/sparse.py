@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, Row, States, all_finite
+from sie_adapter.heads.pooling import finite_rows
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Int64
 
@@ -76,7 +77,7 @@ class MaskedLanguageHead:
                 peaks = self._long(states, int(chosen[0]), block)
             else:
                 peaks = self._short(states, chosen)
-            usable.append(torch.isfinite(peaks).all(1))
+            usable.append(finite_rows(peaks))
             waiting.append(peaks)
             if sum(map(len, waiting)) >= most:
                 rows += self._activated(torch.cat(waiting), max_entries)

@@ -233,6 +233,9 @@ class DeviceLimits:
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; a further pass runs without a record
+# A smaller pass is not recorded, because it needs little memory besides the weights. A record of it would lower the
+# limit of its model to a few tokens if the kernel kills the process for lack of memory, and a limit rises slowly.
+RECORDED_TOKENS = 256
 # if a process ends for an unknown reason, only a running pass of at least this number of tokens counts as the cause
 DOUBTED_TOKENS = 1024
 # head of a slot: tokens of the pass (0 if the slot is free), tokens of the largest earlier pass that fitted, and length

@@ -22,7 +22,7 @@ from sie_adapter.heads import Head, Reduced, Row, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
-from sie_adapter.memory.batch_limits import DeviceLimits
+from sie_adapter.memory.batch_limits import RECORDED_TOKENS, DeviceLimits, PassRecord, PassRecords
 from sie_adapter.memory.oom import Relief
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
@@ -513,6 +513,24 @@ def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Pa
             done = BatchRun(encoder, CPU, batch, lambda: None, batch_limits, key).run()
         assert results(done) == [[number, 1, 2, 3] for number in range(8)]
         assert encoder.passes == expected
+
+
+@pytest.mark.parametrize("tokens", [RECORDED_TOKENS - 1, RECORDED_TOKENS])
+def test_only_a_pass_of_many_tokens_has_a_record_on_disk(tmp_path: Path, tokens: int) -> None:
+    records, limits = PassRecords(tmp_path / "passes"), DeviceLimits(tmp_path / "frontier")
+    recorded: list[list[PassRecord]] = []
+    encoder = FakeEncoder(max_tokens=tokens)
+    forward = encoder.forward
+
+    def recorded_forward(packed: PackedBatch) -> torch.Tensor:
+        recorded.append(PassRecords(tmp_path / "passes").left())
+        return forward(packed)
+
+    encoder.forward = recorded_forward  # type: ignore[method-assign]
+    with torch.inference_mode():
+        batch = message([[7] * tokens])
+        BatchRun(encoder, CPU, batch, batch_limits=limits, key="a", pass_records=records).run()
+    assert recorded == [[PassRecord("a", tokens, 0)] if tokens == RECORDED_TOKENS else []]
 
 
 def test_every_pass_runs_with_the_lora_of_the_batch() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cluster import until
 
-from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads, is_alone
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads, is_alone, set_torch_threads
 from sie_adapter.memory.oom import on_new_thread
 from sie_contracts.wire.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import arm
@@ -75,6 +75,7 @@ def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_
     both = threading.Barrier(2, timeout=30.0)
 
     def execute(message: RunBatch) -> Reply:
+        set_torch_threads()
         runs[message.batch] = threading.current_thread().name, torch.get_num_threads()
         if message.batch in {"first", "second"}:
             both.wait()
@@ -98,6 +99,25 @@ def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_
     assert runs["first"][0] == "device-0"
     assert runs["second"] == (runs["second"][0], 1)
     assert runs["second"][0] != "device-0"
+
+
+def test_a_batch_of_a_graph_has_one_torch_thread_and_other_threads_keep_their_number() -> None:
+    numbers: list[int] = []
+
+    def execute(message: RunBatch) -> Reply:
+        set_torch_threads(is_graph=message.batch == "graph")
+        numbers.append(torch.get_num_threads())
+        return BatchDone(message.batch, (), b"", 0.0, 0.0)
+
+    lanes = DeviceThreads(3, execute)
+    for name in ("torch", "graph", "torch"):
+        until(lambda: lanes._is_first_idle, 30.0, "the first lane is idle")
+        answers(lanes, name)
+    assert lanes.stop(30.0)
+    assert numbers == [3, 1, 3]
+    before = torch.get_num_threads()
+    set_torch_threads(is_graph=True)
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -215,10 +215,11 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
     packed = packed_of([5, 64, 5, 9, 5, 31, 128])
     graph_states = states(graph, packed)
     torch.testing.assert_close(graph_states, states(stock, packed), atol=2e-5, rtol=1e-4)
-    hidden = pack(
-        Items(np.array([9, 33]), packed.ids[:42].astype(np.int32), visible=np.array([5, 33])), np.arange(2), Positions()
-    )
-    torch.testing.assert_close(states(graph, hidden), states(stock, hidden), atol=2e-5, rtol=1e-4)
+    types = (np.arange(42) % 2).astype(np.uint8)
+    hiding = Items(np.array([9, 33]), packed.ids[:42].astype(np.int32), types, np.array([5, 33]))
+    for chosen in ([0, 1], [0], [1]):
+        hidden = pack(hiding, np.array(chosen), Positions())
+        torch.testing.assert_close(states(graph, hidden), states(stock, hidden), atol=2e-5, rtol=1e-4)
     for sequence in range(len(packed.order)):
         own = slice(int(packed.bounds[sequence]), int(packed.bounds[sequence + 1]))
         ids = packed.ids[own].astype(np.int32)

@@ -10,7 +10,7 @@ import torch
 
 from sie_adapter.engine.item_results import ItemResult, vectors
 from sie_adapter.heads import States
-from sie_adapter.heads.pooling import DenseHead, pool
+from sie_adapter.heads.pooling import DenseHead, finite_rows, pool
 from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import POOLINGS
@@ -51,6 +51,14 @@ def test_pooling_equals_numpy(pooling: str, dtype: torch.dtype) -> None:
     got = pool(hidden, packed, pooling)  # type: ignore[arg-type]
     assert got.dtype is torch.float32
     np.testing.assert_allclose(got.numpy(), expected(hidden, packed, pooling), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_with_a_value_that_is_not_finite_are_marked(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    rows = torch.tensor([[largest, largest], [torch.inf, -torch.inf], [1.0, torch.nan], [-largest, -0.0]], dtype=dtype)
+    assert finite_rows(rows).tolist() == [True, False, False, True]
+    assert finite_rows(rows[:0]).tolist() == []
 
 
 def test_an_unknown_pooling_raises() -> None:
