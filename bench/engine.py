@@ -5,8 +5,8 @@
 Every variant runs in its own process. Rounds alternate between the variants, so that other load of the machine affects
 all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens, in order of arrival; `sorted`, the texts
 of `mix` in order of length, as only an offline job can send them; `short`, texts of 8 tokens; `mail`, the texts of a
-folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, in
-milliseconds.
+folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, the median in
+milliseconds. Rounds of `single` take a quarter of a second, so they are SINGLE_ROUNDS times as many.
 
     engine ...                our engine, one lane per core, on torch or OpenVINO, as its rules choose; `torch`: always
                               the packed path on torch; `eager`: this path with attention in plain tensor operations
@@ -42,6 +42,7 @@ from words import WORDS
 BATCH_TOKENS = 4096
 PADDED_BATCH = 32
 MAX_TOKENS = 256
+SINGLE_ROUNDS = 5
 CORES = cores()
 VARIANTS: dict[str, tuple[str, str]] = {
     "engine bf16": ("engine", "bfloat16"),
@@ -380,7 +381,7 @@ def made(name: str) -> Run:
 
 def work(name: str, corpus: str) -> None:
     """Serve the parent process through standard input and output. For each line with the name of a load, run the load
-    and print the number of texts and the seconds. For `sample`, print vectors as JSON.
+    and print its result: texts per second, and milliseconds per text for `single`. For `sample`, print vectors as JSON.
     """
     sys.stdout, out = sys.stderr, sys.stdout  # libraries print to sys.stdout, which the parent process parses
     run = made(name)
@@ -397,13 +398,19 @@ def work(name: str, corpus: str) -> None:
             vectors = run(ids["mix"][:40], loads["mix"][:40])
             print(json.dumps(None if vectors is None else vectors.tolist()), file=out, flush=True)
             continue
-        started = time.perf_counter()
         if load == "single":
-            for text_ids, text in zip(ids[load], loads[load], strict=True):
-                run([text_ids], [text])
+            result = 1000 * statistics.median(
+                timed(run, [text_ids], [text]) for text_ids, text in zip(ids[load], loads[load], strict=True)
+            )
         else:
-            run(ids[load], loads[load])
-        print(len(loads[load]), time.perf_counter() - started, file=out, flush=True)
+            result = len(loads[load]) / timed(run, ids[load], loads[load])
+        print(result, file=out, flush=True)
+
+
+def timed(run: Run, ids: Sequence[np.ndarray], texts: Sequence[str]) -> float:
+    started = time.perf_counter()
+    run(ids, texts)
+    return time.perf_counter() - started
 
 
 def ask(worker: subprocess.Popen[str], line: str) -> str:
@@ -449,12 +456,9 @@ def main() -> None:
     loads = ["mix", "sorted", "short", "single", *(["mail"] if options.corpus else [])]
     figures: dict[tuple[str, str], list[float]] = {}
     for load in loads:
-        for _ in range(options.rounds):
+        for _ in range(options.rounds * (SINGLE_ROUNDS if load == "single" else 1)):
             for name, worker in fleet.items():
-                texts, seconds = map(float, ask(worker, load).split())
-                figures.setdefault((name, load), []).append(
-                    1000 * seconds / texts if load == "single" else texts / seconds
-                )
+                figures.setdefault((name, load), []).append(float(ask(worker, load)))
     print(f"{'':32}{'cosine':>9}" + "".join(f"{load:>16}" for load in loads))
     for name in fleet:
         cosine = ""
