@@ -33,6 +33,7 @@ RETRY_S = 1.0
 OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
+LIST_S = 30.0  # seconds for a list of the endpoints
 MIN_PAUSE_S = 1.0  # shortest time in seconds between two requests that list the endpoints
 # workers are reached without a proxy; the package websockets has the parameter `proxy` since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
@@ -280,7 +281,8 @@ class Endpoints:
                 # read `ca.crt` before each request for the EndpointSlices, because the kubelet replaces this file
                 verify = ssl.create_default_context(cafile=authorities) if is_https else False
                 async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
-                    addresses, version = await self._list(client)
+                    async with asyncio.timeout(LIST_S):  # for the whole list; httpx bounds only each read
+                        addresses, version = await self._list(client)
                     on_found(addresses)
                     trouble.passed()
                     await self._change(client, version)

@@ -10,6 +10,7 @@ functions in `HANDLERS` answer reads of `/v1/configs` from the catalogue of this
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from dataclasses import replace
@@ -58,18 +59,22 @@ async def forward(gateway: Gateway, request: Request, after: str = "") -> Respon
     if request.method == "GET" and reader is not None:
         headers[b"authorization"] = f"Bearer {reader.reveal()}".encode()
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
+    body = await request.body()
     try:
-        async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False, verify=verification(url)) as client:
+        async with (
+            asyncio.timeout(LIMIT_S),  # for the whole reply; httpx bounds only each read
+            httpx.AsyncClient(timeout=LIMIT_S, trust_env=False, verify=verification(url)) as client,
+        ):
             answer = await client.request(
                 request.method,
                 path,
                 params=httpx.QueryParams(request.url.query),
                 headers=headers,
-                content=await request.body(),
+                content=body,
             )
     except httpx.InvalidURL as error:  # the escaped path or query is too long for the HTTP client
         raise InvalidInput(f"this path and query cannot be forwarded: {error}", reason="malformed") from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, TimeoutError) as error:
         _logger.warning("the config service did not answer a forwarded request: %s", type(error).__name__)
         raise NotReady("the config service does not answer: try again; the present catalogue stays in use") from error
     forwarded = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}

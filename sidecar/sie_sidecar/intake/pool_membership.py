@@ -115,8 +115,9 @@ class PoolMembership:
         """Request this worker's pools from one gateway, and store them. Return an empty string, or the error."""
         failpoint("sidecar.before_admission")
         try:
-            answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(ANSWER_WITHIN_S):  # for the whole reply; httpx bounds only each read
+                answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})
+        except (httpx.HTTPError, TimeoutError) as error:
             return type(error).__name__
         if answer.status_code != 200:
             return f"status {answer.status_code}"

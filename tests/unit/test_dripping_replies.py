@@ -1,0 +1,88 @@
+"""Replies to a process of the cluster from a server that sends a byte now and then: each ends at its limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from sie_contracts.errors import NotReady
+from sie_contracts.settings import Settings
+from sie_gateway.fleet import workers
+from sie_gateway.operations import configs
+from sie_runtime import feed
+from sie_sidecar.intake import pool_membership
+
+LIMIT_S = 0.3
+PAUSE_S = 0.05  # seconds between two bytes, much less than the limit of a read
+
+
+@contextlib.asynccontextmanager
+async def dripping() -> AsyncIterator[str]:
+    """Yield the URL of a server whose replies never end."""
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n")
+            while not reader.at_eof():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(PAUSE_S)
+
+    replies: list[asyncio.Task[None]] = []
+    server = await asyncio.start_server(
+        lambda *streams: replies.append(asyncio.create_task(drip(*streams))), "127.0.0.1", 0
+    )
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*replies)  # they end when the client has closed its connection
+
+
+async def test_assignments_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_membership, "ANSWER_WITHIN_S", LIMIT_S)
+    async with dripping() as url, asyncio.timeout(10.0):
+        membership = pool_membership.PoolMembership(url, None, "w", "p")
+        assert await membership._request_pool(url) == "TimeoutError"
+        await membership._client.aclose()
+
+
+async def test_requests_that_are_forwarded_to_the_config_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "LIMIT_S", LIMIT_S)
+    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "path": "/", "path_params": {}}
+    request = Request(scope, receive=_no_body)
+    async with dripping() as url, asyncio.timeout(10.0):
+        gateway: Any = SimpleNamespace(settings=Settings(config_service_url=url))
+        with pytest.raises(NotReady, match="the config service does not answer"):
+            await configs.forward(gateway, request)
+
+
+async def test_the_list_of_endpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    errors: asyncio.Queue[BaseException] = asyncio.Queue()
+    monkeypatch.setattr(workers, "LIST_S", LIMIT_S)
+    monkeypatch.setattr(workers.Trouble, "met", lambda _, error: errors.put_nowait(error))
+    (tmp_path / "token").write_text("t")
+    async with dripping() as url, asyncio.timeout(10.0):
+        running = asyncio.create_task(workers.Endpoints(Settings(), api=url, account=tmp_path).run(lambda _: None))
+        assert isinstance(await errors.get(), TimeoutError)
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_exports_of_the_config_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "READ_S", LIMIT_S)
+    async with dripping() as url, asyncio.timeout(10.0):
+        source = feed.HttpConfigSource(url, None)
+        with pytest.raises(feed.ConfigUnavailable, match=r"no reply \(TimeoutError\)"):
+            await source.export()
+        await source.close()
+
+
+async def _no_body() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"", "more_body": False}
