@@ -6,7 +6,6 @@ YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an A
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -236,7 +235,6 @@ def is_joinable(name: str) -> bool:
     return all(part in JOINABLE_POOLINGS for part in poolings(name) or ("",))
 
 
-@functools.lru_cache(maxsize=64)
 def poolings(name: str) -> tuple[Pooling, ...] | None:
     """Return the poolings that `+` joins in `name`; None for an unknown pooling, and for more than MAX_POOLINGS."""
     parts = name.split("+")
