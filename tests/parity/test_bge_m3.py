@@ -205,3 +205,22 @@ def test_a_head_that_holds_anything_else_is_refused(name: str, engine: HeadsEngi
     torch.save({**torch.load(place / name), "scale": torch.ones(1)}, place / name)
     with pytest.raises(ModelLoadFailed, match="expected weight and bias"):
         load(engine, place)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "fault"),
+    [
+        ("sparse_linear.pt", (1, 40), "reads vectors of 40 numbers, but gets"),
+        ("sparse_linear.pt", (2, None), "computes 2 numbers for a token, expected 1"),
+        ("colbert_linear.pt", (8, 40), "reads vectors of 40 numbers, but gets"),
+    ],
+)
+def test_a_head_of_another_width_is_refused(
+    name: str, shape: tuple[int, int | None], fault: str, engine: HeadsEngine, tmp_path: Path
+) -> None:
+    place = bge_m3(tmp_path / "bge-m3")
+    rows, width = shape
+    stored = torch.load(place / name)["weight"]
+    torch.save({"weight": torch.zeros(rows, width or stored.shape[1])}, place / name)
+    with pytest.raises(ModelLoadFailed, match=fault):
+        load(engine, place)

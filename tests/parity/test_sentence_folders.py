@@ -618,6 +618,28 @@ def test_500_random_folders_are_served_as_the_library_serves_them_or_refused(
     assert outcomes["equal"] >= LONG // 2
 
 
+@pytest.mark.parametrize(
+    ("layers", "fault"),
+    [
+        ([Dense(40, 24)], f"a Dense of the model reads vectors of 40 numbers, but gets {WIDTH} numbers"),
+        (
+            [Dense(WIDTH, 24), LayerNorm(WIDTH)],
+            f"a LayerNorm of the model reads vectors of {WIDTH} numbers, but gets 24",
+        ),
+        ([Dense(WIDTH, 24), Dense(WIDTH, 24)], f"a Dense of the model reads vectors of {WIDTH} numbers, but gets 24"),
+    ],
+    ids=["first layer", "norm after a layer", "layer after a layer"],
+)
+def test_a_folder_whose_layers_do_not_fit_each_other_is_refused(
+    layers: list[nn.Module], fault: str, bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    modules = [Transformer(str(bases("bert"))), Pooling(WIDTH, "mean"), *layers]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path), create_model_card=False)
+    refusal = loaded(tmp_path)
+    assert isinstance(refusal, str)
+    assert fault in refusal
+
+
 def test_a_model_whose_config_has_minus_1_positions_has_no_limit_of_them(tmp_path: Path, engine: AdapterEngine) -> None:
     sizes = {"d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 96, "initializer_range": 0.15}
     base = build(tmp_path / "base", dataclass_replace(ARCHITECTURES["bert"], model_type="xlnet", config=sizes))

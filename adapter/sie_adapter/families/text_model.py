@@ -178,6 +178,8 @@ class Builder:
         check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
+            if (weights := output_width([layer], self.config.hidden_size)) != 1:
+                raise incompatible(f"sparse_linear.pt computes {weights} numbers for a token, expected 1")
             # these special tokens get no weight, because FlagEmbedding gives them none
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)

@@ -151,12 +151,23 @@ class Modules:
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
+    """Return the width of the vectors that `layers` compute from vectors of width `hidden`. Raises ModelLoadFailed
+    INCOMPATIBLE for a layer that reads vectors of another width than it gets.
+    """
+    width = int(hidden)
     for layer in layers:
-        if isinstance(layer, Truncation):
-            hidden = min(hidden, layer.out_features)
-        elif isinstance(layer, Projection | nn.Linear):
-            hidden = layer.out_features
-    return int(hidden)
+        linear = layer.linear if isinstance(layer, Projection) else layer
+        if isinstance(linear, nn.Linear):
+            kind, reads = "Dense", linear.in_features
+        else:
+            kind, reads = "LayerNorm", layer.normalized_shape[0] if isinstance(layer, nn.LayerNorm) else width
+        if reads != width:
+            raise incompatible(f"a {kind} of the model reads vectors of {reads} numbers, but gets {width} numbers")
+        if isinstance(linear, nn.Linear):
+            width = linear.out_features
+        elif isinstance(layer, Truncation):
+            width = min(width, layer.out_features)
+    return width
 
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
