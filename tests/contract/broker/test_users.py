@@ -140,6 +140,26 @@ def test_the_owner_of_streams_knows_every_bucket() -> None:
     assert {value for name, value in vars(topology).items() if name.endswith("_BUCKET")} == topology.BUCKETS
 
 
+async def test_a_bucket_is_requested_again_until_the_owner_of_streams_is_connected(server: NatsServer) -> None:
+    """All processes of `sie serve` start together."""
+    async with connected(server, "streams") as streams, connected(server, "gateway") as gateway:
+        opening = asyncio.create_task(gateway.key_value(topology.PLACEMENT_BUCKET))
+        roundtrip = gateway.roundtrip
+        first_request = asyncio.Event()
+
+        async def observe(*arguments: Any) -> Any:
+            answer = await roundtrip(*arguments)
+            if arguments[0].startswith(topology.STREAMS_SUBJECT):
+                first_request.set()
+            return answer
+
+        gateway.roundtrip = observe  # type: ignore[method-assign]
+        await asyncio.wait_for(first_request.wait(), WAIT_S)
+        await own(streams)
+        await opening
+        assert await streams.stream_info(f"KV_{topology.PLACEMENT_BUCKET}") is not None
+
+
 def test_a_stranger_is_refused(server: NatsServer) -> None:
     with pytest.raises(BrokerUnavailable, match=r"(?i)authorization"):
         asyncio.run(connect(server.url, name="stranger", timeout_s=1.2))

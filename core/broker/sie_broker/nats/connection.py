@@ -111,6 +111,7 @@ class NatsConnection(ConnectionState):
         super().__init__(name)
         self.max_payload = 0
         self.owns_streams = False
+        self.has_user = False  # whether the connection has credentials
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
@@ -128,6 +129,7 @@ class NatsConnection(ConnectionState):
         servers, credentials = split(url, password)
         if user and password is not None:
             credentials = {"user": user, "password": password.reveal()}
+        self.has_user = bool(credentials)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         reason: Exception | None = None

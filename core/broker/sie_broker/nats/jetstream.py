@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -415,6 +416,9 @@ class NatsPulls:
         self._consider(entry)
 
 
+# On a broker with users, the owner of streams may connect a moment after the other processes, when all start together.
+# Until then, a process asks it again: an own attempt would fail, and the broker would log an error.
+_OWNER_WITHIN_S, _OWNER_RETRY_S = 2.0, 0.05
 # Largest number of buckets that a connection reads at the same time. Each read has at most one open pull, so the unsent
 # bytes of these reads stay far below the server's limit for a connection.
 _READS_AT_ONCE = 2
@@ -508,16 +512,20 @@ class JetStream(NatsBus):
 
     async def ask_owner(self, request: StreamRequest) -> bool:
         """Ask the owner of streams to create or update a stream. Return False if this process must do this itself. The
-        reasons are: this process is the owner, no owner is connected (as on a broker without users), or the broker user
-        of this process may not send such requests (a user of an older version). Raises BrokerError.
+        reasons are: this process is the owner, no owner connects in time (without users: at once), or the broker
+        user of this process may not send such requests (a user of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False
+        until_s = time.monotonic() + (_OWNER_WITHIN_S if self.has_user else 0.0)
         try:
-            answer = await self.roundtrip(streams_subject(request.name), messages.encode(request), API_TIMEOUT_S)
+            while is_no_responder(
+                answer := await self.roundtrip(streams_subject(request.name), messages.encode(request), API_TIMEOUT_S)
+            ):
+                if time.monotonic() >= until_s:
+                    return False
+                await asyncio.sleep(_OWNER_RETRY_S)
         except NotPermitted:
-            return False
-        if is_no_responder(answer):
             return False
         if answer.data:
             raise BrokerError(f"the config service did not create or update {request.name}: {answer.data.decode()}")
