@@ -210,9 +210,9 @@ def test_a_head_that_holds_anything_else_is_refused(name: str, engine: HeadsEngi
 @pytest.mark.parametrize(
     ("name", "shape", "fault"),
     [
-        ("sparse_linear.pt", (1, 40), "reads vectors of 40 numbers, but gets"),
+        ("sparse_linear.pt", (1, 40), "a linear layer of the model reads vectors of 40 numbers"),
         ("sparse_linear.pt", (2, None), "computes 2 numbers for a token, expected 1"),
-        ("colbert_linear.pt", (8, 40), "reads vectors of 40 numbers, but gets"),
+        ("colbert_linear.pt", (8, 40), "a linear layer of the model reads vectors of 40 numbers"),
     ],
 )
 def test_a_head_of_another_width_is_refused(

@@ -45,7 +45,7 @@ async def dripping() -> AsyncIterator[str]:
         await asyncio.gather(*replies)  # they end when the client has closed its connection
 
 
-async def test_assignments_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_for_the_pool_of_a_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_membership, "ANSWER_WITHIN_S", LIMIT_S)
     async with dripping() as url, asyncio.timeout(10.0):
         membership = pool_membership.PoolMembership(url, None, "w", "p")
@@ -53,7 +53,7 @@ async def test_assignments_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         await membership._client.aclose()
 
 
-async def test_requests_that_are_forwarded_to_the_config_service(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_forwarded_to_the_config_service_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "LIMIT_S", LIMIT_S)
     scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "path": "/", "path_params": {}}
     request = Request(scope, receive=_no_body)
@@ -63,7 +63,7 @@ async def test_requests_that_are_forwarded_to_the_config_service(monkeypatch: py
             await configs.forward(gateway, request)
 
 
-async def test_the_list_of_endpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_list_of_endpoints_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     errors: asyncio.Queue[BaseException] = asyncio.Queue()
     monkeypatch.setattr(workers, "LIST_S", LIMIT_S)
     monkeypatch.setattr(workers.Trouble, "met", lambda _, error: errors.put_nowait(error))
@@ -75,7 +75,7 @@ async def test_the_list_of_endpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         await asyncio.wait([running])
 
 
-async def test_exports_of_the_config_service(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_read_of_the_catalogue_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "READ_S", LIMIT_S)
     async with dripping() as url, asyncio.timeout(10.0):
         source = feed.HttpConfigSource(url, None)

@@ -60,8 +60,9 @@ ItemResults = list[ItemResult | SIEError]
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
     """Raise InternalFailure if the groups (work items) do not cover all `count` rows, in order."""
-    ends = [0, *[group.stop for group in groups]]
-    if ends != [*[group.start for group in groups], count] or ends != sorted(ends):
+    ends = [0, *(group.stop for group in groups)]
+    starts = [*(group.start for group in groups), count]
+    if ends != starts or any(group.start > group.stop for group in groups):
         raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
 
 

@@ -158,7 +158,8 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
     for layer in layers:
         linear = layer.linear if isinstance(layer, Projection) else layer
         if isinstance(linear, nn.Linear):
-            kind, reads = "Dense", linear.in_features
+            kind = "Dense" if isinstance(layer, Projection) else "linear layer"
+            reads = linear.in_features
         else:
             kind, reads = "LayerNorm", layer.normalized_shape[0] if isinstance(layer, nn.LayerNorm) else width
         if reads != width:

@@ -98,16 +98,13 @@ class Items:
     @cached_property
     def costs(self) -> Int64:
         """Return the cost of each item on the device, as a number of tokens, [items]."""
-        costs = self.lengths
-        for files in (self.images, self.sounds):
-            if files is not None:
-                costs = costs + files.costs(len(self.lengths))
-        return costs
+        files = [part for part in (self.images, self.sounds) if part is not None]
+        return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
     @cached_property
     def starts(self) -> Int64:
         """Return the index of the first token of each item, [items]."""
-        return self.lengths.cumsum() - self.lengths
+        return np.cumsum(self.lengths) - self.lengths
 
     def extremes(self) -> tuple[Int64, Int64]:
         """Return the smallest and the largest id of each item, [items]; 0 for an item without tokens."""
