@@ -24,15 +24,20 @@ PAUSE_S = 0.05  # seconds between two bytes, much less than the limit of a read
 
 
 @contextlib.asynccontextmanager
-async def dripping() -> AsyncIterator[str]:
-    """Yield the URL of a server whose replies never end."""
+async def dripping(*complete: bytes) -> AsyncIterator[str]:
+    """Yield the URL of a server. It sends each `complete` body once, and then replies whose headers never end."""
+    bodies = list(complete)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n")
+            if bodies:
+                writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + bodies.pop(0))
+                await writer.drain()
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\nx: ")
             while not reader.at_eof():
-                writer.write(b" ")
+                writer.write(b"x")
                 await writer.drain()
                 await asyncio.sleep(PAUSE_S)
 
@@ -63,12 +68,16 @@ async def test_a_request_that_is_forwarded_to_the_config_service_ends(monkeypatc
             await configs.forward(gateway, request)
 
 
-async def test_a_list_of_endpoints_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "complete"), [("LIST_S", ()), ("WATCH_LATE_S", (b'{"items": []}',))])
+async def test_a_list_and_a_watch_of_endpoints_end(
+    limit: str, complete: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     errors: asyncio.Queue[BaseException] = asyncio.Queue()
-    monkeypatch.setattr(workers, "LIST_S", LIMIT_S)
+    monkeypatch.setattr(workers, "WATCH_S", 0)
+    monkeypatch.setattr(workers, limit, LIMIT_S)
     monkeypatch.setattr(workers.Trouble, "met", lambda _, error: errors.put_nowait(error))
     (tmp_path / "token").write_text("t")
-    async with dripping() as url, asyncio.timeout(10.0):
+    async with dripping(*complete) as url, asyncio.timeout(10.0):
         running = asyncio.create_task(workers.Endpoints(Settings(), api=url, account=tmp_path).run(lambda _: None))
         assert isinstance(await errors.get(), TimeoutError)
         running.cancel()

@@ -33,6 +33,7 @@ RETRY_S = 1.0
 OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
+WATCH_LATE_S = 10.0  # seconds after WATCH_S in which the API server must have ended the watch
 LIST_S = 30.0  # seconds for a list of the endpoints
 MIN_PAUSE_S = 1.0  # shortest time in seconds between two requests that list the endpoints
 # workers are reached without a proxy; the package websockets has the parameter `proxy` since version 15
@@ -285,7 +286,8 @@ class Endpoints:
                         addresses, version = await self._list(client)
                     on_found(addresses)
                     trouble.passed()
-                    await self._change(client, version)
+                    async with asyncio.timeout(WATCH_S + WATCH_LATE_S):
+                        await self._change(client, version)
             except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
                 trouble.met(error)
             await asyncio.sleep(MIN_PAUSE_S)  # limits the rate of requests while pods change often
@@ -324,7 +326,7 @@ class Endpoints:
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
         """Wait until an endpoint has changed since `version`, or until the API server ends the watch."""
         params = {**self._selected, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
-        timeout = httpx.Timeout(5.0, read=WATCH_S + 10.0)
+        timeout = httpx.Timeout(5.0, read=WATCH_S + WATCH_LATE_S)
         async with client.stream("GET", self._path, params=params, headers=self._headers(), timeout=timeout) as answer:
             answer.raise_for_status()
             async for _ in answer.aiter_bytes():
