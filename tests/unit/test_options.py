@@ -861,7 +861,7 @@ def test_warnings_are_few_and_short() -> None:
         (True, "True"),
         (3, "3"),
         (1.5, "1.5"),
-        ("secret", "a string"),
+        ("secret", "a string of length 6"),
         (b"secret", "bytes"),
         ({"secret": 1}, "a map"),
         (["secret"], "a list"),

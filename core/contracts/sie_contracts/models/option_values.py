@@ -45,10 +45,14 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. A value that may contain a client's text is described only by its type."""
+    """Describe a value for an error message. A value that may contain a client's text is described only by its type,
+    and a string also by its length.
+    """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
-    return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
+    if isinstance(value, str):
+        return f"a string of length {len(value)}"
+    return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)
 
 
 def text(path: str, value: Any) -> str:
