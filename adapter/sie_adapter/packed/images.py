@@ -65,8 +65,8 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Re
 
 
 def extractor_of(folder: Path, entry: ModelEntry, positions: int) -> SoundRecipe:
-    """Return the recipe that turns sounds into features. `positions`: see `from_extractor`, which computes the cost of
-    a sound from this number. Raises the errors of `processor_of`.
+    """Return the recipe that turns sounds into features. `positions`: the argument of `from_extractor`, which
+    determines the cost of a sound. Raises the errors of `processor_of`.
     """
     config = read_processor(folder, entry, "feature_extractor")
     try:

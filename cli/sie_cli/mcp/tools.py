@@ -222,7 +222,7 @@ class AgentTools:
             model = stored.model if stored else await self._model(client, arguments.model, default, "encode")
             dimensions = stored.vectors.shape[1] if stored else None
             texts = [arguments.query, *(arguments.texts or ())]
-            # encode the query as a document: it is a text that is compared with similar texts, and no search query
+            # Encode `query` as a document, not as a search query, because it is compared with texts of its own kind.
             encoded, _ = await _vectors(client, model, texts, is_query=False, dimensions=dimensions)
         vectors = stored.vectors if stored else encoded[1:]
         similarities = _normalised(vectors) @ _normalised(encoded[:1])[0]

@@ -151,8 +151,8 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Skip `count` values at once if all begin with the same byte (of a type with a fixed size), or if each is one byte
-    long. Return the offset after these values, or `begin` if they were not skipped.
+    """Skip `count` values at once if all begin with the same type byte and this type has a fixed size, or if each value
+    is one byte long. Return the offset after these values, or `begin` if they were not skipped.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

@@ -204,7 +204,7 @@ class JobRun:
         self._live[shard] = before + done, failed_before + failed
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """Set the error for which the job waits; None if the job continues."""
+        """Set the error that makes the job wait; None means that the job continues."""
         self._trouble = error
 
     async def until_open(self) -> None:

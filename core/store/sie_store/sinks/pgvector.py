@@ -234,8 +234,8 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
             )
         except asyncpg.UndefinedObjectError:
             raise SinkUnsuitable(
-                f"the extension vector of the database is too old for {', '.join(columns.values())}: sparse vectors "
-                "need pgvector 0.7 or later"
+                f"the pgvector extension of the database is too old to store {', '.join(columns.values())}: sparse "
+                "vectors need pgvector 0.7 or later"
             ) from None
         stored = await connection.fetch(COLUMNS_OF_TABLE, quoted(collection))
     types = _types(stored)
