@@ -26,6 +26,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import queue
 import statistics
 import subprocess
 import sys
@@ -140,22 +141,24 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
     adapter_engine.residency.ensure("mini", entry)
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
-        replies: dict[int, Reply] = {}
-        jobs = []
-        for number, batch in enumerate(batched(ids)):
+        batches = batched(ids)
+        replies: queue.SimpleQueue[tuple[int, BatchDone | Refused]] = queue.SimpleQueue()
+
+        def keep(number: int, reply: Reply) -> None:
+            if isinstance(reply, BatchDone | Refused):
+                replies.put((number, reply))
+
+        for number, batch in enumerate(batches):
             lengths = np.array([len(text_ids) for text_ids in batch], "<i4").tobytes()
             message = RunBatch("b", "mini", "encode", lengths, np.concatenate(batch).tobytes(), (Group(0, len(batch)),))
-            jobs.append(DeviceJob(message, functools.partial(replies.__setitem__, number)))
-            adapter_engine.device_threads.submit(jobs[-1])
-        for job in jobs:
-            job.finished.wait()
-        done = [replies[number] for number in range(len(jobs))]
-        for reply in done:
+            adapter_engine.device_threads.submit(DeviceJob(message, functools.partial(keep, number)))
+        blocks: dict[int, bytes] = {}
+        for _ in batches:
+            number, reply = replies.get()
             if isinstance(reply, Refused):
                 raise TypeError(reply.error.message)
-        return np.concatenate(
-            [np.frombuffer(reply.block, "<f4").reshape(-1, 384) for reply in done if isinstance(reply, BatchDone)]
-        )
+            blocks[number] = reply.block
+        return np.concatenate([np.frombuffer(block, "<f4").reshape(-1, 384) for _, block in sorted(blocks.items())])
 
     return run
 

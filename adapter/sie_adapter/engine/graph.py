@@ -141,7 +141,7 @@ class Graph:
         length = len(packed.ids)
         columns = filled_length(length, self._max_tokens, self._max_filling)
         packed.filled(columns - length)
-        inputs = np.zeros((len(self._names), 1, columns), np.int64)
+        inputs = np.zeros((len(self._names), 1, columns), np.int32)
         inputs[0, 0, :length] = packed.ids
         inputs[0, 0, length:] = self._filler
         inputs[1, 0, : length if packed.visible is None else packed.visible[0]] = 1
@@ -149,9 +149,9 @@ class Graph:
             inputs[2, 0, :length] = packed.types
         return torch.from_numpy(compiled.infer(inputs)[0, :length]).to(self._dtype, copy=True)
 
-    def _inputs(self, part: Padded) -> Int64:
-        """Return the inputs of the graph as one array, [names, rows, columns], which OpenVINO reads without a copy."""
-        inputs = np.zeros((len(self._names), *part.ids.shape), np.int64)
+    def _inputs(self, part: Padded) -> NDArray[np.int32]:
+        """Return the inputs of the graph in one array, int32 [names, rows, columns]. OpenVINO does not copy it."""
+        inputs = np.zeros((len(self._names), *part.ids.shape), np.int32)
         inputs[0], inputs[1] = part.ids, part.attended
         if part.types is not None and _TYPES in self._names:
             inputs[2] = part.types
@@ -187,7 +187,7 @@ class _Compiled:
         self._compiled = runtime.Core().compile_model(path, "CPU", {**options, **more})
         self._of_thread = threading.local()
 
-    def infer(self, inputs: Int64) -> NDArray[Any]:
+    def infer(self, inputs: NDArray[np.int32]) -> NDArray[Any]:
         """Return states, [rows, columns, width]. The array is valid until the calling thread calls `infer` again."""
         request = getattr(self._of_thread, "request", None)
         if request is None:
@@ -335,7 +335,7 @@ def _converted(states: _StackedInputs, tokens: int) -> Any:
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-    example = torch.ones((len(states.names), 2, tokens), dtype=torch.int64)
+    example = torch.ones((len(states.names), 2, tokens), dtype=torch.int32)
     example[2:] = 0  # token types
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
