@@ -70,8 +70,8 @@ def format_of(document: DocumentFile) -> str:
 
 
 def _only_mentions_pdf(document: DocumentFile) -> bool:
-    """Return True if a file that has the mark of a PDF is an HTML page, or text of the format that the request names.
-    Without a named format, a text with this mark counts as a PDF, because a PDF may have other bytes before its mark.
+    """Return True if a file that has the mark of a PDF is an HTML page, or a text whose format the request names.
+    Without a named format, every other file with the mark is a PDF, because a PDF may have other bytes before its mark.
     """
     head = document.data[:_HEAD].removeprefix(_MARKS[0]).lstrip()
     if head.startswith(_PDF) or document.format not in ("", *_TEXTS):

@@ -86,8 +86,9 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
         here = "in the current folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with {setting} sie serve"
         return (
-            f"only a file was written: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` "
-            f"with another --data-dir serves the model within seconds, if it has this folder of models. Otherwise {how}"
+            f"only a file was written: no `sie serve` runs with the data directory {cluster.data_dir}. If a "
+            "`sie serve` with another --data-dir reads this folder of models, it serves the model within seconds. "
+            f"Otherwise {how}"
         )
     own = running.models_dir
     if own and not is_bucket(own) and Path(own).resolve() == folder.resolve():

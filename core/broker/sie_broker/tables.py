@@ -32,8 +32,8 @@ SPARE_BYTES = 4 << 10  # bytes of `max_payload` that are reserved for the header
 
 @dataclass(frozen=True)
 class TableChange:
-    """Writes that store a table, and the content of a `StoredTable` after these writes. `table`: the whole table.
-    `head`: value of the lane's key.
+    """Writes that store a lane's table of placements, and the content of a `StoredTable` after these writes. `table`:
+    the whole table. `head`: the value of the lane's key. It is the table, or for a large table the stamps of `parts`.
     """
 
     writes: list[Write]

@@ -4,8 +4,8 @@ docs/metrics.md are checked against it.
 `Metric.most`: largest number of label sets (combinations of label values) of a metric. There is a limit because clients
 may name ten thousand models. When the limit is reached, further label sets are counted with the value `other` in the
 labels that FOLDED lists; `Metric.rest` label sets are reserved for this. In a metric with `series_per_name`, the
-busiest names (values of the first label) have series of their own: `series_per_name` series are reserved for such a
-name, and it may use further free series. In any other metric, the label sets that occur first have series of their own.
+busiest names (values of the first label) have series of their own: `series_per_name` series are reserved for each of
+these names, which may also use free series. In any other metric, the first label sets have series of their own.
 A process has at most MAX_SERIES series in total.
 """
 

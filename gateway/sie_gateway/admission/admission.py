@@ -252,8 +252,9 @@ MAX_GONE = 4096  # largest number of ended requests whose late results are used 
 SWEEP_S = 1.0  # seconds between two calls of `Admission.sweep`
 # largest number of queues (model and priority) in an announcement; the queues with the most work are announced
 MAX_TOLD = 256
-# largest number of retry times of refused clients, booked or claimed, in an announcement. At 34 bytes each, this number
-# fits into 64 KiB, the smallest message limit of a broker
+# Largest number of retry times of refused clients in an announcement: those that this gateway gave out, and those at
+# which a client came again (`RetrySlots`). At 34 bytes each, they fit into 64 KiB, the smallest message limit of a
+# broker.
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0  # seconds without a request after which the `ModelQueue` of a model is dropped
 

@@ -48,7 +48,7 @@ _FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANUL
 # field of OpenAI that has no effect here -> (accepted values; text after `expected` in the error for any other value)
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the text is sent as a whole"),
-    "temperature": (("0", "0.0"), "0: the most likely words are written"),
+    "temperature": (("0", "0.0"), "0: the model always writes the most likely words"),
     "chunking_strategy": ((), "none: the model chooses its windows"),
 }
 # unsupported list of OpenAI -> text after `expected` in the error for any value

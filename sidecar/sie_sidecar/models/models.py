@@ -1,7 +1,7 @@
 """Models of this worker. `ModelStates` has their states and decides, without I/O, which models may be evicted.
 `Hosting` loads and unloads the models of one device: callers that need the same model share one load, models that do
 not fit into memory together are loaded in alternation, and idle models are unloaded (SIE_IDLE_EVICT_S). Unloading is
-removing a model from memory for any reason. Evicting is unloading because memory is short.
+removing a model from memory for any reason. Evicting is unloading because memory is short, or the model is idle.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available

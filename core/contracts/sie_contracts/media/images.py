@@ -108,8 +108,9 @@ class TileTokens(msgspec.Struct, frozen=True):
 
 class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token ids that represent an image in a row of token ids: `before`, then `token` repeated `count` times, then
-    `after`. If `count` is 0, `token` is repeated once for each block of the image. With `tiles`, `token` is repeated
-    `count` times for each tile, and `before` is only for an image of one tile.
+    `after`. If `count` is 0, `token` is repeated once for each block of pixels that the model turns into one token. If
+    `tiles` is set, the image is split into tiles: `token` is repeated `count` times for each tile, and `before` is used
+    only for an image of one tile.
 
     If `beside_text` is false, an input has one image, these ids are the whole row of the input, and the model does not
     read a text. If `beside_text` is true, the ids of all images of an input are put before the ids of its text.

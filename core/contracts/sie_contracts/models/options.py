@@ -406,7 +406,7 @@ def _extract(
     parts = output_schemas.parts_of(parameters)
     relations = parameters.get("relation_labels")
     if relations and entry.family in FAMILIES and "relations" not in entry.outputs:
-        message = f"{entry.id} has no output relations"
+        message = f"{entry.id} does not have the output `relations`"
         raise InvalidInput.at(request.get("relation_labels")[0], message, reason="unsupported_output")
     is_enough = parts or (relations and families.row(entry.family).relates_alone)
     if labels is None and not is_enough and needs_labels(entry):

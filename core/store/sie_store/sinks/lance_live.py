@@ -183,8 +183,8 @@ class LanceLive:
             )
         elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has {shape.columns[column].type}, but {type} is "
-                "written. The column belongs to another migration: remove it with --step clean-up, or drop it"
+                f"the column {column} of {self._source.collection} has the type {shape.columns[column].type}, but this "
+                f"migration writes {type}. Another migration added the column: remove it with --step clean-up"
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
