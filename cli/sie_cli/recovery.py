@@ -282,7 +282,9 @@ def _saved(
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_backup(file, Backup(sie_contracts.__version__, time.time(), keys, [], empty | entries))
     click.echo(
-        f"the salvaged entries are in {file}; if this is interrupted: sie restore {shlex.quote(str(file))}", err=True
+        f"the salvaged entries are in {file}; if this command is interrupted, run: sie restore "
+        f"{shlex.quote(str(file))}",
+        err=True,
     )
     yield
     file.unlink()

@@ -115,9 +115,9 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Return `message`, the path of a fault, with the faulty key in place of each `[...]`, which stands for any key of
-    a map. `parse` reads keys in order and stops at the first fault. So a bisection finds the smallest n for which a
-    map with only its first n keys has the fault: key number n is the faulty one.
+    """Return `message`, the path of a fault, after replacing each `[...]` (any key of a map) by the faulty key. `parse`
+    reads keys in order and stops at the first fault. So a bisection finds the smallest n for which a map with only its
+    first n keys has the fault: key number n is the faulty one.
     """
     loc = message
 

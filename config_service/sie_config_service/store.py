@@ -224,7 +224,7 @@ class CatalogueStore:
         """Return the error for a missing model, with the revision that removed the model, or with similar names."""
         held = await self.held(model)
         if held.stored is not None:
-            fix = "roll back to an earlier revision, which /history lists, or POST it again"
+            fix = "roll back to an earlier revision, which /history lists, or POST the model again"
             return ModelNotFound(
                 f"{model} was removed with revision {held.revision}: {fix}", param="id", extras={"suggestions": []}
             )

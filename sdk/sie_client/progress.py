@@ -104,7 +104,7 @@ class Meter:
             )
             return
         _logger.warning(
-            "waiting for %s%s%s: next attempt in %.1f s, the call waits %.0f s more",
+            "waiting for %s%s%s: next attempt in %.1f s, the call waits at most %.0f s more",
             pause.cause,
             self._address,
             f" ({pause.error})" if pause.error else "",

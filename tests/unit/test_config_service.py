@@ -154,7 +154,7 @@ async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api
     answer = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
     assert (answer.status_code, answer.json()["created_profiles"]) == (201, ["default", "raw"])
     assert answer.json()["warnings"] == [
-        "profiles.default.max_batch_tokens: ignored, SIE_MAX_BATCH_COST bounds a batch"
+        "profiles.default.max_batch_tokens: ignored, because SIE_MAX_BATCH_COST limits a batch"
     ]
     stored = await catalogue.call("GET", PUBLIC_MODEL)
     assert stored == {

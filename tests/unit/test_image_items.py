@@ -142,7 +142,7 @@ def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
         reading = images.read(value, "p")
         item = RequestItem(None, images=reading.files, unfit=reading.fault, links=reading.links)
-        with pytest.raises(InvalidInput, match="not fetched: send the bytes") as caught:
+        with pytest.raises(InvalidInput, match="fetches no URLs: send the bytes") as caught:
             ImageUrls(None).check([item], None)
         assert caught.value.reason == "invalid_media"
         assert address not in caught.value.message

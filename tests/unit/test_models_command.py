@@ -488,7 +488,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a removed model": (
         ("show", "org/gone"),
         1,
-        ("org/gone was removed", "roll back to an earlier revision", "POST it again"),
+        ("org/gone was removed", "roll back to an earlier revision", "POST the model again"),
     ),
     "a removal": (
         ("rollback", "org/gone", "{removal}"),

@@ -33,7 +33,8 @@ def test_the_first_wait_and_one_each_minute_are_logged_with_their_cause(caplog: 
         meter.update(Pause(5.0, "MODEL_LOADING", 900.0 - second))
     meter.update(Pause(60.0))
     assert [record.getMessage() for record in caplog.records] == [
-        f"waiting for MODEL_LOADING: next attempt in 5.0 s, the call waits {left} s more" for left in (900, 840, 780)
+        f"waiting for MODEL_LOADING: next attempt in 5.0 s, the call waits at most {left} s more"
+        for left in (900, 840, 780)
     ]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 

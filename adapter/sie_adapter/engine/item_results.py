@@ -284,7 +284,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     """Return the scores of `_late_scores`, by one matrix product for all documents. `query`: [rows, width], normalised.
-    `segment_reduce` gets offsets, not lengths: torch would check lengths on the host, and so wait for the device.
+    `segment_reduce` gets offsets, because torch would check lengths on the host and wait for the device meanwhile.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):

@@ -1,5 +1,5 @@
-"""Load of a transformers model from its folder. Other modules read the rest of the folder: `tokenizer` the tokenizer,
-`modules` the modules of sentence-transformers that follow the transformer.
+"""Load of a transformers model from its folder. Two other Python modules read the rest of the folder: `tokenizer`
+reads the tokenizer, and `modules` reads the modules of sentence-transformers that follow the transformer.
 
 The load refuses weights that are missing, unexpected or of another shape, since a model with a random part still
 returns plausible answers. Weights that the model never uses may be missing or unexpected.

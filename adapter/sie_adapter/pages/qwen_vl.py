@@ -125,7 +125,8 @@ def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int,
         places = start + np.flatnonzero(packed.ids[start:stop] == token)
         if len(places) != sum(rows * columns for rows, columns in images):
             message = (
-                f"a text has {len(places)} image tokens, but its {len(images)} images have another number of blocks"
+                f"a text has {len(places)} image tokens, but its {len(images)} images have another number of blocks "
+                "(merged patches)"
             )
             raise InternalFailure(message, reason="malformed_batch")
         position, done = 0, start

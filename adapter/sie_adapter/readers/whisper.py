@@ -300,8 +300,8 @@ class WhisperReader:
 
     def words(self, sound: SoundTranscription) -> list[SpokenText]:
         """Return the words of a transcribed sound. Each window is encoded a second time, because the states of all
-        windows of a long sound would take much memory. This runs on the calling thread, one window at a time, so that
-        the loop can transcribe other sounds meanwhile.
+        windows of a long sound would take much memory. The calling thread encodes one window at a time, so that the
+        loop can transcribe other sounds meanwhile.
         """
         assert self._word_times is not None
         language = "en" if sound.label == _LABELS["translate"] else sound.language
@@ -335,7 +335,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
         shape = f"{own_shape.frames} frames of {own_shape.bins} bins"
         cause = f"{PROCESSOR} makes {shape}, the model reads {read[1]} of {read[2]}"
     elif not recipe.whole:
-        cause = f"{PROCESSOR} is not that of Whisper"
+        cause = f"{PROCESSOR} does not describe the features of Whisper"
     elif getattr(rules, "no_timestamps_token_id", None) is None:
         cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
     else:

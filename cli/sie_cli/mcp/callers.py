@@ -11,8 +11,8 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds in which a key stays accepted after its last successful check, if new checks fail without a refusal, for
-# example because the gateway is down
+# While the gateway cannot check a key, for example because it is down, the key stays accepted until this number of
+# seconds after its last successful check.
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0

@@ -339,7 +339,7 @@ _WARNINGS = {
     "alias_vectors_changed": (
         ": vectors that were indexed through the alias do not fit its vectors now; build the index again"
     ),
-    "alias_broken": ": an alias names a model that no longer exists; set another one",
+    "alias_broken": ": an alias names a model that no longer exists; name another model in the alias",
 }
 
 

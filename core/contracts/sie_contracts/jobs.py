@@ -89,7 +89,7 @@ class Unread(msgspec.Struct, frozen=True):
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
     id, file name). Each file has only the rows that failed in the file before it. The `rows` rows that failed in the
-    last file run again. An empty file name means that this job had no output for the rows, so all of them failed.
+    last file run again. If a file name is empty, the job with this id had no output for the rows, so all rows failed.
     """
 
     parts: tuple[tuple[str, str], ...]

@@ -14,8 +14,8 @@ from itertools import accumulate
 # MAX_COMPARED most promising ids, because one comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# The most promising ids share the most pieces of three letters with the name. The search counts how often the ids
-# contain each piece, and looks up rare pieces first, until the sum of their counts would exceed this number.
+# The most promising ids share the most pieces of three letters with the name. The search looks up rare pieces first. It
+# stops if the next piece would raise the total number of places in the ids that it finds above this number.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
 # from this number of letters on, only some pieces of a name are looked up, because each look-up reads all ids

@@ -252,7 +252,7 @@ _GATEWAY = (
         "gauge",
         "Inputs that wait in this gateway for permission to enter the queue, bytes",
     ),
-    Metric("sie_gateway_dlq_events", "counter", "Work items given up in all pools, the same number at each gateway"),
+    Metric("sie_gateway_dlq_events", "counter", "Work items given up in all pools; every gateway reports the same"),
     Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
     Metric("sie_gateway_workers", "gauge", "Workers by health", ("status",), 2),
     Metric("sie_gateway_worker_queue_depth", "gauge", "Work items that a worker holds", ("worker",), 48),
@@ -267,7 +267,7 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_active_lease_gpus", "gauge", "GPUs that live reservations ask for"),
     Metric("sie_gateway_pool_events", "counter", "Events of reservations", ("event",), 12),
-    Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
+    Metric("sie_gateway_config_epoch", "gauge", "Number of catalogue writes that this gateway has seen"),
     Metric(
         "sie_gateway_config_behind",
         "gauge",
@@ -430,7 +430,7 @@ _WORKER = (
     Metric(
         "sie_device_lanes",
         "gauge",
-        "Batches that the device runs at once, 0 without an adapter",
+        "Batches that the device runs at once; 0 while it has no connected adapter",
         ("device",),
         MAX_DEVICES,
     ),
@@ -444,14 +444,14 @@ _WORKER = (
     Metric(
         "sie_device_memory_used_bytes",
         "gauge",
-        "Used memory of the device, absent without an adapter",
+        "Used memory of the device; absent while it has no connected adapter",
         ("device",),
         MAX_DEVICES,
     ),
     Metric(
         "sie_device_memory_total_bytes",
         "gauge",
-        "Memory of the device, absent without an adapter",
+        "Memory of the device; absent while it has no connected adapter",
         ("device",),
         MAX_DEVICES,
     ),
@@ -465,7 +465,7 @@ _WORKER = (
     Metric(
         "sie_tower_output_bytes",
         "gauge",
-        "Memory of stored outputs of vision towers, absent without an adapter",
+        "Memory of stored outputs of vision towers; absent while the device has no connected adapter",
         ("device",),
         MAX_DEVICES,
     ),
@@ -491,7 +491,7 @@ _WORKER = (
     Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
     Metric("sie_adapter_deaths", "counter", "Lost connections to adapters: the process ended, or did not answer"),
-    Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
+    Metric("sie_config_epoch", "gauge", "Number of catalogue writes that this worker has seen"),
     Metric(
         "sie_config_behind",
         "gauge",
@@ -517,7 +517,7 @@ _CONFIG = (
     Metric(
         "sie_config_catalogue_epoch",
         "gauge",
-        "Writes of the catalogue that this replica has read, absent before the first",
+        "Number of catalogue writes that this replica has read; absent until it has read one",
     ),
     Metric("sie_config_models", "gauge", "Models and aliases in the catalogue; absent until the catalogue is read"),
 )

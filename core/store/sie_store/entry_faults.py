@@ -74,8 +74,8 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     """Return the fault of the entry's prompts, if any. The files may have a prompt for queries, a prompt for documents
-    and a default prompt. The entry's prompt for the same purpose must have the same text, or contain {instruction}. The
-    entry may add prompts that the files lack.
+    and a default prompt. If they have a prompt for a purpose, the entry's prompt for it must have the same text, or
+    contain {instruction}. The entry may add prompts that the files lack.
     """
     # Only families that compute vectors are checked: other families use a prompt only if a request names the prompt.
     is_encoder = families.row(entry.family).gives_vectors

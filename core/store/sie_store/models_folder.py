@@ -51,7 +51,7 @@ def examined(allowed: Allowed) -> str:
     if allowed.models_dir and not is_open(folder):
         return (
             f"{place} (SIE_MODELS_DIR): {why}, who decides which models are served and may run code on this machine; "
-            f"SIE_MODEL_PATHS={place} accepts that"
+            f"to accept this, set SIE_MODEL_PATHS={place}"
         )
     used = "" if allowed.models_dir else ", which is used because it exists"
     raise SettingError(

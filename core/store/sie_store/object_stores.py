@@ -307,8 +307,8 @@ class RetryPolicy:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]], label: str = "a store") -> _T:
-        """Do the same as the method `call`, for a function that has its own time limit and raises StoreError. `label`
-        names the requested object in the log.
+        """Await the function `call`, which limits its own time, and repeat it after each StoreError for which another
+        attempt may help. Return its result. `label` names the requested object in the log. Raises StoreError.
         """
         tries = 0
         while True:

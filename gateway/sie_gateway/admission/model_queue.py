@@ -838,8 +838,8 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how many seconds of work the refused clients that return in the same second may bring: TURN_PACE x 1 s,
-    or TURN_PACE x the time that a running batch leaves of the budget, if this is shorter than 1 s. The result is at
+    """Return a limit in seconds for the work of all refused clients that return in the same second. The limit is
+    TURN_PACE x the time that a running batch leaves of the budget, or TURN_PACE x 1 s if this is less. The limit is at
     least MIN_BUNCH x the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))

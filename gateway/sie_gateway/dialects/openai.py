@@ -165,7 +165,7 @@ def _object(value: Any, path: str) -> RequestItem:
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, dict):
-        raise bad(path, value, "a string, or an object with text like other inputs of this request")
+        raise bad(path, value, "a string or an object, because another input is an object")
     if value.get("content") is not None and value.get("text") is None:
         return multimodal.parts(value["content"], f"{path}.content")
     if value.get("type") == "image_url":

@@ -162,7 +162,7 @@ def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
     own = {name: level[name] for level in reversed(levels) for name in _OWN if level.get(name) is not None}
     for level in levels:
         if level.get("labels") is not None:
-            raise bad("labels", level["labels"], "kinds in place of labels")
+            raise bad("labels", level["labels"], "no labels: the field `kinds` replaces them")
         truncate = level.get("truncate")
         if truncate is not None and truncate is not False and not (isinstance(truncate, str) and truncate == "NONE"):
             raise bad("truncate", truncate, "NONE: a text is redacted whole or refused")

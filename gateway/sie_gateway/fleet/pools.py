@@ -358,7 +358,7 @@ class PoolDirectory:
             ).items():
                 counts[name, profile, bundle] += count
             # The reservation needs the last unreserved worker of its bundle, but one worker must stay unreserved. So
-            # count one more worker, which can stay unreserved in its place.
+            # count one more worker: when it has started, it stays unreserved, and the reservation gets the other.
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

@@ -144,7 +144,7 @@ DIALECTS = (
         rerank.either,
         (
             _RERANK,
-            "Documents, ranked by relevance to a query; with `texts`, the reply is that of Text Embeddings Inference",
+            "Documents, ranked by relevance to a query; with `texts`, the reply is as in Text Embeddings Inference",
         ),
         Content((api.Rerank, tei_api.TeiRerank), example=tei_api.TeiRerank.EXAMPLE),
         (api.Ranked, list[tei_api.TeiRank]),

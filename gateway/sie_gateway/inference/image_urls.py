@@ -179,7 +179,7 @@ class ImageUrls:
         urls = links(items, query)
         for link in urls:
             if not self._hosts:
-                message = f"got a URL, which is not fetched: send {EXPECTED}"
+                message = f"got a URL, but this server fetches no URLs: send {EXPECTED}"
                 raise InvalidInput.at(link.path, message, reason="invalid_media")
             try:
                 self._target(link.url)

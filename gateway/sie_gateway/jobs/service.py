@@ -140,7 +140,7 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, then its records, so that after an error no object lacks a record. Raises
+        """Remove the objects of a job, then its records, so that an error leaves no object without a record. Raises
         QueueUnavailable.
         """
         async with broker_errors_mapped():

@@ -134,7 +134,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         api.DeadLetterPage,
         (
             *_WANTED,
-            Parameter("before", "query", _SEQUENCE, "Only letters below this sequence: `next` of the page before."),
+            Parameter("before", "query", _SEQUENCE, "Only letters with a lower sequence: `next` of the previous page."),
             Parameter("limit", "query", Annotated[int, Meta(ge=1, le=200)], "How many at most; 50 by default."),
         ),
     ),
@@ -154,7 +154,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         api.ReplayedAll,
         (
             *_WANTED,
-            Parameter("after", "query", _SEQUENCE, "Only letters above this sequence: `next` of the previous answer."),
+            Parameter("after", "query", _SEQUENCE, "Only letters with a higher sequence: `next` of the last answer."),
             Parameter("limit", "query", Annotated[int, Meta(ge=1, le=100)], "How many at most; 20 by default."),
             _TIMEOUT,
         ),

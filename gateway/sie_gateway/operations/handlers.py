@@ -224,6 +224,6 @@ def _residency_row(action: str, handler: Any, summary: str, done: str) -> Gatewa
 
 _HEADERS = tuple(header for header in HEADERS if header.name in ("X-SIE-Pool", "X-SIE-MACHINE-PROFILE"))
 RESIDENCY: tuple[GatewayRoute, ...] = (
-    _residency_row("load", load, "Load a model before its first request", "Each lane has a worker with it loaded"),
+    _residency_row("load", load, "Load a model before its first request", "Each lane has a worker that has loaded it"),
     _residency_row("unload", unload, "Unload a model from each worker as soon as it is idle there", "No worker has it"),
 )

@@ -92,7 +92,7 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
     """Return name of a consumer -> `Rest`. A consumer is unused if it has delivered nothing since the previous call,
     and has no waiting or leased message. A consumer in use gets `now_s` as `since_s`. `before`: result of the previous
-    call, because the broker does not store these times.
+    call, which the caller keeps because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -103,9 +103,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the names of the consumers to delete. The first are all consumers that are unused for `idle_s` seconds. If
-    the remaining consumers of single models are more than 15/16 of `limit`, the surplus follows, longest unused first.
-    Consumers that were used in the last CROWDED_IDLE_S seconds are never surplus.
+    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If more
+    than 15/16 of `limit` consumers of single models remain, also delete the surplus, longest unused first, but never a
+    consumer that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -710,8 +710,8 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove the waiting and leased messages of an ended request. Ignore positions in an earlier stream that the
-        broker has lost. If the broker fails, the age limit of the stream removes the messages later.
+        """Remove the waiting and leased messages of an ended request. If the stream was lost and created again, ignore
+        positions in the lost stream. If the broker fails, the age limit of the stream removes the messages later.
 
         If `request` is set, send a cancellation of this request to the workers after the removal. An earlier
         cancellation would let a worker drop its messages of the request and pull further messages of the request.

@@ -34,9 +34,9 @@ from sie_contracts.settings import Settings
 
 # part of a work item's remaining time that its batch may take; a second batch of that length fits into the rest
 SHARE = 0.4
-# A smaller batch ends sooner, but computes fewer tokens per second. This is the largest part of the tokens per second
-# that is given up if all work items of a full batch are urgent. If only a part x of the tokens is urgent, the largest
-# part that is given up is x * MAX_LOSS.
+# A smaller batch ends sooner, but the device computes fewer tokens per second. If all work items of a full batch are
+# urgent, the smaller batch may lose at most this part of the tokens per second. If only a part x of the tokens is
+# urgent, the smaller batch may lose at most x * MAX_LOSS.
 MAX_LOSS = 0.5
 # an urgent batch is sealed this number of seconds before the device is predicted to be free, so that the device stays
 # busy

@@ -213,8 +213,8 @@ class Loading:
         return any(state.leaves for state in self.models.find(name))
 
     async def _obtain_and_load(self, resolved: Resolved, *, for_work: bool) -> None:
-        # `obtain` chooses a device by its free memory. It is called in this task, and not in `ahead`, so that it counts
-        # the models whose loads `ahead` started before
+        # `obtain` chooses a device also by the models that are being loaded there. A load counts only once its task has
+        # begun, so `obtain` is called in this task and not by `ahead`, which starts all tasks first.
         hosted = self.models.obtain(resolved, self.revision(resolved.entry.id))
         if for_work or not self._is_leaving(hosted.name):
             await self._load(hosted)

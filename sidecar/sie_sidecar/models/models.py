@@ -598,8 +598,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it now.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: the model
-        accepted this work before it was closed to new work, so do not wait until it is open again. The model that needs
-        its memory is loaded only after this work.
+        accepted this work before it was closed to new work. Do not wait until it is open again: the other model, which
+        needs its memory, is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """

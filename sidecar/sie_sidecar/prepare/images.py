@@ -58,7 +58,7 @@ _LEVELS_12 = [min(255, round(level * 255 / 4095)) for level in range(1 << 16)]
 # numbers of two TIFF tags: number of bits of a sample, and photometric interpretation (whether 0 means black or white)
 _BITS, _WHITE = 0x0102, 0x0106
 # A PNG file may declare one sample value as transparent. Pillow converts the samples to 8 bits, but not this value.
-# Pillow's raw mode of the samples -> function that converts the value as Pillow converts the samples.
+# So: Pillow's raw mode of the samples -> function that converts this value as Pillow converts the samples.
 _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
     "L;2": lambda level: level % 4 * 85,
     "L;4": lambda level: level % 16 * 17,

@@ -465,8 +465,8 @@ def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Return rows for a model that tokenises in the adapter. The ids are zeros: only their number is used, to estimate
-    the cost. Texts and documents are sent unchanged. Refuse a work item with more than MAX_TOKENS tokens, counted once
-    for each question.
+    the cost. Texts and documents are sent unchanged. Refuse a work item with more than MAX_TOKENS tokens. A text
+    counts once for each question, because the model reads it with each question.
     """
     results = []
     for item in items:

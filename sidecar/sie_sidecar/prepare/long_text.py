@@ -140,9 +140,9 @@ class LongTexts:
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
     def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
-        """Return the first piece of a text, or with `from_end` the last piece, and the number of its first tokens to
-        drop (those of SENTINEL). The first piece has at least `size` characters unless the text is shorter; the last
-        piece may have fewer.
+        """Return the first piece of a text, or with `from_end` the last piece. Also return how many tokens of SENTINEL
+        are at its beginning; the caller drops them. The first piece has at least `size` characters unless the text is
+        shorter; the last piece may have fewer.
         """
         return next(self._pieces(text, size, from_end))
 

@@ -511,9 +511,9 @@ class JetStream(NatsBus):
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Ask the owner of streams to create or update a stream. Return False if this process must do this itself. The
-        reasons are: this process is the owner, no owner connects in time (without users: at once), or the broker
-        user of this process may not send such requests (a user of an older version). Raises BrokerError.
+        """Ask the owner of streams to create or update a stream. Return False if this process must do this itself,
+        because it is the owner, no owner connects in time, or its broker user (of an older version) may not send
+        StreamRequests. If the broker has no users, do not wait for an owner to connect. Raises BrokerError.
         """
         if self.owns_streams:
             return False

@@ -62,12 +62,12 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     With `fused`, it gets four views of such a sound: the whole sound, shrunk, and one part of each third; the four
     views of a shorter sound are equal.
 
-    `scale`: spacing of the bands; with `slaney`, bands have equal area. `levels`: unit of the powers. `decibels`: the
-    log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a
-    power. `natural`, as in Parakeet: the natural logarithm of a power. Only with `decibels`, the spectrogram has one
-    more frame at the end. `emphasis`: factor; this factor times the previous sample is subtracted from each sample.
-    `span`: number of samples that are read in the middle of each frame (0: all). `chunk`: number of samples that cost
-    as much as one token.
+    `scale`: spacing of the bands; with `slaney`, bands have equal area. `levels`: one of three units of the powers.
+    `decibels`: the log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is
+    the log10 of a power. `natural`, as in Parakeet: the natural logarithm of a power. Only with `decibels`, the
+    spectrogram has one more frame at the end. `emphasis`: factor; this factor times the previous sample is subtracted
+    from each sample. `span`: number of samples that are read in the middle of each frame (0: all). `chunk`: number of
+    samples that cost as much as one token.
     """
 
     rate: int

@@ -479,11 +479,11 @@ def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any
 
 _NOTHING = "ignored, it has no counterpart"
 _WHY = {
-    "max_batch_tokens": "ignored, SIE_MAX_BATCH_COST bounds a batch",
+    "max_batch_tokens": "ignored, because SIE_MAX_BATCH_COST limits a batch",
     "trust_remote_code": "ignored, set load.trust_remote_code if the model cannot be loaded without it",
     "hf_tokenizer_dependencies": "ignored, because the model's own files name the other repositories",
     "pool": "ignored, because requests name a pool",
-    "attn_implementation": "ignored, the engine chooses the attention",
-    "attention_backend": "ignored, the engine chooses the attention",
-    "output_similarity": "ignored, vectors are compared by the client",
+    "attn_implementation": "ignored, because the engine chooses the attention",
+    "attention_backend": "ignored, because the engine chooses the attention",
+    "output_similarity": "ignored, because clients compare the vectors",
 }

@@ -247,7 +247,7 @@ class ClusterSettings:
         None,
         "gateway",
         SINKS,
-        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME, and so does `sie migrate`, which reads this setting itself. A comma in a password is written as %2C. Unset: none.",
+        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. Jobs and `sie migrate` name a database by its NAME; `sie migrate` needs this setting too. A comma in a password is written as %2C. Unset: none.",
     )
     jobs_at_once: int = row(
         4,

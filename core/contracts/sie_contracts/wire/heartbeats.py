@@ -174,7 +174,7 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     `residency`: the model's id, or `id:profile` if the profile has other load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
-    second (0: unknown). `turns`: turns newly given to refused clients. `claimed`: clients that have used their turns.
+    second (0: unknown). `turns`: new promises to refused clients. `claimed`: clients that have used their promise.
     """
 
     pool: str

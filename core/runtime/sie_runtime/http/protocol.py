@@ -197,8 +197,8 @@ class Protocol(HttpToolsProtocol):
     cycle: _Cycle  # the newest request
     _oldest: _Cycle  # the oldest request without a complete response: the request that is served now
     _in_head = False
-    # number of bytes of an incomplete head that arrived after the piece of input in which the head began. While that
-    # piece is parsed, the number is minus the size of the piece: adding this size afterwards gives 0.
+    # Number of bytes of an incomplete head, without the piece of input in which the head begins. `on_message_begin`
+    # sets the number to minus the size of this piece. After the piece is parsed, its size is added, which gives 0.
     _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False

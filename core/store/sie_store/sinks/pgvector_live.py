@@ -188,7 +188,7 @@ class PgvectorLive:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
             raise CollectionMismatch(
                 f"the table {source.collection} has no column {vector} of type vector, halfvec or sparsevec"
-                + (f". Name one with --vector: {', '.join(vectors)}" if vectors else ", nor any other such column")
+                + (f". Name one with --vector: {', '.join(vectors)}" if vectors else ", or any other vector column")
             )
         if kind[1] == "sparsevec" and not kind[2]:
             raise CollectionMismatch(

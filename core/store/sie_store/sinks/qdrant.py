@@ -274,8 +274,8 @@ def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYT
 
 
 async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
-    """Return the body of a response, not decompressed: the request did not allow compression. Raises AnswerTooLarge for
-    a body of more than `answer_bytes`.
+    """Return the raw body of a response, which is not compressed, because the request did not allow compression. Raises
+    AnswerTooLarge for a body of more than `answer_bytes`.
     """
     data = bytearray()
     async for piece in response.aiter_raw():
