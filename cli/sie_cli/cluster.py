@@ -173,7 +173,7 @@ class Cluster:
     def without_gateway(self, url: str, error: BaseException) -> str:
         """Return the error text for a failed connection to the gateway at `url`. `error`: the connection's error."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
-        advice = "is it running, and is that its address? --url names another one"
+        advice = "is it running at this address? Set another address with --url"
         if self.local() is None and is_local(url):
             advice = f"start one with `{self.serve}`, or name another address with --url"
         return f"no gateway answers at {public_url(url)}{cause}: {advice}"
@@ -211,7 +211,7 @@ class Cluster:
             try:
                 broker = await self.open_broker(name)
             except BrokerUnavailable as error:
-                refuse(f"{error}: is it running, and is that its address? --nats-url names another one")
+                refuse(f"{error}: is it running at this address? Set another address with --nats-url")
             try:
                 return await work(broker)
             finally:

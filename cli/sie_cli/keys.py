@@ -41,7 +41,7 @@ def _scopes(text: str) -> tuple[str, ...]:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d{1,12})([kmg]?)(?:ib|b)?", text.strip().lower())
     if match is None or not int(match[1]):
-        raise click.BadParameter(f"{text[:40]}: expected a number of bytes, or one with K, M or G")
+        raise click.BadParameter(f"{text[:40]}: expected a number of bytes, such as 500000, 64K, 20M or 1G")
     return int(match[1]) * _SIZES[match[2]]
 
 

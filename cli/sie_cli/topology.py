@@ -100,9 +100,9 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
     """Migrate the broker to the topology of this version. Without --yes, the steps are only shown.
 
     No step loses a message: a change that is impossible in place, or with the present content of the queue, is refused
-    with its reason and a remedy. Gateways of this version take the same steps at their start for streams of an older
-    version; gateways of the older version continue. Status 0: no step remains. 1: steps remain, or were only shown. 2:
-    the broker could not be reached.
+    with its reason and a remedy. A starting gateway of this version runs the same steps for streams of an older
+    version. Gateways of the older version keep running. Status 0: no step remains. 1: steps remain, or were only
+    shown. 2: the broker could not be reached.
     """
     steps = cluster.at_broker("sie-topology", lambda broker: steps_at(broker, cluster.settings))
     _print(steps, as_json)

@@ -61,7 +61,7 @@ class ConfigGate:
                 f"{reason}: send `Authorization: Bearer TOKEN`, where TOKEN is the config service's {needed}"
             )
         if not match.methods:
-            raise NotFound("no such path; /docs lists all")
+            raise NotFound("no such path; see /docs")
         if row is None:
             raise HTTPException(405, headers={"Allow": ", ".join(match.methods)})
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"

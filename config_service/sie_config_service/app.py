@@ -119,9 +119,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
         headers = dict(error.headers or {})
         allowed = headers.get("Allow", headers.get("allow", "another one"))
         is_method = error.status_code == 405
-        error = (
-            MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; /docs lists all")
-        )
+        error = MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; see /docs")
     elif isinstance(error, BrokerError):
         _logger.warning("request %s: %s", request_id, error)
         error = QueueUnavailable("the config service could not reach the broker: try again")

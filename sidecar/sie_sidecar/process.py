@@ -289,8 +289,8 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Every second, set how many messages each consumer may deliver, and load a model on one more device if its devices
-    cannot keep up with its work. Every ten seconds, also list the consumers.
+    """Every second, set how many messages each consumer may deliver, and load a model on one more device if the devices
+    that have it cannot keep up with its work. Every ten seconds, also list the consumers.
     """
     trouble = Trouble(_logger, "the consumers or the placement table cannot be checked")
     rounds = 0

@@ -274,7 +274,7 @@ def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pair": []}, "a multimodal-reranker needs pair, head.yes_token and head.no_token"),
+        ({"pair": []}, "multimodal-reranker needs `pair`, `head.yes_token` and `head.no_token`"),
         ({"head": {"yes_token": "yes and", "no_token": NO}}, "'yes and' in yes_token or no_token is not one token"),
         ({"family": "vision-language"}, "the weights have no custom_text_proj.weight"),
     ],

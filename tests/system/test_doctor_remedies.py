@@ -46,7 +46,7 @@ LOOK = "`sie doctor` on its machine"
 KEY, STREAMS, SETTINGS = (
     "`sie keys create NAME --scopes read",
     "`sie topology migrate --yes",
-    "`sie settings` shows all",
+    "`sie settings` lists all settings",
 )
 AGAIN, OTHER_PORTS, BROKER = (
     "again: it takes the place of one that was killed",

@@ -158,7 +158,7 @@ def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_
     file = tmp_path / "targets.yaml"
     saved = ("-s", "sie", *where, "--save-targets", str(file))
     first = evaluated(tmp_path, nowhere, *arguments, *saved, cwd=tmp_path)
-    notice = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the folder NFCorpus/ is used"
+    notice = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the task comes from the folder NFCorpus/"
     assert first.stderr.splitlines()[0] == notice
     for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
         assert word in first.stdout

@@ -273,7 +273,7 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
         stopped.send_signal(signal.SIGINT)
         stdout, _ = stopped.communicate(timeout=60)
         assert stopped.returncode == 130, stdout
-        assert "stopped in the step shadow: the shadow stays; the same command continues" in stdout
+        assert "stopped in the step shadow: the shadow stays; repeat the command to continue" in stdout
         assert "the same `sie migrate`" not in stdout, "the job had ended"
         done = sie(cluster, *arguments, "--json")
         facts = json.loads(done.stdout)

@@ -330,7 +330,7 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, applica
         process.kill()
         process.wait()
     assert process.returncode == 130, output
-    assert "stopped in the step embed: searches did not change; the same command continues" in output
+    assert "stopped in the step embed: searches did not change; repeat the command to continue" in output
     assert "Traceback" not in output
 
 

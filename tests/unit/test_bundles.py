@@ -95,7 +95,7 @@ def test_a_name_resolves_to_a_bundle_that_can_serve_it(spec: str, bundle: str) -
         (
             "eyes:/org/free",
             ["texts", "spare"],
-            "bundle 'eyes' does not serve org/free; texts and spare can: name one of these, or none",
+            "bundle 'eyes' does not serve org/free: name the bundle texts or spare, or no bundle",
         ),
         ("none:/org/free", ["texts", "spare"], "bundle 'none' does not serve org/free"),
         ("texts:/org/pinned", ["spare"], "bundle 'texts' does not serve org/pinned; spare can"),

@@ -56,7 +56,7 @@ def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: st
             "/v1/v1/encode/org/model",
             "no such path: it begins with /v1 twice; did you mean /v1/encode/{model}, and a base URL without /v1?",
         ),
-        ("/v1/v1/none", "no such path: it begins with /v1 twice; /docs lists all"),
+        ("/v1/v1/none", "no such path: it begins with /v1 twice; see /docs"),
         (
             "/v1/embed/org/model",
             "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
@@ -88,7 +88,7 @@ def test_a_route_of_language_models_names_what_this_server_does(path: str) -> No
 def test_a_path_that_is_like_no_route_names_the_page_of_all(path: str) -> None:
     with pytest.raises(NotFound) as caught:
         Gate(load(environ={}).settings).check("GET", path, "")
-    assert caught.value.message == "no such path; /docs lists all"
+    assert caught.value.message == "no such path; see /docs"
 
 
 def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -422,7 +422,7 @@ def test_a_patch_is_made_of_fields() -> None:
 BIG = "x: " + "y" * (1 << 20)
 COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a wrong id": (("show", "org/oen"), 1, ("no model named 'org/oen'", "did you mean org/one")),
-    "an id like no other": (("rm", "zzz"), 1, ("no model named 'zzz'", "GET /v1/configs/models lists all")),
+    "an id like no other": (("rm", "zzz"), 1, ("no model named 'zzz'", "GET /v1/configs/models lists all models")),
     "an unknown field": (("set", "org/one", "max_token=8"), 1, ("max_token:", "did you mean `max_tokens`?")),
     "a field of elsewhere": (("set", "org/one", "pooling=cls"), 1, ("pooling:", "did you mean `run.pooling`")),
     "a wrong type": (
@@ -660,7 +660,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
         ("$.id: id 'org/status' is not of the form", "or ends with /status"),
     ),
     "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST",)),
-    "another path": ("GET", "/none", {}, b"", 404, ("no such path; /docs lists all",)),
+    "another path": ("GET", "/none", {}, b"", 404, ("no such path; see /docs",)),
     "steps up": ("GET", "/models/a/%2e%2e/b", {}, b"", 400, ("`..`",)),
     "another bundle": ("GET", "/bundles/ears", {}, b"", 404, ("no bundle named 'ears'; there are default, eyes",)),
     "a bundle that cannot": (

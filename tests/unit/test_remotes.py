@@ -479,9 +479,9 @@ async def test_the_deadline_of_a_client_is_no_fault_of_the_remote_server(start: 
         (b"[[1, 2]]", "vectors of width"),
         (b"[[1, 2, 3], [1, 2, 3]]", "2 vectors"),
         (b"[[1e300, 0, 0]]", "not finite"),
-        (b"{}", "not that of a server of kind tei"),
-        (b"[[NaN, 0, 0]]", "not that of a server of kind tei"),
-        (b"[" * 30_000, "not that of a server of kind tei"),
+        (b"{}", "not in the format of a server of kind tei"),
+        (b"[[NaN, 0, 0]]", "not in the format of a server of kind tei"),
+        (b"[" * 30_000, "not in the format of a server of kind tei"),
         (b"[[1, 2, 3" + b" " * 70_000 + b"]]", "more than"),
     ],
 )

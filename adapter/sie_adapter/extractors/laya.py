@@ -234,7 +234,7 @@ class LayaModel(Extractor[LayaTexts]):
             marked = [ids[:size] for ids in marked]
             room = self._head_tokens - sum(map(len, marked))
         if len(set(map(tuple, marked))) < len(marked):
-            raise labels_refused(f"at most {size - 1} tokens of each are read, and two of them begin alike")
+            raise labels_refused(f"the model reads at most {size - 1} tokens of a label, and two labels begin alike")
         return self._ids(f"{kind} question: {text}"), marked, max(_LEAST_QUESTION_TOKENS, room)
 
     def _question_ids(self, words: Sequence[int], marked: Sequence[Sequence[int]]) -> _QuestionIds:

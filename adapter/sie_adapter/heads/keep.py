@@ -40,7 +40,7 @@ class KeepHead:
         layers = _layers(tensors, width)
         if layers is None:
             content = ", ".join(sorted(map(str, tensors))[:6]) if isinstance(tensors, dict) else type(tensors).__name__
-            expected = f"weight and bias of two layers, from {width} to any width and from that to 1"
+            expected = f"weight and bias of two linear layers: from {width} to N values, and from N values to 1"
             raise incompatible(f"{model}: best.pt contains {content}; expected {expected}")
         first, last = layers
         return cls(nn.Sequential(first, nn.GELU(), last), device)

@@ -184,7 +184,7 @@ def _detector(config: Any, folder: Path) -> dict[str, Any]:
 
 def _donut(config: Any, folder: Path) -> dict[str, Any]:
     positions = config.decoder.max_position_embeddings
-    entry = _writer("What is on the picture of a page, written by Donut.", "image", positions)
+    entry = _writer("Texts and fields on the picture of a page, Donut.", "image", positions)
     tasks = _tasks(folder)
     return {**entry, **({"run": {"parameters": {"task": tasks[0]}}} if tasks else {})}
 

@@ -77,8 +77,8 @@ class Backbone:
     `vocabulary`: all ids are below this number. `crossover_tokens`: the length of a sequence at which the attention
     takes as long as all other layers (`costs` computes this length from the model's configuration); 0 if no layer
     attends to the whole sequence. `positions`: the length of the longest sequence, None if there is no limit. `engine`:
-    the engine that runs the model, and the reason. `attention`: the attention backend in use, followed by ` padded` if
-    torch runs the model on padded batches.
+    the engine that runs the model, and why it was chosen. `attention`: the attention backend in use, followed by
+    ` padded` if torch runs the model on padded batches.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Qwen3Reranker(_Qwen3):
     ) -> None:
         super().__init__(folder, entry, load, compute, normalisation)
         if not (entry.pair and entry.head.yes_token and entry.head.no_token):
-            raise incompatible(f"{entry.id}: a {entry.family} needs pair, head.yes_token and head.no_token")
+            raise incompatible(f"{entry.id}: {entry.family} needs `pair`, `head.yes_token` and `head.no_token`")
         tokenizer = load_tokenizer(folder, load)
         ids = [self._answer(tokenizer, token) for token in (entry.head.no_token, entry.head.yes_token)]
         layer = checkpoint.linear(self._output_rows(folder, ids)).to(compute.device)

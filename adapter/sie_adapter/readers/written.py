@@ -98,9 +98,9 @@ def miscounted(field: str, files: int) -> InvalidInput | None:
     if files == 1:
         return None
     if not files:
-        return InvalidInput(f"{field}: expected exactly one, got none", reason="unsupported_modality", param=field)
+        return InvalidInput(f"{field}: expected one file, got none", reason="unsupported_modality", param=field)
     return InvalidInput(
-        f"{field}: expected exactly one, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
+        f"{field}: expected one file, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
     )
 
 

@@ -49,9 +49,9 @@ def faults_of(
     for name in sorted(environ):
         if name.startswith("SIE_") and name not in BY_NAME and name not in client_environment.NAMES:
             near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
-            fix = f"unset {name}; `sie settings` shows all"
+            fix = f"unset {name}; `sie settings` lists all settings"
             if near:
-                fix = f"did you mean {near[0]}? `sie settings` shows all"
+                fix = f"did you mean {near[0]}? `sie settings` lists all settings"
             findings.append(Finding(f"{name} is set, but no such setting exists", fix))
     while fault := _contradiction(*readable):
         findings.append(Finding(fault, "change one of the two settings"))

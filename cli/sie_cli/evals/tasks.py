@@ -35,7 +35,7 @@ RELEVANT_SCORE = 4.0  # STS-B scores are 0 to 5; 4 is "mostly equivalent" in the
 LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
-_EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, or {"_id": "...", "image": "FILE"}'
+_EXPECTED = '{"_id": "...", "text": "..."}, optionally with a "title", or {"_id": "...", "image": "FILE"}'
 _QRELS = ("qrels/test.tsv", "qrels.tsv")
 
 
@@ -113,7 +113,7 @@ def _of_mteb(name: str) -> Task:
         if folder is None:
             expected = " or ".join(f"{place}/" for place in places)
             raise CommandRefused(f"-t mteb/{name}: {error}, and there is no folder {expected}, with {FILES}") from error
-        click.echo(f"mteb/{name}: {error}: the folder {folder}/ is used", err=True)
+        click.echo(f"mteb/{name}: {error}: the task comes from the folder {folder}/", err=True)
         return of_folder(folder)
 
 

@@ -26,10 +26,10 @@ BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
 _CORPUS_OPTIONS = ("--input-format", "--output", "--shadow-share", "--shadow-s", "--shadow-requests")
-_STOPPED_LIVE = {"flip": "the same command continues the flip, and --step back undoes it"}
+_STOPPED_LIVE = {"flip": "repeat the command to continue the flip, or add --step back to undo it"}
 _STOPPED = {
-    "shadow": "the shadow stays; the same command continues, and `sie models alias {alias} MODEL` removes the shadow",
-    "flip": "the alias names either the old or the new model; the same command says which, and continues",
+    "shadow": "the shadow stays; repeat the command to continue, or remove it with `sie models alias {alias} MODEL`",
+    "flip": "the alias names the old or the new model; repeat the command to see which, and to continue",
 }
 
 
@@ -58,7 +58,7 @@ _STOPPED = {
 @click.option(
     "--sink",
     metavar="NAME",
-    help="Vector database (a name in SIE_JOBS_SINKS) with index and texts. With --corpus: the one for the new vectors.",
+    help="Vector database (a name in SIE_JOBS_SINKS) of the index and its texts. With --corpus: for the new vectors.",
 )
 @click.option(
     "--collection",
@@ -230,7 +230,7 @@ def _migrate_live(
         with service_of(cluster, writes=True) as service, gateway_client(cluster, SCOPE, is_patient=True) as client:
             LiveMigration(client, encoder, Aliases(service, WriteOptions(cluster)), plan, report, echo_line).run()
     except KeyboardInterrupt:
-        note = _STOPPED_LIVE.get(report.step, "searches did not change; the same command continues")
+        note = _STOPPED_LIVE.get(report.step, "searches did not change; repeat the command to continue")
         click.echo(f"\nstopped in the step {report.step}: {note}", err=True)
         sys.exit(INTERRUPTED)
     if as_json:
@@ -297,7 +297,7 @@ def _migrate_corpus(
                 clients.append(held.enter_context(gateway_client(one_gateway, SCOPE, is_patient=True)))
             Migration(clients, urls[0], Aliases(service, write), plan, report, as_json).run()
     except KeyboardInterrupt:
-        note = _STOPPED.get(report.step, "the alias did not change; the same command continues")
+        note = _STOPPED.get(report.step, "the alias did not change; repeat the command to continue")
         click.echo(f"\nstopped in the step {report.step}: {note.format(alias=alias)}", err=True)
         sys.exit(INTERRUPTED)
     if as_json:
@@ -305,4 +305,4 @@ def _migrate_corpus(
     elif report.step == "flip":
         echo_line(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
     else:
-        echo_line("the same command without --step continues")
+        echo_line("to continue, repeat the command without --step")

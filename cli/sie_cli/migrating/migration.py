@@ -205,7 +205,7 @@ class Migration:
             prints.append(fingerprint)
         old, new = widths
         report.report_step(
-            f"{plan.alias} names {alias.target} ({old} wide); {plan.model} is {new} wide and answers",
+            f"{plan.alias} names {alias.target} (width {old}); {plan.model} answers, with vectors of width {new}",
             alias=plan.alias,
             old=alias.target,
             new=plan.model,

@@ -69,7 +69,7 @@ def _options(command: F) -> F:
             "--pool",
             metavar="POOL",
             default="",
-            help="Only on workers of this pool.  [default: as for an inference request]",
+            help="Only on workers of this pool.  [default: the pool in which an inference request would run]",
         ),
         click.option(
             "--machine-profile", metavar="NAME", default="", help="Only on workers with this machine profile."

@@ -189,9 +189,7 @@ class ConfigServiceClient(HttpConnection):
         return health.get("config_url") if isinstance(health, dict) else None
 
 
-_NOBODY = (
-    "is it running? If this is not its address, set the address with --url: /health of a gateway has it as config_url"
-)
+_NOBODY = "is it running? If it has another address, name the address with --url: config_url in /health of a gateway"
 _WRONG_URL = (
     "name a local `sie serve` with --data-dir, or the config service with --url: config_url in /health of a gateway"
 )

@@ -37,8 +37,8 @@ def _bind(bound: socket.socket, port: int) -> None:
     """Reserve a port. Raises OSError if it is in use, or if this process has reserved it already.
 
     On Linux, a bound socket that does not listen keeps other sockets from binding to its port, except sockets with the
-    option SO_REUSEADDR, which servers set. On other systems such a socket would also block servers, so the port is only
-    tested.
+    option SO_REUSEADDR, which servers set. On other systems a bound socket would also block servers, so this function
+    only tests the port.
     """
     if port in _descriptors:
         raise OSError(f"port {port} is already reserved by this process")

@@ -219,8 +219,8 @@ class InternalFailure(SIEError):
 
 
 class AllItemsFailed(SIEError):
-    """Inputs failed with different codes: all inputs, or with `on_item_error: fail` at least two. The status is 503 if
-    one of these errors may be retried, otherwise 500 if one of them has a status of 5xx, otherwise 400.
+    """All inputs, or with `on_item_error: fail` at least two, failed with different codes. The status is 503 if one of
+    the errors may be retried, otherwise 500 if one of the errors has a status of 5xx, otherwise 400.
     """
 
     code, status = "ALL_ITEMS_FAILED", 500

@@ -348,7 +348,7 @@ _GATEWAY = (
         ("remote",),
         8,
     ),
-    Metric("sie_gateway_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_gateway_build_info", "gauge", "Always 1; the label is the version that runs", ("version",)),
     Metric("sie_gateway_websockets", "gauge", "Websockets that are open"),
     Metric(
         "sie_gateway_gateways",
@@ -402,14 +402,14 @@ _WORKER = (
     Metric(
         "sie_images",
         "counter",
-        "Images, by result: `prepared`; a cause of `invalid_media`; `failed` for another reason than the file",
+        "Images, by result: `prepared`; a cause of `invalid_media`; `failed` if the file is not the cause",
         ("result",),
         6,
     ),
     Metric(
         "sie_sounds",
         "counter",
-        "Sounds, by result: `prepared`; a cause of `invalid_media`; `failed` for another reason than the file",
+        "Sounds, by result: `prepared`; a cause of `invalid_media`; `failed` if the file is not the cause",
         ("result",),
         6,
     ),
@@ -487,7 +487,7 @@ _WORKER = (
         ("result",),
         2,
     ),
-    Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_build_info", "gauge", "Always 1; the label is the version that runs", ("version",)),
     Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
     Metric("sie_adapter_deaths", "counter", "Lost connections to adapters: the process ended, or did not answer"),
@@ -501,7 +501,7 @@ _WORKER = (
 )
 
 _CONFIG = (
-    Metric("sie_config_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_config_build_info", "gauge", "Always 1; the label is the version that runs", ("version",)),
     Metric("sie_config_ready", "gauge", "1 once the catalogue is built"),
     Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
     Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 6),

@@ -416,8 +416,8 @@ OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is 
 
 
 class _PeerQueue(NamedTuple):
-    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that this gateway had in the queue at
-    that time.
+    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that the gateway of this process had in
+    the queue at that time.
     """
 
     at_s: float

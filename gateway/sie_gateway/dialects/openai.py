@@ -100,7 +100,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
     if width is not None and parameters.setdefault("dimensions", width) != width:
-        raise bad("output_dimension", width, "the value of dimensions, or none")
+        raise bad("output_dimension", width, "the same number as dimensions")
     if body.get("normalized") is not None:
         parameters.setdefault("normalize", fields.flag(body, "normalized"))
     if body.get("task") is not None:

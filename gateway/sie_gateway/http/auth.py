@@ -120,7 +120,7 @@ class Gate:
                 near, is_double = TABLE.near(path), path.startswith("/v1/v1/")
                 fault = "no such path: it begins with /v1 twice" if is_double else "no such path"
                 base = ", and a base URL without /v1" if is_double else ""
-                raise NotFound(f"{fault}; did you mean {near}{base}?" if near else f"{fault}; /docs lists all")
+                raise NotFound(f"{fault}; did you mean {near}{base}?" if near else f"{fault}; see /docs")
             allowed = [name for name, route in match.methods.items() if route.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant

@@ -185,8 +185,8 @@ def _rows(entry: ModelEntry, run: RunOptions) -> int:
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
-    """Return the TextParts of each text with chunks, by the index of its input. The model reads all of such a text,
-    even if the text has more than `max_tokens` tokens.
+    """Return the TextParts of each text with chunks, by the index of its input. The model reads a text with chunks as a
+    whole, even if it has more than `max_tokens` tokens.
     """
     parts = {}
     for index, item in enumerate(items):

@@ -191,6 +191,6 @@ def _entry(catalogue: Catalogue, model: str) -> ModelEntry | Alias:
     entry = catalogue.find(model) or catalogue.find_alias(model)
     if entry is None:
         like = catalogue.near(model)
-        fix = f"did you mean {' or '.join(like)}?" if like else "GET /v1/configs/models lists all"
+        fix = f"did you mean {' or '.join(like)}?" if like else "GET /v1/configs/models lists all models"
         raise ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
     return entry

@@ -67,7 +67,7 @@ _ENTRY = (
 )
 # error class -> what an operator can do about a failed load; {name} is replaced by the name of the model
 _LOADS: Mapping[LoadErrorClass, str] = {
-    "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
+    "OOM": "give the model a worker with more memory, or fewer models beside it (`sie models unload {name}`)",
     "NETWORK": "the reason names the source of the weights: let the worker reach this source and write to its "
     "disk, or put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models "
     "load {name}`",

@@ -197,8 +197,8 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model. The status is 202 if a worker has it loaded, loads it or unloads it, else 200.
-    Raises SIEError.
+    """Request the unload of a model. The status is 200 if no worker has, loads or unloads the model, else 202. Raises
+    SIEError.
     """
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []

@@ -173,7 +173,7 @@ class RemoteClient:
                 encoded = msgspec.json.decode(raw, type=_SIEAnswer)
                 rows, used, model = encoded.rows, encoded.usage.total_tokens, encoded.fingerprint
         except UNDECODABLE:
-            raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
+            raise RemoteFailed(f"its answer is not in the format of a server of kind {self._server.kind}") from None
         if len(rows) != count or any(len(row) != width for row in rows):
             widths = sorted({len(row) for row in rows})
             raise RemoteFailed(f"it sent {len(rows)} vectors of width {widths[:3]}, expected {count} of width {width}")

@@ -65,7 +65,7 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
 def _fault(server: RemoteServer) -> str:
     """Return the error of a name or URL, or an empty text. The error does not quote the URL: it may have a password."""
     if server.name == "local":
-        return "name: local means the cluster itself; choose another name"
+        return "name: the name `local` means this cluster; choose another name"
     try:
         parsed = httpx.URL(server.url)
     except httpx.InvalidURL:

@@ -1,8 +1,8 @@
 """Publishing of work: the streams, their durable consumers (for one model, or for all models of a slot), acknowledged
 messages, and the withdrawal of messages.
 
-Each model has its own consumer for its work of a lane and priority. A stream may have only a limited number of them.
-At this limit, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
+Each model has its own consumer for its work of a lane and priority. The number of consumers of a stream is limited. At
+this limit, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
 Consumers are created when a request needs them, and deleted when they are unused:
 
     publish ──► route: the model's own consumer, or the consumer of its slot; needed until the deadline of the request

@@ -48,7 +48,7 @@ class Item(Struct, kw_only=True):
     ] = UNSET
     context: Annotated[
         Flag,
-        Meta(description="True, the default: chunks are encoded within the whole text. False: each is encoded alone."),
+        Meta(description="True, the default: chunks are encoded within the whole text. False: each chunk alone."),
     ] = UNSET
 
 
@@ -77,7 +77,7 @@ class _Params(Struct, kw_only=True):
     timing: Annotated[
         Literal["request", "items"] | UnsetType, Meta(description="`items`: each result has its own timing as well.")
     ] = UNSET
-    options: Annotated[Map, Meta(description="Any of these parameters; values outside it take precedence.")] = UNSET
+    options: Annotated[Map, Meta(description="Any of these parameters. Values beside the map take precedence.")] = UNSET
 
 
 class EncodeParams(_Params, kw_only=True):
@@ -157,7 +157,7 @@ class ExtractParams(_Params, kw_only=True):
     ] = UNSET
     language: Annotated[Text, Meta(description="Family `sound-reader`: the spoken language, such as `en`.")] = UNSET
     max_new_tokens: Annotated[
-        Whole, Meta(description="Maximum number of tokens that a model writes; for a sound, per 30 s of it.")
+        Whole, Meta(description="Maximum number of tokens that a model writes; for a sound, per 30 s.")
     ] = UNSET
     word_times: Annotated[
         Flag, Meta(description="Family `sound-reader`: true adds `words` with their times to `data`.")

@@ -465,7 +465,7 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
 
 def _pixtral(settings: Mapping[str, Any]) -> Recipe:
     if settings.get("do_center_crop"):
-        raise UnknownProcessor("do_center_crop is true, which no recipe of kind fit supports")
+        raise UnknownProcessor("do_center_crop is true, which no recipe of the kind `fit` supports")
     size, patch = _sides(settings, "size", square=True), _sides(settings, "patch_size", square=True)
     if size.keys() == {"height", "width"} and size["height"] == size["width"]:
         size = {"longest_edge": size["height"]}

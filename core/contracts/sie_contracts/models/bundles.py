@@ -93,7 +93,7 @@ def conflict(model: str, able: tuple[str, ...], requested: str, why: str) -> Bun
     """Return the error for a model that the `requested` bundle does not serve, or that no bundle serves."""
     if able:
         message = (
-            f"bundle {requested[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"
+            f"bundle {requested[:100]!r} does not serve {model}: name the bundle {' or '.join(able)}, or no bundle"
         )
     else:
         message = f"{model} cannot be served: {why}"

@@ -88,7 +88,7 @@ class EngineSettings:
         "auto",
         "adapter",
         choice("auto", "flash_attention_2", "sdpa", "eager"),
-        "Attention implementation. One that the device does not support is replaced by sdpa with a warning.",
+        "Attention implementation. If the device does not support it, the adapter warns and uses sdpa.",
     )
     sglang_python: str | None = row(
         None,

@@ -81,8 +81,8 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start`, `end`: numbers of row groups in Parquet, positions
-    of bytes in other formats.
+    """Consecutive rows of an object: `rows` rows from row `first` on. `start`, `end`: numbers of row groups in Parquet,
+    positions of bytes in other formats.
     """
 
     first: int

@@ -88,8 +88,8 @@ class ScannedPage:
 
 
 class LiveCollection(Protocol):
-    """A live collection of a store. Every method limits the time of each attempt, repeats a call if another attempt may
-    help, and raises StoreError.
+    """Collection of a vector database during a migration. Every method limits the time of each attempt, repeats a call
+    if another attempt may help, and raises StoreError.
     """
 
     async def open(self) -> LiveState:

