@@ -290,8 +290,8 @@ class Mirror:
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
             raise BrokerUnavailable(f"the broker has write {last} of the catalogue's bucket, but does not return it")
         _logger.warning(
-            "bucket %s is damaged: its last write, %d, is missing; the next seeding writes the models again, from the "
-            "model folders and from the bucket with copies of models written over the API",
+            "bucket %s is damaged: its last write, %d, is missing; at the next seeding, the models are written again "
+            "from the model folders, and from the bucket with copies of the models that came over the API",
             self._bucket.name,
             last,
         )

@@ -54,9 +54,8 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log each alias that is invalid after the changes `done`, because the service applies a change of the folder even
-    if an alias then becomes invalid. Only the aliases that the changes concern are checked: their own documents or
-    their targets were written or removed.
+    """Log each alias that is invalid after the changes `done` of the folder: the service applies a change even if an
+    alias then becomes invalid. Check only aliases whose document or target was written or removed.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is invalid after a change of the model folder: %s", alias, why)

@@ -105,8 +105,8 @@ class ReplySlot:
     sequence: int
 
     def find(self, key: str, now_s: float) -> RecordedReply | None:
-        """Return the reply to the write whose Idempotency-Key has the digest `key`; None if the slot has no such reply
-        that is younger than REPLY_KEPT_S.
+        """Return the reply to the write whose Idempotency-Key has the digest `key`; None if the slot has no reply for
+        this key, or if the reply is REPLY_KEPT_S old.
         """
         return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 

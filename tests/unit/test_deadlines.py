@@ -73,7 +73,7 @@ async def test_run_logs_no_estimate_as_used_before_a_measurement(caplog: pytest.
     await until(lambda: caplog.messages, "the log")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert "its last estimate, or without one this machine's clock, stays in use: there is no stream" in caplog.text
+    assert "the last estimate of it, or else this machine's clock, stays in use: there is no stream" in caplog.text
     await broker.close()
 
 

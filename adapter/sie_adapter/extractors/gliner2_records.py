@@ -65,7 +65,7 @@ def window_objects(
 ) -> list[FieldCandidates] | SIEError:
     """Return the candidates of each object in one window. `logits`: [objects, properties, words, widths], None if the
     model predicts no object. The first `before` words are the choices of the record. `choices`: for each property the
-    positions of its choices. The package may add a full stop after the window's words; spans with it are ignored.
+    positions of its choices. Spans beyond the window's words are ignored: the package may add a full stop there.
     """
     if logits is None:
         return []
@@ -133,9 +133,10 @@ def _begin(span: FieldSpan) -> int:
 def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
-    """Return the objects of a text in the order of its windows. A record without a path has its properties at the root
-    of `data`. For such a record, all windows together have one object, with the values of the first object of each
-    window. A value without offsets in the text, such as a choice, is taken from the first window only.
+    """Return the objects of a text in the order of its windows.
+
+    A record without a path has a single object. Its values are those of the first object of each window. A value
+    without offsets in the text, such as a choice, is taken from the first window only.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]

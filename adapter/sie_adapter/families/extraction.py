@@ -440,8 +440,8 @@ def absolute_positions(encoder: Any) -> int:
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
-    """Set and return the length at which a transformers tokenizer truncates, in tokens, special tokens included: the
-    smaller of the tokenizer's own limit and the encoder's number of absolute positions (`otherwise` if there are none).
+    """Set and return the limit of a transformers tokenizer, in tokens, special tokens included. The limit becomes at
+    most the encoder's number of absolute positions, or `otherwise` for an encoder without them.
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)

@@ -29,7 +29,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
     if pooling == "last":
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
-    # CUDA has a kernel for all sequences at once; other devices lack this kernel, or are faster with a view per length
+    # CUDA has a kernel for all sequences at once. Other devices lack it, or pool each group of equal lengths faster.
     if pooling in ("mean", "max") and hidden.device.type == "cuda":
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []

@@ -43,8 +43,8 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
 
 
 def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
-    """Return the text of a pair, or an empty string if the template fails, or leaves out, repeats or changes one of the
-    inserted texts.
+    """Return the text of a pair. Return an empty string if the template fails, or if an inserted text is missing,
+    repeated or changed in the result.
     """
     sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
     try:

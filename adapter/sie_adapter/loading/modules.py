@@ -444,7 +444,7 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     """Return whether the tokenizer inserts texts into its chat template; False without modality_config. Raises
-    ModelLoadFailed INCOMPATIBLE for modality_config with an unsupported task, or an unsupported output of the model.
+    ModelLoadFailed INCOMPATIBLE if the model has a modality_config, and its task or its output is not supported.
     """
     config = raw.get("modality_config")
     if not config:

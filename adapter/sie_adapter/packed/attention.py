@@ -106,7 +106,7 @@ class Trial:
         different values.
         """
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"the windows of masks exceed sliding_window by {sorted(self.edges)} keys")
+            raise AttentionUnsupported(f"layers use windows of sliding_window plus {sorted(self.edges)} keys")
         return next(iter(self.edges), 0)
 
 
@@ -162,7 +162,7 @@ def packed_attention(
         if sliding_window is not None and shown.left < FAR and shown.right == (0 if causal else shown.left):
             sie_trial.edges.add(shown.left - reach)
         elif shown != pattern:
-            raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
+            raise AttentionUnsupported(f"a layer computes {pattern}, but its mask is {shown}")
         sie_trial.called()
     # the operator is used only while compiling: torch's dispatch of a Python operator costs host time in every layer
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend

@@ -363,9 +363,8 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the state of a text's first token does not depend on the text's last token, else False. The
-        last token is changed in two batches: one of this text alone, one with a longer text. Return None if the two
-        results differ.
+        """Return True if the state of a text's first token does not depend on the text's last token, else False. Test
+        this with the text alone and in a batch with a longer text; return None if the two tests give different results.
         """
         if self._is_causal is not None:
             return self._is_causal

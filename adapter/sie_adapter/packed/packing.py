@@ -191,8 +191,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens also attend to the added tokens. If no item is padded, the result's `visible` is
-    None, which kernels that compute all sequences at once require. Token types are dropped.
+    with `attended`, the other tokens also attend to the added tokens. Token types are dropped. If no item is padded,
+    the result's `visible` is None, so that one kernel can compute all sequences.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)

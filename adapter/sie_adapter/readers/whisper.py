@@ -107,10 +107,9 @@ class SoundWindow:
 
     @property
     def heard_frames(self) -> int:
-        """Return the number of frames of the window without the padding of a sound that is shorter than a window. In
-        the padding, all bins have the lowest level of the sound. The last frame above this level is not counted,
-        because it overlaps the padding. The result may be too large by one. Recorded silence at the end counts as
-        padding.
+        """Return the number of frames of the window. If the sound is shorter than a window, its padding is not counted;
+        the result may then be too large by one. In the padding, all bins have the lowest level of the sound, so silence
+        at the end counts as padding. The last frame above this level overlaps the padding and is not counted.
         """
         if self.sound.frames > self.max_frames:
             return self.frames

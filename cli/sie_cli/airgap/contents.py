@@ -266,7 +266,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
         elif (entry := catalogue.find(name)) is not None:
             entries[entry.id] = entry
         else:
-            near = ", ".join(catalogue.near(name)) or "no name is similar"
+            near = ", ".join(catalogue.near(name)) or "another name"
             raise click.BadParameter(
                 f"no model named {name[:200]!r} in the catalogue; did you mean {near}?", param_hint="--models"
             )

@@ -79,7 +79,7 @@ class ExtractArguments(ToolArguments, frozen=True, kw_only=True):
     ] = None
     output_schema: Annotated[
         dict[str, Any] | None,
-        Meta(description="A JSON Schema of the values to extract, for models that fill one. Then leave `labels` out."),
+        Meta(description="A JSON Schema of the values to extract, in place of `labels`. Only some models accept it."),
     ] = None
     threshold: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,

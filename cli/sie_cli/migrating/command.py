@@ -127,7 +127,7 @@ _STOPPED = {
     ),
 )
 @cluster_options(GATEWAY_URL, CONFIG_URL)
-@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON. Progress goes to standard error.")
+@click.option("--json", "as_json", is_flag=True, help="Print a report as JSON. Progress goes to standard error.")
 def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 

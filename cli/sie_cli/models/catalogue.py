@@ -334,10 +334,10 @@ def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = F
 
 
 _WARNINGS = {
-    "nats_publish_partial": ": it is stored; some gateways and workers see it only at their next poll",
-    "nats_publish_failed": ": it is stored; gateways and workers see it only at their next poll",
+    "nats_publish_partial": ": the change is stored; some gateways and workers see it only at their next poll",
+    "nats_publish_failed": ": the change is stored; gateways and workers see it only at their next poll",
     "alias_vectors_changed": (
-        ": vectors that were indexed through the alias do not fit its vectors now; build the index again"
+        ": the alias now gives other vectors, which do not fit those in an existing index; build the index again"
     ),
     "alias_broken": ": an alias names a model that no longer exists; name another model in the alias",
 }

@@ -191,7 +191,8 @@ class ConfigServiceClient(HttpConnection):
 
 _NOBODY = "is it running? If it has another address, name the address with --url: config_url in /health of a gateway"
 _WRONG_URL = (
-    "name a local `sie serve` with --data-dir, or the config service with --url: config_url in /health of a gateway"
+    "name a local `sie serve` with --data-dir, or the config service with --url (/health of a gateway has its address "
+    "as config_url)"
 )
 _NEXT = {
     "UNAUTHENTICATED": (

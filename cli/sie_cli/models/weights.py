@@ -105,7 +105,7 @@ def list_command(as_json: bool, **values: Any) -> None:
 
 @weights.command()
 @click.argument("names", nargs=-1, required=True, metavar="MODEL_OR_FOLDER...")
-@click.option("--as", "name", metavar="NAME", help="Name for the weights of a folder in the bucket: organisation/name.")
+@click.option("--as", "name", metavar="NAME", help="Name of a folder's weights in the bucket: organisation/name.")
 @click.option(
     "--revision",
     metavar="COMMIT",

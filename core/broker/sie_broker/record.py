@@ -103,8 +103,8 @@ class RecordBucket:
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Context manager around an operation. If the operation raises BrokerError, the error's text is stored in
-        `Connection.troubles`, and the next operation opens the bucket again. WrongRevision and PayloadTooBig have no
-        such effect, because the bucket is intact.
+        `Connection.troubles`, and the next operation opens the bucket again. This is not done for WrongRevision and
+        PayloadTooBig, which do not show a fault of the bucket.
         """
         try:
             yield

@@ -147,8 +147,8 @@ class StoredTable:
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
         if size > max_payload - SPARE_BYTES:
             raise PayloadTooBig(
-                f"the placement table of {self.key} needs a message of {size} bytes ({key}), max_payload is "
-                f"{max_payload}"
+                f"the placement table of {self.key} needs a message of {size} bytes for the key {key}, but "
+                f"max_payload is {max_payload}"
             )
         return change
 

@@ -87,11 +87,11 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
-    """Return the start of the chunk after `chunk`. Of the possible cuts within the last `overlap_tokens` tokens of
-    `chunk`, it is the earliest one of the highest level. Without a possible cut there, it is the end of `chunk`.
+    """Return the start of the chunk after `chunk`: the earliest cut of the highest level within the last
+    `overlap_tokens` tokens of `chunk`. If there is no cut, return the end of `chunk`.
 
-    A shorter overlap is used if the next chunk could otherwise not reach the first cut of the highest level after
-    `chunk`. `end_count`: number of tokens before the end of `chunk`.
+    The overlap is shorter if the next chunk could otherwise not reach the first cut of the highest level after `chunk`.
+    `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens

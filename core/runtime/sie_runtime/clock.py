@@ -96,7 +96,7 @@ class BrokerClock:
         """Measure the broker's time now, every EVERY_S seconds and after each reconnect, until cancelled."""
         trouble = Trouble(
             _logger,
-            "the broker's time could not be read; its last estimate, or without one this machine's clock, stays in use",
+            "the broker's time could not be read; the last estimate of it, or else this machine's clock, stays in use",
         )
         while True:
             self._again.clear()

@@ -32,7 +32,7 @@ def write_through(growing: Path, path: Path, data: bytes) -> None:
 
 def replace(growing: Path, path: Path) -> None:
     """Rename a file to `path`. A file, or a link to a file, that exists at `path` is replaced. Raises OSError, and
-    FileExistsError if `path` is a folder, a device or a pipe: other programs need a device such as /dev/null.
+    FileExistsError if `path` is a folder, a pipe or a device such as /dev/null, which other programs need.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "is no file that can be replaced", str(path))

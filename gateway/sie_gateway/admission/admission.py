@@ -638,8 +638,8 @@ class Admission:
         return bool(granted)
 
     def freed(self, queue: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left `queue`. A key has one window (limit of tokens) for all queues of a lane and
-        priority. So requests in the other queues of the lane and priority may get permits as well.
+        """Grant permits after work left `queue`. Requests in other queues of the same lane and priority may get permits
+        as well, because a key has one limit of tokens for all these queues.
         """
         queue.freed(self._clock(), is_result=is_result)
         if self._pending_queues:

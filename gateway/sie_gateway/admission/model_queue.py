@@ -768,7 +768,7 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # (request, cost of the queue up to and including the request). Such a request is in a running batch only if the
+        # (request, cost of the queue up to and including the request). The request is in a running batch only if that
         # batch is larger than earlier batches.
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
@@ -807,8 +807,8 @@ class ModelQueue:
         return self.throughput.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each request that `late` returns, its refusal, and its cost at the present `scale`. The refused client
-        may try again after the time that the queue needs for the other work and for this request.
+        """Yield each request that `late` returns, its refusal, and its cost at the present `scale`. The retry time in
+        the refusal is the time that the queue needs for all work that stays, and for this request.
         """
         late = self.late(now_s)
         for entered, _ in late:

@@ -105,8 +105,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key is active: has had a request within REMEMBERED_S seconds, or has work in the
-        queue. Forget the other keys.
+        """Return True if more than one key is active. A key is active if it has work in the queue, or has had a request
+        within REMEMBERED_S seconds. Forget inactive keys.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -196,8 +196,7 @@ class KeyWindow:
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of the other keys' chunks that got permits while the next chunk in the order waited for space in
-        # the queue
+        # summed cost of the chunks that overtook the next chunk in the order while it waited for space in the queue
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()

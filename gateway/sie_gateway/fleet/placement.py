@@ -295,7 +295,7 @@ class Ages:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return the model for each last token of a NATS subject. The token of a long name is shortened and cannot be
+        """Return a map: last token of a NATS subject -> model. The token of a long name is shortened and cannot be
         decoded, so compute the tokens from `models`.
         """
         names = self._names.setdefault(lane, {})

@@ -339,9 +339,8 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # If there are more idle workers (without a load in progress) than any model has hosts, no model is on all idle
-        # workers, and the search below is not needed. The + 1 is for a worker that leaves the lane: it may have a model
-        # without being among the model's counted hosts.
+        # A model can be on all idle workers (without a load in progress) only if it has at least as many hosts.
+        # The + 1 is for a worker that leaves the lane: it may have the model, but is not counted as a host.
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}

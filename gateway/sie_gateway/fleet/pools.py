@@ -279,8 +279,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that returns True for the name of a pool that a credential may read. Without the scope
-        `admin`, it may read the pools in the settings of gateways and workers, and its own reservations.
+        """Return a function that returns True for the name of a pool that a credential may read. A credential without
+        the scope `admin` may read its own reservations, and the pools in the settings of gateways and workers.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True

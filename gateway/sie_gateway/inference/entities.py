@@ -36,5 +36,5 @@ def _mention(value: Any, path: str, length: int) -> Mention:
     if type(start) is not int or not 0 <= start < length:
         raise bad(f"{path}.start", start, f"the index of a code point, from 0 to {length - 1}")
     if type(end) is not int or not start < end <= length:
-        raise bad(f"{path}.end", end, f"an index of a code point above start, at most {length}")
+        raise bad(f"{path}.end", end, f"an index of a code point, greater than start and at most {length}")
     return Mention(label, start, end)

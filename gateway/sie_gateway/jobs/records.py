@@ -102,8 +102,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        # id -> revision of the record; if this gateway has removed the record: revision of the removal, until the watch
-        # reports the removal
+        # id -> revision of the record; after a removal by this gateway: revision of the removal, until the watch has
+        # reported it
         self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:

@@ -123,7 +123,7 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
     _row(
         "/v1/doctor",
         doctor,
-        "The report of `sie doctor`; needs no token in auth mode none at a gateway that listens only on loopback",
+        "The report of `sie doctor`; needs no token if auth mode is none and the gateway listens only on loopback",
         api.DoctorReport,
         scope="admin",
         local=True,

@@ -241,8 +241,8 @@ class Remotes:
             _logger.warning("the charge for a call of remote %s stays an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
-        """Count a failed call. If the server is at fault, probe it again soon. After MAX_FAILURES such calls in a row,
-        the server gets no requests until it passes a probe.
+        """Count a failed call. If the server is at fault, probe it again soon. After MAX_FAILURES calls in a row with a
+        fault of the server, send it no requests until it passes a probe.
         """
         self._count(remote, "failed")
         if not failure.is_fault:

@@ -303,8 +303,8 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of the text `whole`. They may fill QUERY_SHARE of `room`, or all of `room` that the other text of
-    the pair (`shortened`) leaves free, if that is more.
+    """Return the ids of the text `whole`, at most QUERY_SHARE of `room`, or as many as the pair's other text
+    (`shortened`) leaves free if that is more.
     """
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 

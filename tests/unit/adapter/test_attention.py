@@ -213,7 +213,7 @@ def test_keywords_that_would_change_the_numbers_are_refused() -> None:
 def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
     """A bidirectional model on a causal engine gives plausible, wrong vectors."""
     for changes in ({"is_causal": True}, {"sliding_window": 8}):
-        with pytest.raises(AttentionUnsupported, match="its mask says"):
+        with pytest.raises(AttentionUnsupported, match="its mask is"):
             attend(MaskRequest(masks.bidirectional_mask_function, None), **changes)
     attend(MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7), sliding_window=8)
     attend(MaskRequest(masks.causal_mask_function, None), is_causal=True)
@@ -230,7 +230,7 @@ def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all
     attend(window, trial, sliding_window=8)
     with pytest.raises(AttentionUnsupported, match=r"by \[0, 1\] keys"):
         trial.edge()
-    with pytest.raises(AttentionUnsupported, match="its mask says"):
+    with pytest.raises(AttentionUnsupported, match="its mask is"):
         attend(window, sliding_window=7, is_causal=True)
 
 

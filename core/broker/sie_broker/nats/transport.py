@@ -55,7 +55,7 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
     """Return (server addresses without credentials, credentials). All servers use the same credentials, because the
     broker announces further addresses without credentials.
 
-    `password`: added to a user name in `url` that has no password. If it is None, such a user name is used as a token.
+    `password`: password of a user name in `url` that has none. If `password` is None, such a user name is a token.
     Raises ValueError for an invalid URL.
     """
     servers: list[str] = []

@@ -95,8 +95,8 @@ class EmbeddingsRequest(Struct, kw_only=True):
     prompt_name: Annotated[
         Text,
         Meta(
-            description="Name of a prompt of the model. If `input_type`, `task` and `is_query` are absent too, the "
-            "model's default prompt is used, if it has one."
+            description="Name of a prompt of the model. If this field, `input_type`, `task` and `is_query` are absent, "
+            "the model's default prompt is used, if it has one."
         ),
     ] = UNSET
     instruction: Text = UNSET

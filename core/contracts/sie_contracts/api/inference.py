@@ -175,7 +175,7 @@ class ExtractParams(_Params, kw_only=True):
     ] = UNSET
     label_thresholds: Annotated[
         dict[str, float] | UnsetType,
-        Meta(description="Lowest score by label, or by path of a property. It replaces `threshold` there."),
+        Meta(description="Lowest score by label, or by path of a property, in place of `threshold`."),
     ] = UNSET
 
 
@@ -498,7 +498,7 @@ class RedactionPart(Struct, kw_only=True):
 
 
 class RedactionMap(Struct, kw_only=True):
-    """The replaced values of a text. They turn the redacted text back into the original text, so store the two apart.
+    """The replaced values of a text. The map and the redacted text together give the original text: store them apart.
     `length`: length of the redacted text.
     """
 

@@ -13,7 +13,7 @@ _NAME = f"{MINI}:latest"
 _DIGEST = "0b27f2a1a5f1a2f3c7f6cdb7a86ab1b4c2f8dce8bd1f6f4f4ce30aa4cb2de5c9"
 _KeepAlive = Annotated[str | float | UnsetType, Meta(description="Ignored: workers manage their memory.")]
 _Options = Annotated[Map, Meta(description="`num_ctx`: maximum tokens of an input. Other options are ignored.")]
-_Name = Annotated[Text, Meta(description="With or without Ollama's tag `latest`.")]
+_Name = Annotated[Text, Meta(description="Name of the model, with or without Ollama's tag `latest`.")]
 
 
 class OllamaEmbed(Struct, kw_only=True):

@@ -45,7 +45,7 @@ class Muvera(msgspec.Struct, frozen=True):
         """
         cells = self.cells(dim)
         if cells > MAX_CELLS:
-            expected = f"at most {MAX_CELLS} repetitions x partitions x token width"
+            expected = f"repetitions * partitions * token width to be at most {MAX_CELLS}"
             raise InvalidInput.at(path, f"expected {expected}, got {cells}")
         width = self.final_projection_dim or cells
         if width > MAX_WIDTH:

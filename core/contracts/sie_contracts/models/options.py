@@ -162,8 +162,9 @@ class _Parameters:
 
     def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
         """Yield (path, suggestion) for each parameter that has no effect for this model on this route. `suggestion`:
-        end of the warning or error about the parameter, or empty; None if no option has a similar name, and for names
-        after the first MAX_COMPARED. `lacking`: parameter without an effect -> the parameter that must be set with it.
+        end of the warning or error; empty for a known parameter without advice. None for an unknown name that is
+        similar to no option, or that follows MAX_COMPARED unknown names. `lacking`: parameter without an effect -> the
+        parameter that must be set with it.
         """
         compared = 0
         for prefix, level in self.levels:

@@ -371,7 +371,7 @@ class Protocol(HttpToolsProtocol):
     def _should_upgrade(self) -> bool:
         """Return whether to switch to a websocket. The server ignores an upgrade while an earlier request has no
         complete response (RFC 9110, 7.8), because the websocket would begin before the end of that response. It also
-        ignores an upgrade if the client has not read earlier responses: the websocket would not notice this.
+        ignores an upgrade while responses are unread: the websocket would not notice that the client does not read.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self.flow.write_paused and super()._should_upgrade()

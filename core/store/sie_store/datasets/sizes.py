@@ -83,8 +83,8 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often the characters in `marks` occur in JSON. A fast count includes the insides of strings. If this
-    count is above `most`, return the result of `count_outside` instead.
+    """Return how often the characters in `marks` occur in JSON. If the number is above `most`, count only outside of
+    strings, by the slower `count_outside`.
     """
     total = sum(map(text.count, marks))
     return total if total <= most else count_outside(text, marks, most)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 KEY = b"sie"  # key of the shard's description (`About`) in the metadata of the file
 ROWS_OF_GROUP = 10_000
-# largest depth of nested lists; deeper ones become JSON. A list has two levels in Parquet, and readers allow 100 levels
+# largest depth of nested lists; deeper lists are written as JSON. Each list has two levels in Parquet, and readers of
+# Parquet allow 100 levels.
 MAX_NESTING = 30
 
 

@@ -143,9 +143,9 @@ class Sink(Protocol):
         """Write rows so that they survive a restart of the database. A stored row with the same id is replaced."""
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return why the database can never store a row, by index of the row. A job counts these rows as failed
-        and does not write them, because `upsert` would refuse all rows of the call. By default no row is refused,
-        because only a multivector can make a row too large.
+        """Return the rows that the database can never store, as index -> reason. A job counts these rows as failed and
+        leaves them out, because `upsert` would refuse all rows of the call. Only a multivector can make a row too
+        large, so a database without multivectors refuses no row.
         """
         return {}
 
