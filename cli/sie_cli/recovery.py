@@ -209,8 +209,8 @@ async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> 
 
 
 async def _write_batch(bucket: KeyValue, batch: list[Write]) -> int:
-    """Write the entries, except those whose key exists because another process has written it since the caller read
-    the bucket. Return the number of written entries.
+    """Write the entries whose keys still do not exist. Another process may have written a key since the caller read the
+    bucket. Return the number of written entries.
     """
     try:
         await bucket.write(batch)

@@ -77,9 +77,9 @@ class Overlay:
             _logger.warning("%s", warning)
         folder = in_use(self._allowed)
         return (
-            f"models are those of the package and of {folder}"
+            f"the models are those of the package and of {folder}"
             if folder
-            else f"models are those of the package: there is no {self.name}"
+            else f"the models are those of the package: there is no {self.name}"
         )
 
     def trust(self) -> Trust:

@@ -29,8 +29,8 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model whose `revision` a worker permanently failed to load and no worker has loaded. `loaded`: the revision that
-    was loaded last. `why`: error of the failed load.
+    """Model with a `revision` that a worker permanently failed to load. No worker has loaded this revision. `loaded`:
+    the revision that was loaded last. `why`: error of the failed load.
     """
 
     model: str

@@ -480,7 +480,7 @@ def test_a_models_folder_of_another_user_is_refused_unless_it_is_named(
 
 def test_the_folder_in_use_is_always_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Overlay(Settings()).describe() == "models are those of the package: there is no ./models"
+    assert Overlay(Settings()).describe() == "the models are those of the package: there is no ./models"
     (tmp_path / "models").mkdir()
-    assert Overlay(Settings()).describe() == f"models are those of the package and of {tmp_path}/models"
+    assert Overlay(Settings()).describe() == f"the models are those of the package and of {tmp_path}/models"
     assert Overlay(Settings(models_dir=str(tmp_path))).describe().endswith(f"and of {tmp_path}")

@@ -163,7 +163,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
     ("arguments", "status", "message"),
     [
         (["push"], 2, "Missing argument"),
-        (["push", "{folder}"], 2, "is a folder: --as ORGANISATION/NAME sets its name in the bucket"),
+        (["push", "{folder}"], 2, "is a folder: name it in the bucket with --as ORGANISATION/NAME"),
         (["push", "org/model", "--as", "my/model"], 2, "--as gives a name to a folder, but org/model is no folder"),
         (["push", "a/b", "c/d", "--revision", "x"], 2, "are for one model: push the models one by one"),
         (

@@ -140,10 +140,10 @@ class GroundingDino:
         owners = np.searchsorted(starts, places, side="right") - 1
         is_label = (places < (starts + lengths)[owners]) & (np.array(encoding.special_tokens_mask) == 0)
         if np.isin(ids[is_label], list(_DELIMITERS.values())).any():
-            raise labels_refused("one of them contains a token that the model reserves")
+            raise labels_refused("a label contains a token that the model reserves")
         tokens = [np.flatnonzero(is_label & (owners == number)) for number in range(len(cleaned))]
         if not all(map(len, tokens)):
-            raise labels_refused("one of them is empty after tokenisation")
+            raise labels_refused("a label is empty after tokenisation")
         return _LabelPrompt(
             to_device(ids[None], self._device), [to_device(numbers, self._device) for numbers in tokens]
         )

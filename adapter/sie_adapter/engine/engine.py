@@ -414,7 +414,7 @@ class BatchRun:
         for head in self._model.heads_for(self._message.operation, group.options):
             if head not in self._model.heads:
                 error = InvalidInput(
-                    f"the model does not have a requested output, it has {', '.join(self._model.heads)}",
+                    f"the model lacks a requested output; its outputs are {', '.join(self._model.heads)}",
                     reason="unsupported_output",
                 )
                 self._errors.update(dict.fromkeys(range(group.start, group.stop), error))

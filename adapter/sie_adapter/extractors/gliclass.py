@@ -148,7 +148,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         if len(labels) > limit:
             raise labels_refused(f"got {len(labels)}, expected at most {limit}")
         if any(self._reserved(label) for label in labels):
-            raise labels_refused("one of them contains a token that the model reserves")
+            raise labels_refused("a label contains a token that the model reserves")
         for name, text in (("instruction", around.instruction), *(("examples", text) for text in around.texts())):
             if self._reserved(text):
                 raise InvalidInput.at(name, "it contains a token that the model reserves", reason="reserved_token")

@@ -243,11 +243,11 @@ class GlinerModel(Extractor[GlinerTexts]):
         prompt, marks = self._prompt(options)
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
-            raise labels_refused("one of them is empty after tokenisation")
+            raise labels_refused("a label is empty after tokenisation")
         for mark, count in marks.items():
             if encoding.ids.count(mark) != count:
                 token = self._counter.id_to_token(mark)
-                raise labels_refused(f"one of them contains {token}, which the model reserves")
+                raise labels_refused(f"a label contains {token}, which the model reserves")
         self._check_room(len(encoding.ids))
         return len(encoding.ids)
 

@@ -398,9 +398,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     ) -> None:
         """Raise InvalidInput if the name of a task, or one of the task's labels, cannot be used."""
         if not all(map(len, labels)):
-            raise labels_refused("one of them is empty after tokenisation")
+            raise labels_refused("a label is empty after tokenisation")
         if any(np.isin(ids, self._reserved).any() for ids in labels):
-            raise labels_refused("one of them contains a token that the model reserves")
+            raise labels_refused("a label contains a token that the model reserves")
         mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
         if len(name) and name[np.isin(name, self._reserved)].tolist() == [mark] * descriptions:
             return

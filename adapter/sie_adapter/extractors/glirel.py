@@ -125,9 +125,9 @@ class GlirelModel(Extractor[GlirelTexts]):
         encoding = self._counter.encode(prompt, is_pretokenized=True, add_special_tokens=False)
         tokens = len(encoding.ids) + self._around
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
-            raise labels_refused("one of them is empty after tokenisation")
+            raise labels_refused("a label is empty after tokenisation")
         if sum(number in self._reserved for number in encoding.ids) != len(labels) + 1:
-            raise labels_refused("one of them contains a token that the model reserves")
+            raise labels_refused("a label contains a token that the model reserves")
         self._check_room(tokens)
         return tokens
 

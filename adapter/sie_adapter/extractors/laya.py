@@ -216,15 +216,15 @@ class LayaModel(Extractor[LayaTexts]):
             alone, _, _ = self._parts("noul", label, _TRUTH)
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
-                raise labels_refused(f"each is read as a statement, which may have at most {most} tokens")
+                raise labels_refused(f"the model reads each label as a statement of at most {most} tokens")
             message = f"at most {room - len(alone)} tokens are allowed, the description of a schema property included"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 
     def _parts(self, kind: Question, text: str, options: Sequence[str]) -> tuple[list[int], list[list[int]], int]:
         """Return the ids of a question, the ids of its options, and the largest number of ids for the question. Each
-        option follows a mask token, and is cut as the package cuts it. Raises InvalidInput for options that are equal
-        after the cut.
+        option follows a mask token. Long options are cut at the same length as in the package `laya`. Raises
+        InvalidInput for options that are equal after the cut.
         """
         size = 1 + _OPTION_TOKENS
         marked = [[self._mark, *self._ids(f" {option}")][:size] for option in options]

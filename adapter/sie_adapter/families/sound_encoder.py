@@ -87,8 +87,8 @@ class _Clap:
 
 
 def _roberta(source: Any) -> Any:
-    """Return CLAP's text encoder as a RobertaModel with the same weights: only that class passes the bounds of packed
-    sequences to attention.
+    """Return CLAP's text encoder as a RobertaModel with the same weights. Unlike CLAP's own class, RobertaModel passes
+    the bounds of packed sequences to attention.
     """
     config = source.config
     own = RobertaConfig(**{name: getattr(config, name) for name in _OF_ROBERTA})

@@ -220,8 +220,8 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files of `folder`, but not again if they are unchanged, and not for a family that another
-        package defines.
+        """Check the weight files of `folder`. Skip files that have not changed since an earlier check, and all files of
+        a family that another package defines.
         """
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:

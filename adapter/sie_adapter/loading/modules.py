@@ -400,7 +400,7 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
         if feature != (_TOKENS if number < pooled_at else _VECTOR):
             side = "before" if number < pooled_at else "after"
             raise incompatible(
-                f"modules.json has a {kind} that changes {feature} {side} the Pooling, where this changes no vector"
+                f"modules.json has a {kind} {side} the Pooling; it changes {feature}, which has no effect on vectors"
             )
 
 

@@ -323,8 +323,8 @@ class WhisperReader:
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
     """Return the tokens of the model's prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for
-    unsupported generation rules, for features that the model does not read, or for an entry with more tokens than the
-    decoder has positions; NOT_FOUND without a configuration of features.
+    unsupported generation rules, for features that the model does not read, or if `max_tokens` of the entry is above
+    the decoder's number of positions; NOT_FOUND without a configuration of features.
     """
     config, rules = model.config, model.generation_config
     recipe = extractor_of(folder, entry, config.max_source_positions)

@@ -180,7 +180,7 @@ class WorkerWatch:
             while (now_s := time.perf_counter()) < end_s:
                 # Open a new connection for each frame. On an open connection the gateway sends five frames per second
                 # with all models of the catalogue, and this traffic would disturb the measurement.
-                # A failed attempt only leaves out one frame: the gateway may refuse it while it is busy.
+                # A busy gateway may refuse a connection. Then only one frame is missing.
                 with contextlib.suppress(SIEError, TimeoutError):
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))

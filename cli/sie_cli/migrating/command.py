@@ -273,7 +273,7 @@ def _migrate_corpus(
             "NEW_MODEL, --text, and --corpus or --sink are needed: --text says how to read the texts from their source"
         )
     if options.pop("vector"):
-        raise click.UsageError("--vector: with --corpus, a job writes a new collection, with one vector for each text")
+        raise click.UsageError("--vector is only for --sink; the job of --corpus writes one vector for each text")
     plan = MigrationPlan(
         alias,
         model,

@@ -38,7 +38,7 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
             click.echo(model.message)
             if not is_served:
                 click.echo(
-                    f"no `{cluster.serve}` runs: if it is started in the current folder, it has the model. "
+                    f"no `{cluster.serve}` is running; if you start one in the current folder, it has the model. "
                     "For a `sie serve` with another --data-dir, repeat this command with that --data-dir",
                     err=True,
                 )

@@ -251,7 +251,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     folder = Path(os.path.expanduser(reference))
     if folder.is_dir():
         if not name:
-            raise click.UsageError(f"{reference} is a folder: --as ORGANISATION/NAME sets its name in the bucket")
+            raise click.UsageError(f"{reference} is a folder: name it in the bucket with --as ORGANISATION/NAME")
         return _WeightsSource(folder, _of_folder(folder, name, revision), Lock(None))
     if name:
         raise click.UsageError(f"--as gives a name to a folder, but {reference} is no folder")

@@ -181,8 +181,8 @@ class LocalCluster:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, the third list has the one
-        process that replaces broker, config service, gateways and sidecars.
+        """Return five lists of processes: broker, config service, gateways, sidecars, adapters. In standalone mode, one
+        process replaces the first four kinds; it is in the third list.
         """
         plan, settings = self._plan, self._plan.settings
         workers = []
@@ -302,8 +302,8 @@ class LocalCluster:
                     failed = await failed_load(client, gateway, self._admin_token, model.name)
                     if failed is not None and failed.is_final:
                         self._lacking = (
-                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without this MODEL starts, "
-                            "and the first request for the model tries to load it again"
+                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` can start if you leave this "
+                            "MODEL out; the first request for the model then tries to load it again"
                         )
                         self._stop.set()
                         return

@@ -19,8 +19,8 @@ from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
-# For these buckets, `make` overrides values of the request. It stores buckets in _KEYS on disk, and buckets in _LASTING
-# without expiry.
+# For these buckets, `make` overrides values of the request: buckets in _KEYS are stored on disk, buckets in _LASTING do
+# not expire.
 _KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
 _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 

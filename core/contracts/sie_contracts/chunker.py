@@ -69,9 +69,9 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the end of a chunk: the last possible cut of the highest level that has a possible cut. Possible cuts have
-    `least` to `most` tokens before them. If no level has a possible cut, a grapheme of several tokens is in the way.
-    Then the end is the first cut after this grapheme.
+    """Return the end of a chunk. A possible end has `least` to `most` tokens before it. Of the coarsest level (such as
+    paragraphs) with a possible end, take the last one. If no level has a possible end, a grapheme of several tokens is
+    in the way. Then take the first place after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1

@@ -78,8 +78,8 @@ GROWING = 1.25
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `formed_s`: time until the request's batch is formed, or infinity if workers form batches before the device is free.
-    `likely_s`: `min_s` with the number of batches rounded up. If `formed_s` is infinite, a batch was formed before the
-    request arrived, and `likely_s` is `min_s` plus the time of one batch. `stalled_s`: time since the last result if
+    `likely_s`: `min_s` with the number of batches rounded up; or, if `formed_s` is infinite, `min_s` plus the time of
+    one batch, because a batch was formed before the request arrived. `stalled_s`: time since the last result if
     this time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
     `batch_s`: time of one batch.
     """
@@ -642,8 +642,9 @@ class ModelQueue:
     def wait(
         self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
     ) -> ExpectedWait:
-        """Return the expected wait of a request of `cost` tokens behind `ahead` tokens of this gateway, the work of the
-        other gateways, and `promised` tokens that refused clients of all gateways are expected to send.
+        """Return the expected wait of a request of `cost` tokens. Other work is served first: `ahead` tokens of this
+        gateway, the work of the other gateways, and `promised` tokens that refused clients of all gateways are expected
+        to send again.
         """
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]

@@ -164,8 +164,8 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. `begun`: requests that have got a permit for a chunk. `fresh`:
-    requests that have got none.
+    """Waiting requests of a key, in order of arrival. `begun`: requests that have a permit for at least one chunk.
+    `fresh`: requests without a permit.
     """
 
     key: str
@@ -221,9 +221,9 @@ class KeyWindow:
         return self.cost / self.tokens if self.tokens else 1.0
 
     def ahead(self, key: str, cost: float) -> float:
-        """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So from each other key, at most as much waiting work runs first as this key has: its own waiting work plus
-        the new request.
+        """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys take turns at
+        equal cost. While all work of this key runs (its waiting work and the new request), at most the same cost of
+        waiting work runs for each other key.
         """
         if not self._flows:
             return self.cost

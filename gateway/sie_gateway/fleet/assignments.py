@@ -195,8 +195,8 @@ def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, s
     """Return the pools that a worker must serve: its reservation, or the pool of its settings if it is not reserved.
     `reserved`: worker -> reservation.
 
-    Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because the pool of
-    its settings is unknown. An empty result would not do: the worker would read it as the command to serve no pool.
+    Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat: the pool of its
+    settings is unknown, and an empty result would tell the worker to serve no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

@@ -368,8 +368,8 @@ class Planner:
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # All waiting messages arrived after the oldest message, because work is served in the order of arrival. So the
-        # waiting tokens divided by the age of this message are the rate of arrival, also for models without a host.
+        # Workers serve messages in the order of arrival, so all waiting messages arrived since the oldest one. The rate
+        # of arrival is therefore the waiting tokens divided by the age of the oldest message.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)

@@ -135,8 +135,8 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease has surely ended. The measured time of the broker may be ahead of its true
-        time by up to `margin_s`, so subtract this margin first.
+        """End the reservations whose lease has ended by the broker's clock. The gateway's measurement of this clock may
+        be up to `margin_s` too high, so subtract `margin_s` from it.
         """
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [

@@ -51,7 +51,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:
-        raise PoolOperationForbidden(f"all keys together have {MAX_RESERVATIONS} reservations, the limit: delete one")
+        raise PoolOperationForbidden(f"the limit is {MAX_RESERVATIONS} reservations of all keys together: delete one")
     own = sum(reservation.owner == grant.key for reservation in record.pools.values())
     if present is None and grant.key and own >= MAX_RESERVATIONS_OF_A_KEY:
         raise PoolOperationForbidden(

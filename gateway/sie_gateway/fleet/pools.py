@@ -52,7 +52,7 @@ class PoolRecord(Collection[str]):
 
     The bucket `sie_pools` has two keys: the reservations, which any gateway changes by compare-and-set, and the
     assignments of workers, which only the leader writes. Every gateway watches both keys. If the broker loses the
-    bucket, all reservations end: their requests fail, and their workers return to the pools of their settings.
+    bucket, all reservations end: their requests fail, and each of their workers returns to the pool in its settings.
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
@@ -199,8 +199,9 @@ class PoolDirectory:
         """Create a reservation and its stream. If the key already has a reservation of this name, replace its spec and
         renew its lease.
 
-        Raises PoolConflict if a pool that is not a reservation, a reservation of another key, or a stream with other
-        settings has the name. Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
+        Raises PoolConflict if the name belongs to a pool that is not a reservation, to a reservation of another key, or
+        to a stream with other settings. Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable,
+        BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._worker_pools():

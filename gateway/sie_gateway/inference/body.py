@@ -170,8 +170,8 @@ def query(body: Mapping[str, Any]) -> RequestItem:
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
     """Return a hint for the error about the missing field `name`, for example "; unknown field `content`; did you mean
-    `text`?". The hint shows an unknown field of the body only if its name is similar to `name`, or if another API uses
-    it for the same content. Any other unknown name may be the client's data.
+    `text`?". The hint shows an unknown field only if it is similar to `name`, or if another API uses this field for
+    the same content. Any other unknown field may be the client's data.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})

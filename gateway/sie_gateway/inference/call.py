@@ -220,7 +220,7 @@ class EntryChanged(Exception):
 
 
 MAX_HELD_BYTES = 1 << 30
-# number of copies of each byte of a body while its request runs: in the received body, the decoded values and the queue
+# while a request runs, the gateway has this many copies of its body: the received body, the decoded values, the queue
 # messages
 COPIES = 3
 # number of bytes of each body, all copies included, that do not count in SIE_BODY_MEMORY_BYTES;

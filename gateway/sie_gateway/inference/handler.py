@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # The watch for a client's disconnect needs a task of its own. Most runs end soon, so `_watch` starts this task
-        # only for a run that has taken `watch_after_s` to 2 * `watch_after_s` seconds.
+        # To notice that the client disconnects, the gateway needs a second task. Most runs end soon, so `_watch` starts
+        # this task only for runs that last longer than `watch_after_s`.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:

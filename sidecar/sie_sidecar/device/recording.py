@@ -41,8 +41,8 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Write a line for each work item of a batch, and a line for the time of the batch. `lanes`: number of lanes of
-        the device.
+        """Write a line for each work item of a batch, and a line for the time of the batch. `lanes`: number of batches
+        that the device runs at the same time.
         """
         if self._file is None:
             return

@@ -293,7 +293,7 @@ class Pulling:
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
         # consumers that `refill` checks: they have delivered since the last refill, or have less credit than usual
-        # because too much work waited here
+        # because too much work waited at this worker
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may lack these

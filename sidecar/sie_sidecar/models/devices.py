@@ -54,8 +54,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # if a load failed with a permanent error class, choose the device of this load, so that the work gets the
-        # stored error: the load would probably fail on the other devices too
+        # Choose a device on which the load failed with a permanent error class, so that the work gets the stored error.
+        # The load would probably fail on the other devices too.
         [number for number in numbers if views[number].gives_up],
     ):
         if able:

@@ -241,9 +241,9 @@ class Loading:
         another device and try again. While no adapter is connected, wait for one. The attempts end at the last deadline
         of the items, so that an input that crashes every adapter does not run for ever.
 
-        `past_gate`: the items have left the queue, and run on their device even if the model is closed to new work.
-        Such items are not moved: raise AdapterGone, after which the caller queues the items again. Before that, if the
-        adapter was lost, wait AWAY_S seconds for the next adapter of the device.
+        `past_gate`: the items have left the queue, and run even if the model is closed to new work. They stay on their
+        device: raise AdapterGone instead of moving them, and the caller queues them again. If the device's adapter was
+        lost, first wait AWAY_S seconds for its next adapter.
         """
         began_s = time.monotonic()
         try:

@@ -924,8 +924,8 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the models to load on one more device, each as its state on the additional device. `is_behind(state)`
-        returns True if the model's work waits for the device of the state.
+        """Return the states of models that should be loaded on one more device: for each model, its state on that
+        device. `is_behind(state)` returns True if work of the model waits for the device of `state`.
         """
         if len(self.devices) == 1:
             return []

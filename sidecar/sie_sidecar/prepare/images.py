@@ -170,8 +170,8 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white. Pillow
-    opens images of 12 bits, and TIFF files in which 0 is white, in the same mode, so they are converted here too.
+    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white. Also
+    convert 12 bit images, and TIFF files in which 0 is white: Pillow gives them the same mode as 16 bit images.
     """
     tags, clear = getattr(image, "tag_v2", {}), image.info.get("transparency")
     levels = _LEVELS_12 if tags.get(_BITS) == (12,) else _LEVELS_16

@@ -351,10 +351,9 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return one row for each input: the pieces of the prompt template with query and document, each tokenised alone.
-    If a row is too long, truncate the piece with the document. QUERY_SHARE of `limit` is reserved for the query. The
-    end of the template stays whole, because the model's output follows it. Source: README of Qwen3-Reranker and of
-    mxbai-rerank.
+    """Return one row for each input: the prompt template with query and document, tokenised piece by piece. If a row
+    is too long, truncate the piece with the document. QUERY_SHARE of `limit` is reserved for the query. The end of the
+    template stays whole, because the model's output follows it. Source: README of Qwen3-Reranker and of mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(

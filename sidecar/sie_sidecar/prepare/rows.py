@@ -436,8 +436,8 @@ def to_batch(
 
 
 def _adapter_options(options: RunOptions) -> RunOptions:
-    """Return the options that the adapter needs. Prompts are removed, because they are in the ids; `variant` is
-    removed, because only the fingerprint of results needs it.
+    """Return the options that the adapter needs. Remove the prompts, because the token ids already contain them. Remove
+    `variant`, because only the fingerprint of results needs it.
     """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
     if not (prompts or options.variant):

@@ -235,7 +235,7 @@ def test_files_of_another_revision_are_refused(good: ModelEntry, copy: ModelEntr
     error = refusal(changed(copy, weights=Weights(hub="toy/good", revision=COMMIT)), tmp_path)
     assert error.extras["error_class"] == "NOT_FOUND"
     assert f"toy/good@{COMMIT} is not in the local cache" in error.message
-    assert f"which has other commits of it: {OTHER_COMMIT}" in error.message
+    assert f"which has other commits of this repository: {OTHER_COMMIT}" in error.message
     right = changed(copy, weights=Weights(hub="toy/good", revision=OTHER_COMMIT))
     assert loader(tmp_path).load(resolved(right)).certificate["golden"] >= 0.99999
 

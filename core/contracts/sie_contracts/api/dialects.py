@@ -332,7 +332,7 @@ class Rerank(Struct, kw_only=True):
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1)]
     top_n: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1, description="Voyage's name of `top_n`.")] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1, description="Voyage's name for `top_n`.")] | UnsetType = UNSET
     return_documents: Flag = UNSET
     rank_fields: Texts = UNSET
     max_tokens_per_doc: Whole = UNSET

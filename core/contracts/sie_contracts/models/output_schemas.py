@@ -372,7 +372,7 @@ def _check_keywords(path: str, schema: dict[str, Any], allowed: frozenset[str]) 
         if keyword not in allowed | _ANNOTATIONS:
             place = f"{path}.{_shown(keyword)}"
             fix = "a value is taken from the text as it is, so leave the keyword out and check the value yourself"
-            raise InvalidInput.at(place, f"is not supported, only {', '.join(sorted(allowed))}: {fix}")
+            raise InvalidInput.at(place, f"the keyword is not supported, only {', '.join(sorted(allowed))} are: {fix}")
 
 
 def _check_name(path: str, name: Any) -> None:

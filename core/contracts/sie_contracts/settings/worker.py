@@ -93,7 +93,7 @@ class WorkerSettings:
         15000,
         "gateway sidecar",
         whole(1),
-        "Time without a heartbeat after which a worker no longer counts, milliseconds.",
+        "Time without a heartbeat after which a worker counts as gone, milliseconds.",
     )
     ack_wait_s: int = row(
         10,

@@ -128,7 +128,7 @@ class Table(Generic[R]):
             methods = (patterns if "{" in route.path else self._exact).setdefault(route.path, {})
             if route.method in methods or route.scope not in (OPEN, ANY, *SCOPES):
                 raise ValueError(
-                    f"{route.method} {route.path}: the table has two such routes, or {route.scope!r} is no scope"
+                    f"{route.method} {route.path}: the table has this route twice, or {route.scope!r} is no scope"
                 )
             methods[route.method] = route
         self._patterns = sorted(self._compiled(patterns), key=lambda pattern: -len(pattern.head) - len(pattern.tail))

@@ -45,14 +45,15 @@ class FooterTooLarge(PageFault):
 
 class ChunkPages:
     """Pages of one column in one row group. The pages are the bytes of a file from `start` to before `end`, and have
-    `values` values. `window`: mean number of values of the column in a batch of rows. `bytes`: decoded bytes above
-    RATIO times the compressed bytes, summed over the latest pages that together have at least `window` values.
+    `values` values. `window`: mean number of values of the column in a batch of rows. `bytes`: excess bytes of the
+    latest pages that together have at least `window` values. The excess of a page is its decoded size minus RATIO times
+    its compressed size, but at least 0.
     """
 
     def __init__(self, start: int, end: int, values: int, window: int) -> None:
         self._start, self._end, self._left, self._window = start, end, values, window
         self._next = start  # position of the next header
-        # for each page in the sum `bytes`: (values, decoded bytes above RATIO times the compressed bytes)
+        # for each page in the sum `bytes`: (values, excess bytes)
         self._pages = deque[tuple[int, int]]()
         self._values = self._empty = self.bytes = 0
 

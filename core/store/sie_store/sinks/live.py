@@ -99,8 +99,9 @@ class LiveCollection(Protocol):
         """Create the column or collection for new vectors of `dims` numbers. If it exists, check it."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        """Scan all rows, and yield the rows without a vector of their present text. If a row has such a vector, but its
-        marker (a digest of text and model) does not prove it, the scan writes the marker or yields the row too.
+        """Scan all rows, and yield the rows without a vector of their present text. The marker of a row (a digest of
+        text and model) proves that its vector is of the present text. If only the marker is missing or wrong, the scan
+        writes the marker or yields the row too.
         """
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:

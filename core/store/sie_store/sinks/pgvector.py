@@ -241,7 +241,7 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
     types = _types(stored)
     for name, type in columns.items():
         if (actual := types.get(name, f"no column {name}")) != type:
-            raise CollectionMismatch(f"the table {collection} has {actual}, but {type} is written")
+            raise CollectionMismatch(f"the table {collection} has {actual}, expected the column {name} of type {type}")
     if types.get("id") != "text" or types.get("payload") != "jsonb":
         raise CollectionMismatch(f"the table {collection} lacks the columns id of type text and payload of type jsonb")
     if not any(column["name"] == "id" and column["is_unique"] for column in stored):

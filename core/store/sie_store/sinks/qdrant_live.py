@@ -357,8 +357,8 @@ class QdrantLive:
             first += len(stored)
 
     async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
-        """Return for each of the first points of `ids` its vectors other than the migrated one, by name; the migration
-        copies them unchanged. The size of a reply limits the number of these points.
+        """Return the vectors that the migration copies unchanged: for each of the first points of `ids`, all vectors by
+        name, except the migrated one. The result has as many points as one reply can have.
         """
         layout = self._opened()
         if not layout.more_vectors:

@@ -175,7 +175,7 @@ class WeightSources:
                 f"{label} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
             )
         revisions = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
-        holds = f", which has other commits of it: {', '.join(revisions)}" if revisions else ""
+        holds = f", which has other commits of this repository: {', '.join(revisions)}" if revisions else ""
         return f"{label} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}"
 
     def _has_all(self, folder: Path, entry: ModelEntry) -> bool:
