@@ -3,7 +3,8 @@
     python catalog/golden/make_dense.py FOLDER OUT.json
 
 Vectors are normalised and rounded to nine digits, more than float32 has. The texts have no prompt, because no case has
-`is_query`. Some are empty, longer than the limit of the model, have a line break, or characters beyond ASCII.
+`is_query`. One text is empty, one has a line break, one has characters beyond ASCII, and one has 400 words, to exceed
+the limits of small models.
 """
 
 from __future__ import annotations

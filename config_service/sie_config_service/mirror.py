@@ -267,8 +267,9 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # If a model was written during this read, the next write is its history record, which `_apply` skips because
-        # the revision is already read. So the snapshot says that this write may have changed any bundle.
+        # After each write of a model follows a history record, from which `_apply` learns the changed bundles. But
+        # `_apply` skips the history record of a revision that this read has returned. So if a model was written during
+        # this read, the snapshot says that the history record may have changed any bundle.
         if self._read > last:
             last = self._read + 1
         self._created = created

@@ -296,8 +296,8 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
     """Send a request until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left. Raises
-    the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client; if there is no such
-    exception, the error of the previous attempt.
+    the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client, or without one, the
+    error of the previous attempt.
     """
     patience = patience or Patience()
     mark = patience.mark

@@ -346,7 +346,7 @@ def test_what_cannot_be_asked_is_refused(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("generation_config.json", {"no_timestamps_token_id": None}, "no no_timestamps_token_id"),
+        ("generation_config.json", {"no_timestamps_token_id": None}, "lacks no_timestamps_token_id"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (

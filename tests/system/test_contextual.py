@@ -93,7 +93,7 @@ def test_voyage_chunks_by_a_function_of_the_client(voyage: Any) -> None:
     ("inputs", "message"),
     [
         ([["a"] * 4097], r"inputs\[0\]: got 4097 inputs, at most 4096"),
-        ([["a", " "]], r"inputs\[0\]: .*no token of the model"),
+        ([["a", " "]], r"inputs\[0\]: .*the tokenizer finds no token"),
         ([["river " * 40_000]] * 4, "inputs: got 160008 tokens, at most 120000"),
     ],
 )

@@ -425,13 +425,13 @@ async def test_a_late_chunk_without_a_token_is_named_as_the_input_that_it_is(clu
     reply_to = asyncio.create_task(post(gateway, "/v1/embeddings", body))
     stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
     item = messages.decode_work((await until(lambda: stream.messages.get(stream.last_sequence), "a message")).data)
-    failed = Failed(InvalidInput.at("chunks[1]", "it has no token of the model", reason="no_tokens").info())
+    failed = Failed(InvalidInput.at("chunks[1]", "the tokenizer finds no token", reason="no_tokens").info())
     result = WorkResult(item.request, item.chunk, "w0", (failed,), b"", revision="local", fingerprint="f")
     await cluster.send(item.reply, messages.encode(result))
     report = (await reply_to).json()
     error, listed = report["error"], report["errors"]
-    assert (error["param"], error["message"]) == ("input[1]", "input[1]: it has no token of the model")
-    assert [(entry["index"], entry["message"]) for entry in listed] == [(1, "it has no token of the model")]
+    assert (error["param"], error["message"]) == ("input[1]", "input[1]: the tokenizer finds no token")
+    assert [(entry["index"], entry["message"]) for entry in listed] == [(1, "the tokenizer finds no token")]
 
 
 @pytest.mark.parametrize("values_of_a_piece", [reply.PIECE_VALUES, 1])

@@ -250,7 +250,7 @@ def test_a_cluster_is_asked_with_the_labels_of_the_task(kind: FactKind) -> None:
 def test_a_model_with_labels_of_its_own_is_measured_by_redaction_only() -> None:
     source, _ = cluster(needs_labels=False)
     texts = [LabelledText("Ada", [])]
-    with pytest.raises(CommandRefused, match="a/b has labels of its own: the task mine needs a, b"):
+    with pytest.raises(CommandRefused, match="a/b has fixed labels: the task mine needs a, b"):
         source.facts(task_of("entities", ("Ada", [])), texts)
     assert source.facts(task_of("redaction", ("Ada", [])), texts) == [[(0, 3, "a")]]
 

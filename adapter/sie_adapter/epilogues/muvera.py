@@ -120,9 +120,9 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return one vector for each bag, [bags, columns of `vectors`]. An entry is one token in one repetition; entries
-    are ordered by token, then by repetition. A bag has the entries of one item in one partition of one repetition. The
-    vector of a bag is the sum of the vectors of its entries for a query, and their mean for a document. If
+    """Return one vector for each bag, [bags, columns of `vectors`]. A bag has the entries of one item in one partition
+    of one repetition. An entry is one token in one repetition; entries are ordered by token, then by repetition. For a
+    query, the vector of a bag is the sum of its entries' vectors; for a document, it is their mean. If
     `fill_empty_partitions` is set, an empty bag of a document gets the vector of its item's nearest entry.
 
     `bag_of` [entries]: the bag of each entry. `repeats`: 1 if `vectors` has a row for each entry; the number of

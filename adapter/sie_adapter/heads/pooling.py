@@ -73,8 +73,8 @@ class DenseHead:
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput if the pooling of `states` is unknown, or if its
-        vectors do not have the width of the vectors of the model's own pooling.
+        """Return vectors, float32 [width] each. Raises InvalidInput if `states` names an unknown pooling, or a
+        pooling whose vectors are not as wide as those of the model's default pooling.
         """
         return self._finished(self._pooled(states, sequences))
 

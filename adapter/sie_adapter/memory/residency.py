@@ -328,8 +328,8 @@ class ResidentModels:
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
         """Load a model. If memory runs out, free memory and load again: a load needs more memory than the loaded model,
-        for example for the copy of a mapped file. If another load ran at the same time, first load again alone, without
-        an eviction, because two loads could evict each other's models for ever.
+        for example for the copy of a mapped file. If another load ran at the same time, first repeat this load alone
+        and without an eviction, because two loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)

@@ -296,8 +296,8 @@ class Backbone:
                 self.use_graphs(cuda_recorder(self._compute.device))
 
     def use_graphs(self, recorder: Recorder | None) -> None:
-        """Run small passes from now on by CUDA graphs that `recorder` captures. If `recorder` is None, run all passes
-        eagerly. Do not call this during a pass.
+        """Run small passes as CUDA graphs from now on; `recorder` captures them. If `recorder` is None, use no graphs.
+        Do not call this during a pass.
         """
         name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
         self._graphs = None

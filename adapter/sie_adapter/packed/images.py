@@ -175,9 +175,9 @@ class Patches(NamedTuple):
 
 
 class GridTower:
-    """Image encoder for images of any size, whose outputs are cached. It calls `run(patches, grids)` for a few images
-    at a time. `patches`: [patches, values], block by block as in Qwen2-VL's image processors. `grids`: frames, rows and
-    columns of patches of each image, int64 [images, 3]. `run` returns tensors [blocks, width].
+    """Image encoder for images of any size. It caches its outputs, and calls `run(patches, grids)` for a few images at
+    a time. `patches`: [patches, values], ordered by block (see `Patches`) as in Qwen2-VL's image processors. `grids`:
+    frames, rows and columns of patches of each image, int64 [images, 3]. `run` returns tensors [blocks, width].
     """
 
     def __init__(

@@ -32,7 +32,7 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Supported fields of adapter_config.json, and fields that only describe the training. `load` refuses a LoRA with any
-# other field, because such a field may change more than the two matrices of a layer express.
+# other field, because that field may change the model in a way that two matrices cannot express.
 _UNDERSTOOD = frozenset(
     {
         "task_type",

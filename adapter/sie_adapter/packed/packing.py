@@ -157,7 +157,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the sizes of images need {int(sizes.sum())} bytes, the batch has {len(pixels)}")
     if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
-        raise MalformedBatch(f"{len(records)} images came with {len(keys)} bytes of keys")
+        raise MalformedBatch(f"{len(records)} images came with {len(keys)} bytes of keys, not {IMAGE_KEY_BYTES} each")
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
     own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(records))]
     shown = [

@@ -83,8 +83,8 @@ class ColIdefics(TokenVectors):
         return ImageTokens(self._token, self._count, before, after, tiles=TileTokens(places, last))
 
     def _between(self, tokenizer: Tokenizer, image: str, tiles: int) -> list[tuple[int, ...]]:
-        """Return the ids of the prompt of a page before, between and after its tiles. Raises ModelLoadFailed for a
-        tokenizer of another model.
+        """Return the token ids of a page's prompt: before the first tile, between the tiles, and after the last tile.
+        Raises ModelLoadFailed for a tokenizer of another model.
         """
         ids = tokenizer.encode(f"{_BEFORE_PAGE}{image}{_AFTER_PAGE}").ids
         runs = [(is_tile, tuple(run)) for is_tile, run in groupby(ids, lambda number: number == self._token)]

@@ -336,7 +336,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
     elif not recipe.whole:
         cause = f"{PROCESSOR} does not describe the features of Whisper"
     elif getattr(rules, "no_timestamps_token_id", None) is None:
-        cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
+        cause = "generation_config.json lacks no_timestamps_token_id, which the model needs to write time stamps"
     else:
         return PromptTokens.from_config(rules, config), recipe
     raise incompatible(f"{entry.id}: {cause}")

@@ -319,7 +319,7 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
         if stored.source == "api" and (key not in copies or copies[key].revision < stored.revision)
     ]
     return {
-        stream: f"it lacks {counted(len(models), 'change')} by the API ({_named(change.model for change in models)})"
+        stream: f"it lacks {counted(len(models), 'API change')} ({_named(change.model for change in models)})"
         for stream, models in ((CATALOGUE, lost), (CATALOGUE_COPY, lacking))
         if models
     }

@@ -184,7 +184,7 @@ class Sie:
             return [[(span["start"], span["end"], span["kind"]) for span in result["spans"]] for result in redacted]
         if not self.info.needs_labels:
             labels = ", ".join(task.labels)
-            raise CommandRefused(f"{self.model} has labels of its own: the task {task.name} needs {labels}")
+            raise CommandRefused(f"{self.model} has fixed labels: the task {task.name} needs {labels}")
         results: Any = self._client.extract(self.model, items, labels=task.labels, **params)
         return [_FACTS[task.kind](result) for result in results]
 

@@ -1,5 +1,5 @@
 """Memory and CPU cores that the control group (cgroup) of this process, for example its container, pod or systemd unit,
-allows. Versions 1 and 2 of the kernel's cgroup interface are supported, also one for memory and the other for CPU.
+allows. Versions 1 and 2 of the kernel's cgroup interface are supported, even if memory and CPU use different ones.
 """
 
 from __future__ import annotations

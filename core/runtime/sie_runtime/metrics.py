@@ -41,9 +41,9 @@ class Fold:
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the label set under which `values` are counted: `values`, if the limit allows another label set. Above
-        the limit, labels in FOLDED get the value `other`. If the `rest` label sets that are reserved for values with
-        `other` are used up, all labels get the value `other`.
+        """Return the label set under which `values` are counted: `values`, while the limit allows another label set.
+        Above the limit, labels in FOLDED get the value `other`. The metric reserves `rest` label sets with `other`;
+        when they are used up, all labels get the value `other`.
         """
         if values in self._known or values in self._folded:
             return values

@@ -337,7 +337,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_remote_cosine",
         "gauge",
-        "Lowest cosine of all probes in the last comparison; after a failed one, that of the probe that differs most",
+        "Lowest cosine of a probe in the last comparison; if it failed, the cosine of the probe that differs most",
         ("remote",),
         8,
     ),

@@ -555,7 +555,7 @@ class Admission:
         is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, self._key_limit(queue))
         waiting = self._waiting
         if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
-            message = f"the inputs that wait in this gateway have {waiting.usage(key)}"
+            message = f"the inputs that wait in this gateway take {waiting.usage(key)}"
             wait = queue.wait(now_s, window.ahead(key, 0.0), 0.0)
             retry_s = queue.turns.book(now_s, client(), entered.cost, wait.likely_s)
             self._count_refusal(queue, "gateway_full")

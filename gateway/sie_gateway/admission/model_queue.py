@@ -123,10 +123,9 @@ class _BatchResults:
     tokens: float = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Return the seconds between the first result of the previous batch and the first result of this batch. If this
-        batch's work was queued after the previous result, the workers had a pause. Then return the seconds from the
-        queueing to the first result, but at most the batch's time on the device divided by `lanes`, the number of
-        batches that run at the same time.
+        """Return the seconds from the previous batch's first result to this batch's first result. If this batch's work
+        was queued later than that result, the workers paused in between. Then return the seconds from the queueing to
+        this batch's first result, at most `device_s` / `lanes`. `lanes`: number of batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s

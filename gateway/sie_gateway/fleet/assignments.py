@@ -177,8 +177,8 @@ def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], 
 def requested_workers(
     spec: ReservationSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
-    """Return (machine profile, bundle) -> number of workers that a reservation needs: its workers `held`, and those
-    that it lacks. `gpus_each`: machine profile -> GPUs of one worker, 1 for a profile that is not in the map.
+    """Return (machine profile, bundle) -> number of workers of a reservation: those that it has (`held`) and those
+    that it still needs. `gpus_each`: machine profile -> GPUs of one worker, 1 for a profile that is not in the map.
     """
     counts = Counter((worker.machine_profile, worker.bundle) for worker in held)
     short, count = lacking(spec, held)

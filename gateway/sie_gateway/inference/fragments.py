@@ -51,7 +51,7 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All incomplete results of a gateway. `held`: bytes of these results. `now_s` of the methods is the time of any
+    """All incomplete results (assemblies) of a gateway. `held`: their bytes. `now_s` of the methods is the time of any
     monotonic clock.
 
     The bytes of each request, of each API key, and of all requests together, are limited. When a new assembly begins,

@@ -38,8 +38,8 @@ Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # (result of a chunk, outcome of one of its inputs)
-# Function that builds the last entry of a reply's map, such as the timings. Argument: seconds in which the other
-# entries were written. For msgpack, the function must return exactly one entry.
+# Function that builds the last entry of a reply's map, such as the timings. Argument: seconds that the other
+# entries took to write. For msgpack, the function must return exactly one entry.
 Late = Callable[[float], Mapping[str, Any]]
 
 
@@ -206,7 +206,7 @@ def listed(
 ) -> Body:
     """Return JSON: the text `before`, the list `values`, and the text `after`. `numbers`: count of all numbers in the
     values; above PIECE_VALUES, the JSON is in pieces. Values may contain numpy arrays. `row` renders each value just
-    before it is written. If `after` is a function, its argument is the seconds in which the values were written.
+    before it is written. If `after` is a function, its argument is the seconds that the values took to write.
     """
 
     def end(spent_s: float) -> bytes:

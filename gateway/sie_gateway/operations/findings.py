@@ -98,7 +98,7 @@ _UNHEALTHY = {
 _SOCKET = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
 
 
-_ADAPTER = "its other devices do the work meanwhile; the log of its adapter says why the process of this device ended"
+_ADAPTER = "the worker's other devices do the work; the adapter's log says why the process of this device ended"
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:

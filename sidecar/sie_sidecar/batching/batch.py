@@ -363,8 +363,8 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, entry: BatchEntry[T], *, back: bool = False) -> None:
-        """Add a work item behind all work items of its key; with `back` (an item that was accepted earlier and comes
-        back), insert it by its time of arrival.
+        """Add a work item behind all work items of its key. `back`: the work item was accepted earlier and returns, so
+        insert it by its time of arrival.
         """
         self.lines[entry.bulk].add(entry, in_order=not back)
         self._length += 1

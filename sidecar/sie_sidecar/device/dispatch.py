@@ -88,8 +88,8 @@ class DeviceQueue:
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # number of batches at the adapter, not counting batches that generate text
-        # by id() of a work item at the adapter that generates text: event that makes the adapter stop, and timer that
-        # sets the event at the deadline
+        # id() of a work item for which the adapter generates text -> event that makes the adapter stop, and timer that
+        # sets the event at the work item's deadline
         self._written: dict[int, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of the last sent batch; the name of a batch ends with its number

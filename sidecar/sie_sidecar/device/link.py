@@ -100,8 +100,8 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """Connections to one adapter. If a connection is lost, all connections are closed, and the adapter with its models
-    counts as lost. Each of `listeners` is called with True when the adapter is connected, with False when it is lost.
+    """Connections to one adapter. If a connection is lost, the link closes all of them, and the adapter and its models
+    count as lost. Each of `listeners` is called with True when the adapter is connected, with False when it is lost.
     """
 
     def __init__(

@@ -122,8 +122,8 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """Record one death for each of these contents, which ran in one batch, unless the content already has a mark.
-        The deaths of a marked content do not increase, because another content of the batch may be the cause.
+        """Record one death of an adapter for each content in `keys` that has no mark. All contents ran in one batch. A
+        marked content gets no further death, because another content of the batch may be the cause.
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 

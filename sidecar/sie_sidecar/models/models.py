@@ -78,7 +78,7 @@ UNUSED_S = 600.0
 # seconds, or for `swap_after_s` if that is longer. A request for B waits for these seconds and then for the load of B.
 # The gateway limits this wait (SIE_LOAD_HOLD_S)
 MAX_TURN_S = 5.0
-# A load of another model may evict an idle model only this number of seconds after the end of its last work item, or
+# A load of another model may evict an idle model only after the idle model has had no work for this many seconds, or
 # from `ModelStates._turn_ends_s` on if that is earlier. A gateway publishes the next chunk of a request when it has the
 # results of earlier chunks. Without this pause, two models that do not fit into memory together would be loaded again
 # for each chunk

@@ -113,7 +113,7 @@ class _TextTokens:
             message = f"text: it has {len(own)} tokens, but a text with chunks may have at most {MAX_TOKENS}"
             raise InvalidInput(message, reason="too_many_tokens", param="text", extras={"limit": MAX_TOKENS})
         if not len(own):
-            raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
+            raise InvalidInput("text: the tokenizer finds no token", reason="no_tokens", param="text")
 
     def spans(self, chunks: TextChunks, text: str) -> Spans:
         """Return the chunks with their numbers of tokens. Raises InvalidInput for too many chunks or an empty chunk."""
@@ -132,7 +132,7 @@ class _TextTokens:
         empty = np.flatnonzero(spans[:, 2] == 0)
         if len(empty):
             raise InvalidInput(
-                f"chunks[{empty[0]}]: it has no token of the model", reason="no_tokens", param=f"chunks[{empty[0]}]"
+                f"chunks[{empty[0]}]: the tokenizer finds no token", reason="no_tokens", param=f"chunks[{empty[0]}]"
             )
         return spans
 

@@ -1,5 +1,5 @@
-"""Reading of large inputs from the payload store: inputs that no message can hold. The bytes in memory are limited.
-Each work item's inputs are read in a task of their own, so that other work does not wait.
+"""Reads inputs that are too large for a message from the payload store. The bytes in memory are limited. A separate
+task reads the inputs of each work item, so that other work does not wait.
 
     delivery with the key of an object ──► reserve memory ──► read the object, with retries until the request's
     deadline ──► whole work item

@@ -77,8 +77,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Raise NotPermitted in all requests in flight on a subject. The broker has reported that this user may not
-        publish to the subject. Return whether there was such a request.
+        """Raise NotPermitted in all requests in flight on `subject`, because the broker has reported that this user may
+        not publish to it. Return whether any request was in flight.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:

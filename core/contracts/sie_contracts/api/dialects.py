@@ -501,8 +501,8 @@ class Classified(Reply, kw_only=True):
 
 
 class GuardrailText(Struct, kw_only=True):
-    """Request to find entities in one text. `chunk_length` and `overlap` are ignored: a model reads a long text in
-    windows of its own.
+    """Request to find entities in one text. `chunk_length` and `overlap` are ignored: the model itself
+    divides a long text into windows.
     """
 
     EXAMPLE: ClassVar[Any] = {"text": "Ada met Bob.", "labels": ["person"], "threshold": 0.5, "flat_ner": True}

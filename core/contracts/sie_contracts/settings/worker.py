@@ -65,7 +65,7 @@ class WorkerSettings:
         None,
         "sidecar",
         HTTP,
-        "Gateway that the worker asks which pool to serve. Several are separated by commas; each is asked if the one before does not answer.",
+        "Gateway that the worker asks which pool to serve. Several URLs are separated by commas: if a gateway does not answer, the worker asks the next one.",
     )
     pool_admission_enabled: bool = row(
         True, "sidecar", BOOL, "Whether the worker asks which pool to serve before it pulls work."
@@ -118,7 +118,7 @@ class MemorySettings:
         85.0,
         "adapter",
         number(0, 100),
-        "Use of the disk, percent, above which cached weights that no process uses are removed.",
+        "Fill level of the disk, percent. Above it, the adapter removes cached weights that no process uses.",
     )
     disk_cache_bytes: int | None = row(
         None,

@@ -29,8 +29,8 @@ from sie_contracts.wire.heartbeats import Heartbeat
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """A write to the catalogue that the config service has stored, as sent to the readers of one bundle that the write
-    changed. `entry` is None if the write removed the model.
+    """Write to the catalogue. The config service stores the write, then sends a delta to the readers of each bundle
+    that the write changed. `entry` is None if the write removed the model.
 
     A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. `since`: epoch of the last earlier
     write that changed the bundle; empty means `previous`. A reader of only this bundle may also apply the delta at any

@@ -325,8 +325,8 @@ def residency_subject(worker: str) -> str:
 
 
 def streams_subject(stream: str) -> str:
-    """Return the subject for requests about `stream`, which the owner of streams (the process that creates them)
-    receives. Workers have permission only for the subject of buckets.
+    """Return the subject on which the owner of streams (the process that creates them) receives requests about
+    `stream`. Workers may publish only to the subject for buckets.
     """
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 

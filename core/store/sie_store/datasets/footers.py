@@ -215,7 +215,7 @@ def _check_dense(source: str, name: str, values: int, size: int) -> None:
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
             f"{source}: column {name[:64]!r} has {values} values in {size} bytes of a row group, "
-            f"expected at most {MAX_DENSE_VALUES}, or one for each byte: write the file with fewer rows in a group",
+            f"expected at most {MAX_DENSE_VALUES} or one per byte, whichever is more: write smaller row groups",
             reason="too_large",
             param="input.url",
         )

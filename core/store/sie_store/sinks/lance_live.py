@@ -471,8 +471,8 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        # Times in nanoseconds are refused: Python drops the nanoseconds, so a write would find that each time differs
-        # from the stored time, and would skip the row.
+        # Times in nanoseconds are refused: Python drops the nanoseconds, so a write would find that the row's time
+        # differs from the stored time, and would skip the row.
         or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 

@@ -123,8 +123,8 @@ class _CollectionPair:
 
 @dataclass(frozen=True)
 class _LateWrite:
-    """Point of the collection that is not in use. A writer has changed the point after it was copied. `marker`: marker
-    of the copy in the collection in use, empty if there is no copy.
+    """Point that a writer has changed in the collection not in use, after the point was copied. `marker`: marker of the
+    point with the same id in the collection in use; empty if that collection lacks the point.
     """
 
     point: _Point
