@@ -42,8 +42,8 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# Buckets for which `sie repair` writes back the readable entries, and `sie restore` the entries of a backup. Shards
-# (parts of jobs) come before the jobs, because the leader of a job reads its shards as soon as the job exists.
+# Buckets that `sie repair` fills with the readable entries, and `sie restore` with the entries of a backup. Shards
+# (parts of jobs) come before the jobs, because the leader of a job reads the job's shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams, and for salvaged entries

@@ -42,9 +42,9 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store, and seed it with the models of the folders. `cached_overlay`: the `Overlay` that an earlier call
-    used. If the folders cannot be read now, seed the models of its last successful read. Raises SettingError,
-    BrokerError, NotReady.
+    """Open the store, and seed it with the models of the folders. `cached_overlay`: the `Overlay` of an earlier call.
+    If the folders cannot be read now, its last successful read supplies the models. Raises SettingError, BrokerError,
+    NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}

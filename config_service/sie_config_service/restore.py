@@ -3,8 +3,8 @@ revision, then the last revision that was loaded is written again.
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
-The write is a new revision, with the reason as its note, which history, list and `sie doctor` show. It has the same
-source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
+The write is a new revision. Its note is the reason, which history, list and `sie doctor` show. The revision keeps the
+model's source, so that the next change of the model's file in SIE_MODELS_DIR is applied.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def media(value: Any, path: str, *, urls: bool = False, is_document: bool = Fals
     if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
         if urls:
             return value
-        raise _refused(path, "URLs are not fetched: give the bytes or a path")
+        raise _refused(path, "the client fetches no URLs: give the bytes or a path")
     data, name = _read(value, path)
     suffix = _suffix(name)
     kind = (suffix if suffix in _TEXTS else "") if is_document else _format_of(data) or suffix

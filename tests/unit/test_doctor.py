@@ -307,10 +307,7 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
                 async with ClusterProbe(Cluster(settings, sources, tmp_path)) as probe:
                     _, (finding,) = await ports(probe)
-                    assert (
-                        finding.wrong
-                        == f"port {port}, which `sie serve` wrote down, is used by a program that is not SIE's"
-                    )
+                    assert finding.wrong == f"port {port} of `sie serve` is used by a program that is not SIE's"
             async with ClusterProbe(
                 Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)
             ) as probe:

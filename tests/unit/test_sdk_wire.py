@@ -167,7 +167,7 @@ def test_the_url_of_an_image_is_left_to_the_gateway_and_one_of_another_file_is_r
     url = "https://example.com/a.png"
     assert wire.item({"images": [url, {"data": url}]}, "items[2]")["images"] == [url, {"data": url}]
     for name in ("document", "audio", "video"):
-        with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.{name}: URLs are not fetched") as caught:
+        with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.{name}: the client fetches no URLs") as caught:
             wire.item({name: url}, "items[2]")
         assert "example.com" not in str(caught.value)
 

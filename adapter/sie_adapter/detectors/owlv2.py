@@ -111,7 +111,7 @@ class Owlv2:
 
     def _square(self, image: Shown) -> Tensor:
         """Return the image as the model's image processor scales it, float32 [3, side, side], not yet normalised. The
-        padding to a square is left out of the matrices: it is black (0), so it would add nothing to their sums.
+        image is not padded to a square first: the padding is black (0), so it would add nothing to the products.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))

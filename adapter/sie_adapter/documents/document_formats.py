@@ -44,7 +44,7 @@ _READ = ", ".join(FORMATS)
 
 def format_of(document: DocumentFile) -> str:
     """Return the format of a document, one of FORMATS. Raises InvalidInput with the reason `invalid_media` for an empty
-    file, a damaged or too large archive, and other formats.
+    file, for an archive that is damaged or too large, and for a file in another format.
     """
     data, format_name = document.data, document.format
     head = data[:_HEAD]

@@ -172,7 +172,8 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     if (recipe.fused, recipe.bins) != (audio.enable_fusion, audio.num_mel_bins) or recipe.shape.frames > frames:
         fuses = {True: "four views", False: "one view"}
         raise incompatible(
-            f"{entry.id}: {PROCESSOR} makes {fuses[recipe.fused]} of {recipe.shape.frames} frames and {recipe.bins} "
-            f"bins, the model reads {fuses[audio.enable_fusion]} of {frames} and {audio.num_mel_bins}",
+            f"{entry.id}: {PROCESSOR} makes {fuses[recipe.fused]} of {recipe.shape.frames} frames and "
+            f"{recipe.bins} bins, the model reads {fuses[audio.enable_fusion]} of at most {frames} frames and "
+            f"{audio.num_mel_bins} bins",
         )
     return recipe

@@ -51,7 +51,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
 
 def finite_rows(values: Tensor) -> Tensor:
     """Return for each row of `values`, [rows, width], whether all its numbers are finite: bool [rows]."""
-    # 0 times an infinite number or NaN is NaN; three operations in place of the six of `torch.isfinite(values).all(1)`
+    # 0 times NaN or infinity is NaN. This takes three operations, `torch.isfinite(values).all(1)` takes six.
     return (values * 0).sum(1) == 0
 
 

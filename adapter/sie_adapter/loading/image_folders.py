@@ -71,7 +71,7 @@ def _open_clip(folder: Path) -> Described:
         "outputs": {"dense": stored_rows(folder, "text.text_projection.weight")},
         "max_tokens": stored_rows(folder, "text.positional_embedding"),
     }
-    return Described(entry, [f"family dual-encoder: {CONFIG}, which also says how an image is prepared"])
+    return Described(entry, [f"family dual-encoder, and how an image is prepared: {CONFIG}"])
 
 
 def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:

@@ -374,7 +374,7 @@ def _check_output(
     poolers = [kind for kind in kinds if kind in _POOLERS]
     late = [kind for kind in kinds if kind in _LATE]
     if len(poolers) > 1 or (poolers and late):
-        raise incompatible(f"modules.json lists {', '.join([*poolers, *late])}, which no family here runs together")
+        raise incompatible(f"modules.json lists {', '.join([*poolers, *late])}: no family runs these modules together")
     if layers and poolers and poolers != ["Pooling"]:
         raise incompatible(f"modules.json lists a {layers[0]} beside the {poolers[0]}, which this adapter does not run")
     if poolers and (lengths := [name for name in _LATE_LENGTHS if transformer.raw.get(name)]):

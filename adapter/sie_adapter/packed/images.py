@@ -122,8 +122,8 @@ class Tower:
 
 
 class TileTower:
-    """Image encoder for images that consist of tiles: squares of `edge` pixels, one below the other. It calls `run`
-    like `Tower`, with tiles in place of images. The outputs of images are cached.
+    """Image encoder for images that consist of tiles: squares of `edge` pixels, one below the other. `run` gets
+    tiles, as the `run` of `Tower` gets images. The outputs of images are cached.
     """
 
     def __init__(

@@ -307,8 +307,8 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the capture ran on padding only. If the graph contains a value of the padding as a constant, its states of
-            # this batch differ from those of the eager pass.
+            # The capture ran on padding only. If the graph contains a value of the padding as a constant, a replay with
+            # this batch gives other states than the eager pass.
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # this waits for the device, so that the error of a lost device is raised here

@@ -54,8 +54,8 @@ class GenerationPrompt(Protocol):
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the row's next prompt (for a sound: the next window) after `written`, the text of this prompt.
-        None after the last prompt. Must not raise.
+        """Return the next prompt of the row (for a sound: the next window), or None after the last prompt. `written`:
+        the text that the model generated from this prompt. Must not raise.
         """
 
 

@@ -156,8 +156,8 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """Return the end, in steps of 20 ms, of a window without two consecutive time stamps: its last time stamp, or else
-    the end of the window.
+    """Return the time at which the text of a window ends, in steps of 20 ms, if the window has no two consecutive time
+    stamps. This is the last time stamp; without a time stamp above 0, it is the end of the window.
     """
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:

@@ -1,4 +1,4 @@
-"""Whisper, a model that transcribes recordings, one token at a time, with the times of segments.
+"""Whisper, a model that transcribes recordings. It generates text and the times of segments, token by token.
 
   features ──► a window of 30 s ──► encoder ──► states ──┐
                                                          ├──► decoder, a token a step ──► segments ──► the next window

@@ -42,8 +42,7 @@ def documents(index: ArchiveIndex) -> tuple[list[ModelEntry], list[Alias]]:
         alias_documents = [parse_document(raw) for raw in index.aliases]
     except SIEError as error:
         raise CommandRefused(
-            f"{INDEX}: {error.message}; the archive was created by sie {index.made_by}: if that is another version, "
-            "load the archive with it"
+            f"{INDEX}: {error.message}; load the archive with the version that created it, sie {index.made_by}"
         ) from error
     for entry in entries:
         path, own = entry.weights.path, f"weights/{token(entry.id)}"

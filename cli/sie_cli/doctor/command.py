@@ -133,10 +133,9 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
                                                        its processes have them
 
     Run the command with the settings of the processes, because it checks these settings. If the address of the broker
-    or of the config service is not set, it asks the gateway for this address. It checks settings, ports, gateways and
-    their workers, the broker, streams and consumers, damaged streams, the config service and processes with an old
-    catalogue, the folder of models, models that do not load, refused requests, queues, remote servers, the sockets of
-    adapters, GPU, disks, clocks and versions.
+    or of the config service is not set, it asks the gateway for this address. The checks cover the cluster (gateways,
+    workers, broker, config service, remote servers), its work (models, queues, refused requests) and the machine
+    (settings, ports, sockets of adapters, GPUs, disks, clocks, versions).
 
     Status 0: no fault. 1: at least one fault. 2: no fault was found, but some checks were not possible.
     """

@@ -138,15 +138,14 @@ async def ports(probe: ClusterProbe) -> CheckResult:
             notes.append(f"{port} is ready")
     if not notes and not findings:
         raise NotApplicable(
-            "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is set, and no `sie serve` wrote its ports "
-            "down"
+            "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is set, and no `sie serve` stored its ports"
         )
     return ", ".join(notes), findings
 
 
 def _port_taken(name: str, port: int, serve: str) -> Finding:
     if not name:
-        wrong = f"port {port}, which `sie serve` wrote down, is used by a program that is not SIE's"
+        wrong = f"port {port} of `sie serve` is used by a program that is not SIE's"
         return Finding(wrong, f"run `{serve}` again: it takes other ports")
     row = BY_NAME[name]
     return Finding(

@@ -282,7 +282,7 @@ def list_(results: Path | None) -> None:
 def compare(old: Path, new: Path) -> None:
     """Show what changed from the result in file OLD to the result in file NEW: the metrics, the version, commit,
     machine, engine and precision, and the model's fingerprint. A metric has a confidence interval if both files have
-    its value for each query, and the same queries.
+    the same queries and the metric's value for each query.
 
     `sie eval list` shows the files.
     """

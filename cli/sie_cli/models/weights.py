@@ -199,7 +199,7 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
 
 @weights.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME[@COMMIT]...")
-@click.option("--local", is_flag=True, help="Remove from this node's cache instead of the bucket.")
+@click.option("--local", is_flag=True, help="Remove the weights from this node's cache, not from the bucket.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_options
 def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:

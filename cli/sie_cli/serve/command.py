@@ -79,7 +79,7 @@ FIRST = (
 @click.option(
     "--exit-with-parent",
     is_flag=True,
-    help="Finish the requests in progress and end when the process that started this one ends (Linux).",
+    help="When the process that started this one ends, finish the requests in progress and end too (Linux).",
 )
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @settings_options("gateway", "config", "sidecar", "adapter")

@@ -236,7 +236,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_chunk_deliveries",
         "histogram",
-        "How many times a chunk was delivered until its result",
+        "Number of times that a chunk was delivered before its result came",
         (),
         1,
         1,

@@ -64,8 +64,8 @@ UNKNOWN_STALL_S = 5.0  # seconds without a result after which a queue without a 
 STALL_BATCHES = 3.0  # the queue counts as stalled only after this many times the longest measured batch time
 # seconds: lifetime of a computed `MeasuredBatch`, and shortest time between two checks for late requests
 LOOK_S = 0.1
-# factor: the time of a larger batch is extrapolated from the measured batches, as if the larger batch had at most this
-# many times their tokens
+# factor: the time of a larger batch is extrapolated from the measured batches, but at most to this many times their
+# tokens
 MAX_GROWTH = 4.0
 # After the first result of a batch, this gateway expects further results only for this share of the batch's time. The
 # missing results may belong to requests of other gateways and never arrive here.
@@ -233,8 +233,8 @@ class Throughput:
         return itertools.takewhile(lambda batch: batch.at_s >= queued_s, reversed(self._batches))
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
-        """Return the samples of the latest batches, the newest first, without batches whose results still arrive, and
-        without samples that have expired or are older than a change of the device's speed.
+        """Return the samples of the latest batches, the newest first. Leave out batches whose results still arrive,
+        samples that have expired, and samples from before the last change of the device's speed.
         """
         samples: list[_BatchSample] = []
         newest: list[_BatchResults] = []
@@ -515,9 +515,9 @@ class ModelQueue:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """Return the cost of each chunk: the number of tokens of short texts that take as long as the chunk. `tokens`:
-        each chunk's estimated tokens. `squares`: for each chunk, the estimated sum of the squared token counts of its
-        rows.
+        """Return the cost of each chunk, in tokens: short texts with this total number of tokens take as long as the
+        chunk. `tokens`: estimated tokens of each chunk. `squares`: for each chunk, the estimated sum over its rows of
+        the squared number of tokens.
         """
         scale = self.scale or 1.0
         return [

@@ -185,9 +185,9 @@ def _spoken(texts: Iterable[Mapping[str, Any]], from_s: float) -> list[SpokenSeg
 
 
 def _words_of(segments: Sequence[SpokenSegment], words: Sequence[SpokenSegment]) -> list[SpokenSegment]:
-    """Return the words in `segments`. `segments`: the first segments of a part. `words`: all words of the part. Letters
-    are counted, because Whisper computes the times of words and segments separately: a word may begin before its
-    segment.
+    """Return the words in `segments`. `segments`: the first segments of a part. `words`: all words of the part. Count
+    letters instead of comparing times: Whisper computes the times of words and of segments separately, so a word may
+    begin before its segment.
     """
     letters = sum(_letters(segment) for segment in segments)
     before = itertools.accumulate(map(_letters, words), initial=0)

@@ -31,7 +31,7 @@ class GatewayRoute(Route):
 _ShortText = Annotated[str, Meta(max_length=128)]
 _TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
 HEADERS = (
-    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "Time budget of the request; later work is dropped."),
+    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "Time budget. Work of the request after this time is dropped."),
     Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may go first."),
     Parameter("X-SIE-Pool", "header", str, "The pool that serves the request."),
     Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves the request, or pool/profile."),

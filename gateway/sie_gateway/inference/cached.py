@@ -370,4 +370,4 @@ def _is_of_input(failed: Failed) -> bool:
 
 def not_cached(count: int) -> NotFound:
     """Return the error for a request with `X-SIE-Cache: only` in which `count` inputs have no cached answer."""
-    return NotFound(f"{CACHE}: only, but {count} inputs have no cached answer", reason="not_cached", param=CACHE)
+    return NotFound(f"{CACHE} is `only`, but {count} inputs have no cached answer", reason="not_cached", param=CACHE)

@@ -77,7 +77,7 @@ _LOADS: Mapping[LoadErrorClass, str] = {
     "DEPENDENCY": "install the package that the reason names into the adapter's environment, and restart the adapter",
     "INCOMPATIBLE": "the reason names the file or the field that does not fit: mend that file, then `sie models load "
     f"{{name}}`; or {_ENTRY}",
-    "CERTIFICATE": "its files or vectors are not those that its entry names: fetch the weights anew; or " + _ENTRY,
+    "CERTIFICATE": "the files or vectors differ from those in the model's entry: fetch the weights anew; or " + _ENTRY,
     "UNKNOWN": "the log of the adapter has the traceback; `sie models load {name}` tries again",
 }
 

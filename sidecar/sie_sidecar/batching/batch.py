@@ -176,8 +176,8 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if the next batch must stay open until the device is free, so that work items that arrive until
-        then can join it. The batch after it could be too late for their time limits, see `sizing.binds`.
+        """Return True if the next batch must stay open until the device is free. Work items that arrive until then must
+        be able to join it, because a later batch could miss their time limits, see `sizing.binds`.
         """
         return binds(self._asks(self._together(limits), begins_s), times)
 

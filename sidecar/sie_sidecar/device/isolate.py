@@ -65,8 +65,8 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         # Work items that wait to run alone, each with the function that `Loading.park` returned. The credit of the
-        # consumers limits how many items wait. While an item waits, its model may be evicted, because the item before
-        # it may need the memory for another model. The item's function ends the permission to evict.
+        # consumers limits how many items wait. The model of a waiting item may be evicted, because an earlier item may
+        # need the memory for another model. The function ends the permission to evict.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0

@@ -166,8 +166,8 @@ class AdapterLink:
         return time.monotonic() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, send pings, and connect again after a loss. Ends when `stop` is set while the adapter is not
-        connected.
+        """Connect, send pings, and connect again after a loss. After `stop`, return at the first failed attempt to
+        connect.
         """
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:

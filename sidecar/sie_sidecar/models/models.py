@@ -430,10 +430,10 @@ class ModelStates:
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. `had_work`: models
-        that could not be evicted because they had work; one of them is chosen. Return the model and the seconds until
-        it may be closed. It may be closed when the load has waited for `swap_after_s`, but not before `_turn_ends_s`.
-        Return (None, None) if all models of `had_work` are closed or unloaded.
+        """Choose a model to close to new work, because a load that began at `asked_s` needs memory. `had_work`: models
+        that could not be evicted because they had work. Return one of these models, and the seconds until it may be
+        closed: when the load has waited for `swap_after_s`, but not before `_turn_ends_s`. Return (None, None) if all
+        models of `had_work` are closed or unloaded.
         """
         able = [state for state in had_work if state.is_open]
         first = min(able, key=self._turn_ends_s, default=None)

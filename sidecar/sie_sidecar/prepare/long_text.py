@@ -44,8 +44,8 @@ from sie_contracts.errors import InvalidInput
 # piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-# Later pieces of a text grow up to this number of characters. It limits memory: the tokenizer needs about 100 bytes for
-# a token. A piece is longer if no earlier cut is allowed. The first piece is also longer if many ids are needed
+# Later pieces of a text grow up to this number of characters. The limit saves memory: the tokenizer needs about 100
+# bytes for a token. A piece is longer if no earlier cut is allowed, and the first piece if the caller needs many ids.
 MAX_PIECE_CHARACTERS = 1 << 18
 # maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
 MAX_CALL_CHARACTERS = 4 << 20

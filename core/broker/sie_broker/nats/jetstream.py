@@ -416,8 +416,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# On a broker with users, the owner of streams may connect a moment after the other processes, when all start together.
-# Until then, a process asks it again: an own attempt would fail, and the broker would log an error.
+# Seconds for which a process repeats its request to the owner of streams, and seconds between two requests. On a broker
+# with users, only the owner may create streams, and it may connect a moment later than this process.
 _OWNER_WITHIN_S, _OWNER_RETRY_S = 2.0, 0.05
 # Largest number of buckets that a connection reads at the same time. Each read has at most one open pull, so the unsent
 # bytes of these reads stay far below the server's limit for a connection.

@@ -214,7 +214,7 @@ class RedactParams(_Params, kw_only=True):
     ] = UNSET
     region: Annotated[
         Text,
-        Meta(description="Country, such as `US`. Its phone numbers are also replaced if they have no country code."),
+        Meta(description="Country, such as `US`. Its national phone numbers (without country code) are replaced too."),
     ] = UNSET
     offsets: Annotated[Offsets | UnsetType, Meta(description="Unit of offsets; code points by default.")] = UNSET
     restorable: Annotated[Flag, Meta(description="False: the answer has no `map`, so the text cannot be restored.")] = (

@@ -53,8 +53,8 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     column with the id of each row; by default the id is the object's name and the row's number. `keep`: columns that
     are copied to the output, at most 100.
 
-    `chunks`: rule by which each text is cut into chunks, or name of a column with the spans of the chunks or the rule
-    of each row. The output has a line for each chunk. `context`: chunks are encoded within the whole text, not alone.
+    `chunks`: a rule that cuts each text into chunks, or the name of a column. In each row, this column has the spans of
+    the row's chunks, or a rule. Each chunk has an output line. `context`: encode chunks within the text, not alone.
 
     `documents`: a column of document files, such as PDF, in the forms that `/v1/extract` reads. `parser`: a model of
     the family `docling`, by default the model `docling`. It converts each document to Markdown, which is the text that

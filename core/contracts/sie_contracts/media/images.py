@@ -447,7 +447,7 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     """Return the recipe of image encoders that read images of any size. Each block of patches becomes one token.
-    `frames`: number of video frames to which the file's bounds apply together. The bounds are divided by this number.
+    `frames`: number of video frames that share the bounds in the file. The file's bounds are divided by this number.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}

@@ -311,8 +311,8 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile: `loaded`, the fingerprint of the loaded model, if the profile has the same
-    `run` as the model. For a profile with another `run`, the result is a hash of `loaded` and this `run`.
+    """Return the fingerprint of a profile. If its `run` is that of the model, this is `loaded`, the fingerprint of the
+    loaded model. Otherwise it is a hash of `loaded` and the profile's `run`.
     """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:

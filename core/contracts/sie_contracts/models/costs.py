@@ -62,8 +62,8 @@ _IMPOSSIBLE = 2.0
 # A measured time above the range is also an outlier if it exceeds the time on the fitted line by more than this factor.
 # The same holds for a time below the range that is shorter than the time on the line by more than this factor.
 _UNLIKELY = 4.0
-# Before the first line is fitted, the predicted time of a batch is the mean time, if its size is at most the mean size
-# times this factor.
+# Before the first line is fitted, a batch of at most this factor times the mean tokens has the mean time as its
+# predicted time.
 _GROWTH = 2.0
 
 

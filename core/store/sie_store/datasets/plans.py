@@ -288,8 +288,8 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
 
 
 class _JsonSample(NamedTuple):
-    """First rows of a JSON Lines object. `columns`: names of all columns in these rows. If the job needs a column that
-    none of these rows has, the job probably misspells its name, so the plan has a `Broken` for the object. `values`:
+    """First rows of a JSON Lines object. `columns`: names of all columns in these rows. If none of these rows has
+    a column that the job needs, its name is probably misspelt, so the plan has a `Broken` for the object. `values`:
     largest number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
     """
 

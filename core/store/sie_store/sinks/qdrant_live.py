@@ -257,8 +257,8 @@ class QdrantLive:
         if text == self._text_digest(side, point):
             return True
         # If the marker has no TEXT (its first part), the application wrote the copy's vector, not SIE. In the old
-        # collection, this vector fits the payload in two cases: the copy's payload is unchanged since both collections
-        # had the same one, or the copy has no marker and the old collection is not in use.
+        # collection, this vector fits the payload in two cases. The copy's payload has not changed since both
+        # collections had the same payload. Or the copy has no marker, and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
