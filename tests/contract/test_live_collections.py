@@ -512,7 +512,7 @@ def opened_table(table: Table, **changes: Any) -> PgvectorLive:
 @pytest.mark.parametrize(
     ("columns", "changes", "why"),
     [
-        ("number bigint primary key, body text", {}, "no column embedding of type vector, .* nor another one"),
+        ("number bigint primary key, body text", {}, "no column embedding of type vector, .*; no column has such"),
         ("number bigint primary key, body text, v vector(3)", {}, "Name one with --vector: v"),
         ("number bigint primary key, title text, embedding vector(3)", {}, "no column body, which --text names"),
         ("number bigint primary key, body text, embedding sparsevec", {}, r"no width.*TYPE sparsevec\(n\)"),

@@ -47,9 +47,9 @@ GRANULARITIES = "timestamp_granularities[]"
 _FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANULARITIES}
 # field of OpenAI that has no effect here -> (accepted values; text after `expected` in the error for any other value)
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "stream": (("false",), "false: the text is sent as a whole"),
-    "temperature": (("0", "0.0"), "0: the model always writes the most likely words"),
-    "chunking_strategy": ((), "none: the model chooses its windows"),
+    "stream": (("false",), "false: the reply has the complete text"),
+    "temperature": (("0", "0.0"), "0: the model always writes the most likely word"),
+    "chunking_strategy": ((), "none: the gateway and the model divide the recording"),
 }
 # unsupported list of OpenAI -> text after `expected` in the error for any value
 _REFUSED_LISTS = {

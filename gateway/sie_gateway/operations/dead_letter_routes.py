@@ -105,8 +105,8 @@ _WANTED = (
     _POOL,
     Parameter("lane", "query", str, "Only work of this lane: pool.machine_profile.bundle."),
     Parameter("model", "query", str, "Only work of this model."),
-    Parameter("code", "query", str, "Only letters with this code of their error."),
-    Parameter("reason", "query", str, "Only letters with this reason of their error."),
+    Parameter("code", "query", str, "Only letters whose error has this code."),
+    Parameter("reason", "query", str, "Only letters whose error has this reason."),
 )
 _SEQUENCE = Annotated[int, Meta(ge=0)]
 _TIMEOUT = Parameter(
@@ -142,7 +142,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         "DELETE",
         "",
         purge_all,
-        "Forget the dead letters that match the filters, with the inputs in them",
+        "Delete the dead letters that match the filters, with the inputs in them",
         api.Purged,
         (*_WANTED, Parameter("all", "query", Literal["true"], "Required if there is no filter other than `pool`.")),
     ),
@@ -160,7 +160,7 @@ DEAD_LETTERS: tuple[GatewayRoute, ...] = (
         ),
     ),
     _row("GET", "/{letter}", show, "One dead letter, without its inputs", api.DeadLetterInfo, (_POOL, _ONE)),
-    _row("DELETE", "/{letter}", purge, "Forget one dead letter", api.Purged, (_POOL, _ONE)),
+    _row("DELETE", "/{letter}", purge, "Delete one dead letter", api.Purged, (_POOL, _ONE)),
     _row(
         "POST",
         "/{letter}/replay",

@@ -184,7 +184,8 @@ class LanceLive:
         elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
                 f"the column {column} of {self._source.collection} has the type {shape.columns[column].type}, but this "
-                f"migration writes {type}. Another migration added the column: remove it with --step clean-up"
+                f"migration writes {type}. Another migration added the column: run that one with --step clean-up, or "
+                "drop the column"
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:

@@ -188,7 +188,7 @@ class PgvectorLive:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
             raise CollectionMismatch(
                 f"the table {source.collection} has no column {vector} of type vector, halfvec or sparsevec"
-                + (f". Name one with --vector: {', '.join(vectors)}" if vectors else ", or any other vector column")
+                + (f". Name one with --vector: {', '.join(vectors)}" if vectors else "; no column has such a type")
             )
         if kind[1] == "sparsevec" and not kind[2]:
             raise CollectionMismatch(
@@ -277,8 +277,9 @@ class PgvectorLive:
         actual = (shape.columns.get(column, "").rpartition(".")[2]) or f"no column {column}"
         if actual != f"{shape.kind}({dims})" and not (shape.in_use == "new" and actual == shape.kind):
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has {actual}, but {shape.kind}({dims}) is "
-                "written. The column belongs to another migration: remove it with --step clean-up, or drop it"
+                f"the column {column} of {self._source.collection} has the type {actual}, but this migration writes "
+                f"{shape.kind}({dims}). Another migration added the column: run that one with --step clean-up, or drop "
+                "the column"
             )
         if self._record().new != fingerprint:
             raise CollectionMismatch(
@@ -521,10 +522,9 @@ class PgvectorLive:
     def _fresh_marker(self, side: Side, vector: str) -> str:
         """Return the SQL expression for the marker that is stored when `vector` of `side` is written to a row.
 
-        If a row has the marker of the old side, a scan for the new side takes the row's new vector as current too. So
-        a write of an old vector after the switch checks the row's present marker. Unless it proves that the new vector
-        is current, the SHA-256 of the old side's marker is stored. A scan for the old side accepts this SHA-256, and a
-        scan for the new side does not.
+        A row that has the marker of the old side counts as current for both sides. After the switch, an old vector may
+        be written to a row whose new vector is outdated. The expression then gives the SHA-256 of the old side's
+        marker: a row with this value counts as current for the old side only.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":
