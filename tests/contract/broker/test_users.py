@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sie_broker import BrokerUnavailable, CoreMessage, NotPermitted, TopologyMis
 from sie_broker.limits import API_TIMEOUT_S
 from sie_broker.nats import NatsBroker, connect
 from sie_broker.nats.api import bucket_config
+from sie_broker.nats.connection import OWNER_WITHIN_S
 from sie_broker.nats.transport import inbox_prefix
 from sie_broker.owner import own
 from sie_broker.record import RecordBucket
@@ -158,6 +160,21 @@ async def test_a_bucket_is_requested_again_until_the_owner_of_streams_is_connect
         await own(streams)
         await opening
         assert await streams.stream_info(f"KV_{topology.PLACEMENT_BUCKET}") is not None
+
+
+@pytest.mark.parametrize(
+    ("authorization", "login", "waits"), [('user: "u", password: "p"', "u:p", 1), ('token: "t"', "t", 0)]
+)
+async def test_on_a_broker_without_an_owner_of_streams_a_process_waits_for_it_at_most_once(
+    authorization: str, login: str, waits: int, tmp_path: Path
+) -> None:
+    with NatsServer(tmp_path / "nats", extra=f"authorization {{ {authorization} }}") as server:
+        broker = await connect(server.url.replace("//", f"//{login}@"), name="alone")
+        begin_s = time.monotonic()
+        for bucket in (topology.PLACEMENT_BUCKET, topology.JOBS_BUCKET, topology.POISON_BUCKET):
+            await broker.key_value(bucket)
+        assert time.monotonic() - begin_s < (waits + 1) * OWNER_WITHIN_S
+        await broker.close()
 
 
 def test_a_stranger_is_refused(server: NatsServer) -> None:
@@ -358,7 +375,7 @@ async def test_a_stream_that_says_elsewhere_what_it_takes_is_not_used(server: Na
 
 
 async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> None:
-    """The error comes at once, not at a time-out. A bucket that exists is read without the owner of streams."""
+    """The error comes before a request times out. A bucket that exists is read without the owner of streams."""
     async with connected(server, "gateway") as gateway:
         async with connected(server, "streams") as streams:
             bucket = RecordBucket(gateway, topology.JOBS_BUCKET)

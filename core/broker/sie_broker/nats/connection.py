@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("sie.broker")
 
 _CLOSE_TIMEOUT_S = 2.0
+# Seconds after the connection came up during which a process waits for the owner of streams. On a broker with users,
+# only the owner may create streams, and it may connect a moment later than this process.
+OWNER_WITHIN_S = 2.0
 PING_S = 5.0  # seconds between two pings; a connection counts as lost if two pings have no reply
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
@@ -111,7 +115,9 @@ class NatsConnection(ConnectionState):
         super().__init__(name)
         self.max_payload = 0
         self.owns_streams = False
-        self.has_user = False  # whether the connection has credentials
+        # until this monotonic time, `ask_owner` waits for the owner of streams to connect
+        self.owner_until_s = 0.0
+        self._has_user = False
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
@@ -129,7 +135,7 @@ class NatsConnection(ConnectionState):
         servers, credentials = split(url, password)
         if user and password is not None:
             credentials = {"user": user, "password": password.reveal()}
-        self.has_user = bool(credentials)
+        self._has_user = "user" in credentials
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         reason: Exception | None = None
@@ -153,10 +159,8 @@ class NatsConnection(ConnectionState):
                 await self._hang_up()
                 raise
             await asyncio.sleep(FIRST_RETRY_S)
-        self._failed_attempts = 0
-        self.max_payload = self._client.max_payload
-        self._opened = self._live = True
-        self._up.set()
+        self._opened = True
+        self._came_up()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
         """Try once to connect. During this attempt, the client's own retries are off, because a cancellation would not
@@ -272,14 +276,18 @@ class NatsConnection(ConnectionState):
         log.warning(
             "%s: the connection to the broker is restored after %d failed attempts", self.name, self._failed_attempts
         )
-        self._failed_attempts = 0
         self._client.options["reconnect_time_wait"] = FIRST_RETRY_S
-        self.max_payload = self._client.max_payload
-        self._live = True
-        self._up.set()
+        self._came_up()
         for inbox in self._inboxes:
             inbox.wake()
         self._reconnected.set()
+
+    def _came_up(self) -> None:
+        self._failed_attempts = 0
+        self.max_payload = self._client.max_payload
+        self.owner_until_s = time.monotonic() + OWNER_WITHIN_S if self._has_user else 0.0
+        self._live = True
+        self._up.set()
 
     async def _on_closed(self) -> None:
         if self._opened and not self._closed:  # before the first connection, `open` raises the error to its caller

@@ -416,9 +416,7 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Seconds for which a process repeats its request to the owner of streams, and seconds between two requests. On a broker
-# with users, only the owner may create streams, and it may connect a moment later than this process.
-_OWNER_WITHIN_S, _OWNER_RETRY_S = 2.0, 0.05
+_OWNER_RETRY_S = 0.05  # seconds between two requests to the owner of streams
 # Largest number of buckets that a connection reads at the same time. Each read has at most one open pull, so the unsent
 # bytes of these reads stay far below the server's limit for a connection.
 _READS_AT_ONCE = 2
@@ -512,17 +510,16 @@ class JetStream(NatsBus):
 
     async def ask_owner(self, request: StreamRequest) -> bool:
         """Ask the owner of streams to create or update a stream. Return False if this process must do this itself,
-        because it is the owner, no owner connects in time, or its broker user (of an older version) may not send
-        StreamRequests. If the broker has no users, do not wait for an owner to connect. Raises BrokerError.
+        because it is the owner, no owner connects until `owner_until_s`, or its broker user (of an older version) may
+        not send StreamRequests. Raises BrokerError.
         """
         if self.owns_streams:
             return False
-        until_s = time.monotonic() + (_OWNER_WITHIN_S if self.has_user else 0.0)
         try:
             while is_no_responder(
                 answer := await self.roundtrip(streams_subject(request.name), messages.encode(request), API_TIMEOUT_S)
             ):
-                if time.monotonic() >= until_s:
+                if time.monotonic() >= self.owner_until_s:
                     return False
                 await asyncio.sleep(_OWNER_RETRY_S)
         except NotPermitted:
