@@ -515,14 +515,15 @@ class BatchRun:
         kills this process, the record lowers the model's limit before the next process starts (`CrashRecord.learn`).
         """
         tokens = int(self._prepared.costs[chosen].sum())
-        if self._pass_records is None or self._batch_limits is None or tokens < RECORDED_TOKENS:
-            self._pass(chosen)
-            return
-        with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
+        record: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._pass_records is not None and self._batch_limits is not None and tokens >= RECORDED_TOKENS:
+            record = self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key))
+        with record:
             try:
                 self._pass(chosen)
             except GraphLost:  # lower the limit now, because this error ends the process
-                self._batch_limits.failed(self._key, tokens, killed=True)
+                if self._batch_limits is not None:
+                    self._batch_limits.failed(self._key, tokens, killed=True)
                 raise
 
     def _pass(self, chosen: Int64) -> None:

@@ -349,7 +349,7 @@ def _converted(states: _StackedInputs, tokens: int) -> Any:
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
     except failures as error:
-        raise _no_graph("it does not convert", error) from error
+        raise _no_graph("it cannot convert the model", error) from error
     finally:
         _discard_traced_types()
     converted.reshape(runtime.PartialShape([len(states.names), -1, -1]))

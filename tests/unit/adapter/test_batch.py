@@ -23,6 +23,7 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
 from sie_adapter.memory.batch_limits import RECORDED_TOKENS, DeviceLimits, PassRecord, PassRecords
+from sie_adapter.memory.device_errors import GraphLost
 from sie_adapter.memory.oom import Relief
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
@@ -531,6 +532,22 @@ def test_only_a_pass_of_many_tokens_has_a_record_on_disk(tmp_path: Path, tokens:
         batch = message([[7] * tokens])
         BatchRun(encoder, CPU, batch, batch_limits=limits, key="a", pass_records=records).run()
     assert recorded == [[PassRecord("a", tokens, 0)] if tokens == RECORDED_TOKENS else []]
+
+
+@pytest.mark.parametrize("tokens", [8, RECORDED_TOKENS])
+def test_a_pass_that_a_graph_had_no_memory_for_lowers_the_limit(tmp_path: Path, tokens: int) -> None:
+    """The error ends the process, so the limit is lowered before, also for a pass that has no record on disk."""
+    records, limits = PassRecords(tmp_path / "passes"), DeviceLimits(tmp_path / "frontier")
+    encoder = FakeEncoder(max_tokens=tokens)
+
+    def fail(packed: PackedBatch) -> torch.Tensor:
+        raise GraphLost
+
+    encoder.forward = fail  # type: ignore[method-assign]
+    batch_run = BatchRun(encoder, CPU, message([[7] * tokens]), batch_limits=limits, key="a", pass_records=records)
+    with torch.inference_mode(), pytest.raises(GraphLost):
+        batch_run.run()
+    assert (limits.limit("a") or tokens) < tokens
 
 
 def test_every_pass_runs_with_the_lora_of_the_batch() -> None:
