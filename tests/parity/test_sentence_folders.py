@@ -648,6 +648,25 @@ def test_a_model_whose_config_has_minus_1_positions_has_no_limit_of_them(tmp_pat
     assert compare_encoder(SentenceTransformer, tmp_path / "folder", engine) == "equal"
 
 
+@pytest.mark.parametrize("layers", [[], [Dense(24, 16)]], ids=["pooled", "dense"])
+def test_states_that_the_transformer_projects_to_another_width_are_pooled(
+    layers: list[nn.Module], tmp_path: Path, engine: AdapterEngine
+) -> None:
+    sizes = {
+        "hidden_size": WIDTH,
+        "word_embed_proj_dim": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+        "init_std": 0.15,
+    }
+    base = build(tmp_path / "base", dataclass_replace(ARCHITECTURES["bert"], model_type="opt", config=sizes))
+    modules = [Transformer(str(base)), Pooling(24, "mean"), *layers]
+    model = SentenceTransformer(modules=modules, device="cpu")
+    model.save_pretrained(str(tmp_path / "folder"), create_model_card=False)
+    assert compare_encoder(SentenceTransformer, tmp_path / "folder", engine) == "equal"
+
+
 def check(seeds: range, bases: Callable[[str], Path], tmp_path: Path, engine: AdapterEngine) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     faults = []

@@ -41,7 +41,7 @@ from sie_adapter.heads.token_pooling import MAX_ROWS
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.late_interaction import Filling, late_interaction
-from sie_adapter.loading.modules import Modules, output_width, pooled_width
+from sie_adapter.loading.modules import Modules, output_width, pooled_width, states_width
 from sie_adapter.loading.tokenizer import fitted, special_ids, tokenizer_limit
 from sie_adapter.packed.pruning import pruned
 from sie_contracts.models import families
@@ -168,7 +168,7 @@ class Builder:
         # if modules.json has no pooling layer, its dense layers compute the output multivector
         is_late = "multivector" in self.entry.outputs and "Pooling" not in self.modules.kinds
         layers = () if is_late else self.modules.layers
-        width = pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size)
+        width = pooled_width(self.modules.token_layers, pooling, layers, states_width(self.config))
         check_width(self.entry, "dense", width)
         return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
 
@@ -178,7 +178,7 @@ class Builder:
         check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            if (weights := output_width([layer], self.config.hidden_size)) != 1:
+            if (weights := output_width([layer], states_width(self.config))) != 1:
                 raise incompatible(f"sparse_linear.pt computes {weights} numbers for a token, expected 1")
             # these special tokens get no weight, because FlagEmbedding gives them none
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
@@ -227,7 +227,7 @@ class Builder:
         is_m3 = (self.folder / "colbert_linear.pt").is_file()
         if is_m3:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
-        check_width(self.entry, "multivector", output_width(layers, self.config.hidden_size))
+        check_width(self.entry, "multivector", output_width(layers, states_width(self.config)))
         skipped = self._known_ids(options.skipped)
         pooling = self.modules.token_pooling
         if pooling is not None and self.entry.max_tokens > MAX_ROWS:
@@ -295,7 +295,7 @@ class Builder:
     def _sequence_head(self, head: TransformersHead) -> Head:
         if head.is_decoder:
             return LastTokenHead(head, head.pad)
-        return SequenceHead(head, self.config.hidden_size, self.compute.device)
+        return SequenceHead(head, states_width(self.config), self.compute.device)
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
         """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score needs

@@ -29,7 +29,7 @@ from sie_adapter.loading.comparison import compare_files, quiet
 from sie_adapter.loading.extraction_folders import described_by_package
 from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
-from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
+from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules, states_width
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
@@ -326,8 +326,8 @@ def _outputs(
     if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
         with reading(folder / "colbert_linear.pt"):
             rows = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)["weight"].shape[0]
-        report.findings.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
-        width = modules.width(config.hidden_size)
+        report.findings.append("one pass computes dense, sparse and multivector: sparse_linear.pt, colbert_linear.pt")
+        width = modules.width(states_width(config))
         return {"dense": width, "sparse": vocabulary, "multivector": rows, "score": 0}
     if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
         report.findings.append(
@@ -338,12 +338,12 @@ def _outputs(
         report.findings.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
     if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or _is_of_rows(folder, modules)):
-        width = modules.width(config.hidden_size)
+        width = modules.width(states_width(config))
         report.findings.append(f"multivector, {width} wide: modules.json has no Pooling")
         return {"multivector": width}
     if modules.kinds and "Pooling" not in modules.kinds:
         raise incompatible("modules.json lists no Pooling, so no file says how tokens become one vector")
-    width = modules.width(config.hidden_size)
+    width = modules.width(states_width(config))
     report.findings.append(
         f"dense, {width} wide: {'its layers' if modules.layers or modules.token_layers else 'config.json'}"
     )
@@ -475,7 +475,7 @@ def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dic
         report.findings.append("texts end with the end token: add_eos_token of tokenizer_config.json")
     if raw.get("auto_map"):
         report.assumed.append(
-            f"the code of its repository is not run: the class of transformers for {config.model_type} is used instead"
+            f"the code in the model's repository is not run: transformers has its own class for {config.model_type}"
         )
     return load
 

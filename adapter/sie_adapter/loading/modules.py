@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 from sie_adapter.heads.token_pooling import TokenPooling, token_pooling_of
 from sie_adapter.loading.checkpoint import linear, tensor
@@ -148,6 +149,12 @@ class Modules:
 
     def width(self, hidden: int) -> int:
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
+
+
+def states_width(config: PretrainedConfig) -> int:
+    """Return the width of the states of a transformer's last layer."""
+    # OPT may project its states to another width at the end
+    return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:

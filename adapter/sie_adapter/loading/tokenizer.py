@@ -144,7 +144,7 @@ def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
         own = bare_tokenizer(read_tokenizer(modules.query_folder, trust_remote_code=load.trust_remote_code))
         if _reading(own) != _reading(tokenizer):
             raise incompatible(
-                "router_config.json gives queries another tokenizer than documents, which this adapter does not run"
+                "router_config.json names different tokenizers for queries and documents; this adapter supports one"
             )
     return tokenizer
 
