@@ -111,6 +111,11 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
+def test_a_failure_without_a_text_is_logged_by_its_class(caplog: pytest.LogCaptureFixture) -> None:
+    Trouble(logging.getLogger("test"), "cannot read", 0.0, lambda: 0.0).met(TimeoutError())
+    assert [record.getMessage() for record in caplog.records] == ["cannot read: TimeoutError"]
+
+
 async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
     """Other processes log while they drain, so the line of the failed process is far above the end."""
     log_lines: list[tuple[str, str]] = []

@@ -464,7 +464,7 @@ class ServerSource:
                     for piece in answer.iter_bytes():
                         content.receive(piece)
             except httpx.HTTPError as error:
-                raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
+                raise CommandRefused(f"{self.name} does not answer: {str(error) or type(error).__name__}") from error
             if answer.status_code != 200:
                 raise CommandRefused(f"{self.name}: POST {path} returned {answer.status_code}: {_shown(content)}")
             return msgspec.json.decode(content)

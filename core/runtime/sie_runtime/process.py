@@ -281,15 +281,16 @@ class Trouble:
 
     def met(self, error: Exception | str) -> None:
         """Record that the failure has occurred. Log it at the level that the class describes, once at each level."""
+        reason = str(error) or type(error).__name__  # a TimeoutError has no text
         if not self.lasting:
             self.lasting, self._is_logged, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
         if not self._is_warned and lasts_s >= self._grace_s:
             self._is_logged = self._is_warned = True
-            self._logger.warning("%s: %s", self._purpose, error)
+            self._logger.warning("%s: %s", self._purpose, reason)
         elif not self._is_logged and lasts_s >= QUIET_S:
             self._is_logged = True
-            self._logger.info("%s: %s", self._purpose, error)
+            self._logger.info("%s: %s", self._purpose, reason)
 
     def passed(self) -> None:
         """Record a success. The next failure is logged again."""

@@ -199,7 +199,7 @@ class Remotes:
             return None
         except (BrokerError, TimeoutError) as error:  # without the broker, nobody knows how much of the budget is left
             self._count(remote, "budget")
-            remote.shortage.met(f"the broker did not report the tokens left: {error or type(error).__name__}")
+            remote.shortage.met(f"the broker did not report the tokens left: {str(error) or type(error).__name__}")
             return None
         remote.shortage.passed()
         left_s = call.received_s + call.budget_s - time.perf_counter()
@@ -208,7 +208,7 @@ class Remotes:
                 texts, proof.width, left_s, normalize=request.options.run.normalize
             )
             if not models <= remote.models:
-                self._refuse(remote, "it reports another model than in its proof", remote.again_s(self._clock()))
+                self._refuse(remote, "it reports a model that its proof does not name", remote.again_s(self._clock()))
                 raise RemoteFailed(remote.reason)
             if not proof.accepts(vectors):
                 raise RemoteFailed("its vectors do not have the length 1")
