@@ -51,7 +51,7 @@ def status(cluster: Cluster) -> None:
 
 @cache.command()
 @click.option("--model", metavar="MODEL", help="Erase answers of this model, named by its id in the catalogue.")
-@click.option("--key", metavar="ID", help="Erase answers to this API key, named by its id.")
+@click.option("--key", metavar="ID", help="Erase answers to requests with this API key, named by its id.")
 @click.option("--text", help="Erase answers to inputs that are this text and nothing else.")
 @click.option("--query", help="Erase scores with this query; --text is the document.")
 @click.option("--all", "is_all", is_flag=True, help="Erase all answers.")

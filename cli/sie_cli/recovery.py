@@ -239,8 +239,8 @@ def repair(cluster: Cluster, stream: str) -> None:
     folder `damaged` until the stream is created again: `sie restore` writes them back if the command is interrupted.
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
-    `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the
-    files are moved to the folder `damaged` in it, and the next start creates the stream again.
+    `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then
+    this command moves the files to DATA_DIR/damaged, and the next start creates the stream again.
     """
     if not _STREAM.fullmatch(stream):
         raise CommandRefused(f"{stream} cannot be the name of a stream; `sie topology show` lists all")

@@ -36,7 +36,7 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-# minimum number of connections to an adapter, unless the settings allow fewer; batches and loads share the connections
+# minimum number of connections to an adapter, which batches and loads share; the settings may set a lower number
 MIN_CONNECTIONS = 6
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0

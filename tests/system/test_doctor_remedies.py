@@ -49,7 +49,7 @@ KEY, STREAMS, SETTINGS = (
     "`sie settings` lists all settings",
 )
 AGAIN, OTHER_PORTS, BROKER = (
-    "again: it takes the place of one that was killed",
+    "again: it replaces a `sie serve` that was killed",
     "again: it takes other ports",
     "starts a broker",
 )

@@ -83,7 +83,7 @@ def test_outside_its_windows_a_job_waits_and_says_when(job_cluster: Stack, jobs:
     job = jobs.submit(MODEL, {"file": file, **TEXT}, windows=[window])
     waiting = jobs.trouble(job["id"], "OUTSIDE_WINDOW")
     assert (waiting["counts"]["rows"], waiting["counts"]["done"]) == (30, 0)
-    assert f"the job works from {window} UTC" in shown(job_cluster, job["id"])
+    assert f"the job works only in the window {window} UTC" in shown(job_cluster, job["id"])
     jobs.steer(job["id"], "cancel")
     jobs.reaches(job["id"], "cancelled")
     window = f"{now - timedelta(hours=1):%H:%M}-{now + timedelta(hours=1):%H:%M}"

@@ -84,7 +84,7 @@ def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
 ENTRY = ("sie models set", "rollback")
 REMEDIES: dict[LoadErrorClass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "NETWORK": (("source of the weights", "SIE_LOCAL_CACHE", "sie models load m"), ENTRY),
-    "OOM": (("larger worker", "sie models unload m"), ENTRY),
+    "OOM": (("worker with more memory", "sie models unload m"), ENTRY),
     "GATED": (("licence", "HF_TOKEN"), ENTRY),
     "DEPENDENCY": (("install the package",), ENTRY),
     "NOT_FOUND": (("weights", "sie models load m", "sie models set m"), ("rollback", "HF_TOKEN")),
@@ -117,7 +117,7 @@ def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
         ("its heartbeats have stopped", "whether it runs"),
         ("no connection to the broker", "tests the broker"),
         ("no adapter is connected", "looks at its socket"),
-        ("", "GET /readyz"),
+        ("", "/readyz"),
     ],
 )
 def test_an_unhealthy_worker_is_listed_with_its_reason(reason: str, remedy: str) -> None:

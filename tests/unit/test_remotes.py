@@ -524,7 +524,7 @@ GOOD = {"name": "a", "model": "m", "kind": "tei", "url": "https://tei.example.co
     [
         ({"url": "ftp://host"}, "expected http"),
         ({"url": "https://user:secret@host"}, "no credentials"),
-        ({"name": "local"}, "the cluster itself"),
+        ({"name": "local"}, "means this cluster"),
         ({"name": "Upper"}, "name"),
         ({"monthly_tokens": 0}, "monthly_tokens"),
         ({"token": "secret"}, "unknown field"),

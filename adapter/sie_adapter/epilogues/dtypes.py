@@ -22,8 +22,8 @@ def convert(vectors: Tensor, dtype: str) -> Converted:
     are float32 [..], or None if the dtype does not need them.
 
     `int8` has a scale: a number of `vectors` is about value * scale. `uint8` also has an offset: a number is about
-    value * scale + offset. `binary` and `ubinary` store one bit for each number, 1 if the number is above 0. A byte
-    (uint8) has the bits of eight numbers, that of the first number highest; unused bits of the last byte are 0. Raises
+    value * scale + offset. `binary` and `ubinary` store one bit for each number, 1 if the number is above 0. Eight
+    numbers share a byte (uint8), the first number has the highest bit, and unused bits of the last byte are 0. Raises
     ValueError for another dtype.
     """
     if dtype not in _CONVERSIONS:

@@ -375,8 +375,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
         marks: list[list[int]] = []
         for (kind, words), first in zip(tasks, np.cumsum([0, *sizes]).tolist(), strict=False):
-            # Words of a task with entities: ( [P] entities ( [E] label .. ) ). A task with classes has [L] instead of
-            # [E], one with properties [C], and one with head and tail [R].
+            # Words of a task with entities: ( [P] entities ( [E] label .. ) ). In place of [E], a task with classes has
+            # [L], a task with properties has [C], and a task with head and tail has [R].
             at = [first + 1, *range(first + 4, first + len(words) - 2, 2)]
             named = [*(parts[place + 1] for place in at[1:]), *words_before]
             self._check_task(kind, parts[first + 2], named, descriptions)

@@ -130,8 +130,8 @@ def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor,
 def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Return the vectors of the spans that `_candidates` selects, [windows, spans, width], and the mask that it
-    returns. This function replaces the method of the package's model, which does not limit the number of spans.
+    """Return the vectors of the spans that `_candidates` selects, [windows, spans, width], and the mask of
+    `_candidates`. This function replaces `select_span_target_embedding`, which does not limit the number of spans.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)

@@ -233,8 +233,8 @@ class DeviceLimits:
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; a further pass runs without a record
-# A smaller pass is not recorded, because it needs little memory besides the weights. A record of it would lower the
-# limit of its model to a few tokens if the kernel kills the process for lack of memory, and a limit rises slowly.
+# A smaller pass is not recorded, because it needs little memory besides the weights. If the kernel killed the process
+# during a recorded small pass, the limit of the model would fall to a few tokens, and a limit rises slowly.
 RECORDED_TOKENS = 256
 # if a process ends for an unknown reason, only a running pass of at least this number of tokens counts as the cause
 DOUBTED_TOKENS = 1024

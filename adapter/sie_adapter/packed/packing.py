@@ -5,8 +5,8 @@
     images, pixels ──► BatchFiles, the images of each item
     sounds, features ──► BatchFiles, the sounds of each item
 
-Sequences are ordered by length, so that sequences of equal length are adjacent. One view of the packed array, without a
-copy, then contains them all.
+Sequences are ordered by length. Sequences of equal length are then adjacent, and one view of the packed array contains
+them all, without a copy.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
         for finding in view.findings
         if finding.check == "refusals"
     ]
-    return "each error code of a refusal: at most 1 % of the requests of the last 5 minutes", findings
+    return "each error code of a refusal went to at most 1 % of the requests of the last 5 minutes", findings
 
 
 LAG_S = 7.0  # longest time in seconds that the check `queue` waits for a new gateway to read the queue length
@@ -556,7 +556,7 @@ def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
     return [
         Finding(
             f"{', '.join(whose)}: version {version}, the newest is {newest}",
-            f"finish the upgrade: pip install 'sie-cluster=={newest}' there, or take the image of this tag; restart",
+            f"upgrade and restart these: pip install 'sie-cluster=={newest}', or use the image with the tag {newest}",
         )
         for version, whose in sorted(by_version.items())
         if version != newest

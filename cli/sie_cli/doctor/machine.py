@@ -125,7 +125,7 @@ async def ports(probe: ClusterProbe) -> CheckResult:
                 notes.append(f"{port} is free")
             else:
                 wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {probe.data_dir}"
-                findings.append(Finding(wrong, f"run `{probe.serve}` again: it takes the place of one that was killed"))
+                findings.append(Finding(wrong, f"run `{probe.serve}` again: it replaces a `sie serve` that was killed"))
         elif metrics.trouble and ready.is_sie:
             wrong = f"port {port}{f' ({name})' if name else ''}: /metrics does not answer: {metrics.trouble}"
             findings.append(Finding(wrong, READY_FIX))

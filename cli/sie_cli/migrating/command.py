@@ -47,7 +47,7 @@ _STOPPED = {
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet"]),
-    help="Format of the corpus.  [default: by the ending of its name]",
+    help="Format of the corpus.  [default: from the ending of the file name]",
 )
 @click.option(
     "--output",
@@ -267,7 +267,7 @@ def _migrate_corpus(
             click.echo(display.document(undone))
         return
     if until == CLEAN_UP:
-        raise click.UsageError("--step clean-up: only an index that is migrated in its database keeps old vectors")
+        raise click.UsageError("--step clean-up: old vectors are kept only if an index is migrated in its database")
     if not (model and corpus and text):
         raise click.UsageError(
             "NEW_MODEL, --text, and --corpus or --sink are needed: --text says how to read the texts from their source"

@@ -28,8 +28,8 @@ RESERVE_BYTES = 8 << 20
 # Bytes of address space that the largest process needs: an adapter with torch and a small model. 1.8 GiB were measured
 # on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
-# Bytes of memory that `sie serve` needs before a model is loaded: with one worker and one gateway (0.55 GiB were
-# measured on 2 cores), in addition for each further worker, and in addition for each further gateway.
+# Bytes of memory that `sie serve` needs before a model is loaded. MIN_MEMORY_BYTES: with one worker and one gateway
+# (0.55 GiB were measured on 2 cores). WORKER_BYTES and GATEWAY_BYTES: for each further worker and each further gateway.
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 

@@ -50,8 +50,8 @@ REPEAT = 3  # during the start, an unchanged status line is printed only every t
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20  # if a disk that was full has more free bytes than this, `sie serve` restarts the broker
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# Grace periods in seconds: _GATEWAY_GRACE_S of a gateway, of which _DRAIN_S are for its drain; _WORKER_GRACE_S of a
-# sidecar or adapter; _LAST_GRACE_S of the config service or broker. These five kinds of processes stop in turn.
+# Seconds in which a process must end: a gateway in _GATEWAY_GRACE_S, of which _DRAIN_S are for its drain, a sidecar or
+# adapter in _WORKER_GRACE_S, the config service or broker in _LAST_GRACE_S. The kinds of processes stop in turn.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # Seconds for which a sidecar drains. A short time is enough: the gateways have ended, so only jobs still have work, and
 # jobs continue after the next start.

@@ -50,7 +50,7 @@ _NUMBERED_FROM_PAD = frozenset(
         "xmod",
     }
 )
-_ACCEPT = "with load.accept_unproven: true the entry is served without a proof of its numbers"
+_ACCEPT = "with load.accept_unproven: true the entry is served, although its vectors may be wrong"
 
 
 @dataclass(frozen=True)

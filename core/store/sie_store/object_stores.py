@@ -320,8 +320,8 @@ class RetryPolicy:
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `at`: first byte of the next request, for
-        the log. Raises `error` if all attempts are used up. Also raises an `error` of a subclass of StoreError, because
-        another attempt cannot help after such an error.
+        the log. Raises `error` if all attempts are used up, and at once if its class is a subclass of StoreError: then
+        another attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error

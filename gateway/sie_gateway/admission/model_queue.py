@@ -9,10 +9,9 @@ n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests
 3. If the queue has stalled, the wait grows by the time since the last result, because the stall may last for as long
 as it has lasted already.
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
-turn is admitted if its response would be in time even after the work of all turns that are due before its deadline.
-Such a client is also admitted if the workers would otherwise have too little work. If workers form each batch only when
-the device is free, the rule for clients without a turn is different: too little work is no reason to admit a request,
-and `judge` adds only the work of the turns that are due before the request's batch is formed.
+turn is admitted in two cases: (a) its response would be in time even after the work of all turns that are due before
+its deadline, or (b) the workers would otherwise have too little work. If workers form each batch only when the device
+is free, case (b) does not exist, and case (a) counts only the turns that are due before the request's batch is formed.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 

@@ -126,10 +126,10 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first number of seconds, from `retry_s` on, after which a turn of this cost may be due; a number
-        above MAX_RETRY_S if there is none. Two limits hold for the turns of this gateway. In each period of one second
-        around the due time, the new turn and the booked turns cost at most `room` together, unless none is booked. The
-        turns that are due earlier cost at most `room`; each second that is tried in vain subtracts `room` from them.
+        """Return the smallest number of seconds, at least `retry_s`, after which a turn of this cost may be due. It is
+        above MAX_RETRY_S if there is none. In each period of one second around the due time, the new turn and the
+        booked turns of this gateway cost at most `room` together, unless no turn is booked. The booked turns that are
+        due earlier also cost at most `room`; each further second that is tried subtracts `room` from their cost.
         """
         if room == math.inf:
             return retry_s

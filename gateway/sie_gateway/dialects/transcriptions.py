@@ -53,7 +53,7 @@ _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 # unsupported list of OpenAI -> text after `expected` in the error for any value
 _REFUSED_LISTS = {
-    "include[]": "none: words have no probabilities here",
+    "include[]": "none: the model gives no probabilities of words",
     "known_speaker_names[]": "none: speakers are not distinguished",
     "known_speaker_references[]": "none: speakers are not distinguished",
     "keywords[]": "none: use prompt for expected words",

@@ -52,7 +52,7 @@ def load(name: str) -> dict[int, bytes]:
     if file is None:
         message = (
             f"this gateway cannot read ids of {name}: send texts, or install sie-cluster[openai-tokens]"
-            f" beside it; {OWN_IDS}"
+            f" with the gateway; {OWN_IDS}"
         )
         raise InvalidInput.at("token_encoding", message, reason="unsupported_modality")
     data = gzip.decompress(file.read_bytes())

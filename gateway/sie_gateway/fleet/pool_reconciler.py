@@ -103,8 +103,8 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # names of reservations that may have ended; `_known` lacks a reservation that began and ended since the last
-        # step, so the pools whose streams this gateway follows are added
+        # names of reservations that may have ended. `_known` lacks a reservation that began and ended since the last
+        # step, so also look at the pools whose streams this gateway follows.
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}

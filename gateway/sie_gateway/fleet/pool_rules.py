@@ -24,7 +24,7 @@ MAX_RESERVATIONS_OF_A_KEY = 16
 HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
 TOO_FEW = "fewer workers are free than it requests"
 HIDDEN = "reserved"  # shown in place of the name of a reservation that the client may not see
-ON_THEIR_WAY = "its workers do not serve it yet"
+ON_THEIR_WAY = "the workers assigned to it do not serve it yet"
 
 
 def shown(name: str) -> str:

@@ -49,7 +49,7 @@ HEADERS = (
         "X-SIE-On-Item-Error",
         "header",
         Literal["slot", "fail"],
-        "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
+        "slot: an error replaces a failed input. fail: the request fails. Public SDKs of SIE get fail by default.",
     ),
     Parameter(
         "X-SIE-Remote", "header", Literal["forbid"], "No remote server gets the inputs; another value is refused."

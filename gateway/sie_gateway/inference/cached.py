@@ -87,8 +87,8 @@ requests can use.
 
 class CachedRuns:
     """Runs requests with the cache of this gateway. `expected_s`: function that returns the expected wait in seconds in
-    the queue of a lane and priority; None if it is unknown. A flight is the future of an input that a request computes
-    now.
+    the queue of a lane and priority; None if it is unknown. A flight is a future: the outcome of an input
+    that a request computes now.
     """
 
     def __init__(

@@ -217,8 +217,8 @@ def listed(
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Join the bodies `parts` and the end `last`. The result is in pieces if any of the bodies is in pieces. The
-    argument of `last`: seconds in which the bodies were written.
+    """Join the bodies `parts` and the end `last`. The result is in pieces if any of the bodies is in pieces.
+    `last` gets the seconds in which the bodies were written.
     """
 
     def pieces() -> Iterator[Piece]:

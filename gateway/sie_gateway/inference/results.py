@@ -247,8 +247,8 @@ class RequestResult:
         return times
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
-        """Return a function that builds `timing`, the last entry of a reply. The argument of the function is the number
-        of seconds in which the other entries were written. The time from `began_s` to the call of `late` is added.
+        """Return a function that builds `timing`, the last entry of a reply. Its argument is the number of seconds
+        in which the other entries were written. This time and the time from `began_s` to the call of `late` are summed.
         """
         self.written_ms = prepared_ms = 1000 * (time.perf_counter() - began_s)
 

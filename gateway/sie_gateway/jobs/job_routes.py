@@ -336,7 +336,7 @@ JOBS: tuple[GatewayRoute, ...] = (
         part,
         "The bytes of one output file that is in the payload store",
         Content(media=(RAW,)),
-        parameters=(Parameter("name", "query", str, "Its name in the manifest.", "part-00000.parquet", required=True),),
+        parameters=(Parameter("name", "query", str, "Name in the manifest.", "part-00000.parquet", required=True),),
     ),
     _row(
         "GET",

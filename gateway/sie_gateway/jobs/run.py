@@ -211,7 +211,7 @@ class JobRun:
         """Wait until the time of day is inside the windows of the job. Until then, its `trouble` is OUTSIDE_WINDOW."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
-            message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"
+            message = f"the job works only in the window {' and '.join(request.windows)} {request.time_zone}"
             self.trouble(ErrorInfo(OUTSIDE_WINDOW, message))
             await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
         if self._is_outside:

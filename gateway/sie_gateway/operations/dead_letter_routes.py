@@ -100,7 +100,7 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     return json_response(done)
 
 
-_POOL = Parameter("pool", "query", str, "One of the installation's own pools; by default that of the gateway.")
+_POOL = Parameter("pool", "query", str, "A pool that is no reservation. Default: the pool of the gateway.")
 _WANTED = (
     _POOL,
     Parameter("lane", "query", str, "Only work of this lane: pool.machine_profile.bundle."),

@@ -95,7 +95,7 @@ _UNHEALTHY = {
     "its machine looks at its socket",
     "no connection to the broker": _BROKER,
 }
-_SOCKET = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
+_SOCKET = "the worker's /readyz (SIE_WORKER_METRICS_PORT) says why; `sie doctor` on its machine looks at its socket"
 
 
 _ADAPTER = "the worker's other devices do the work; the adapter's log says why the process of this device ended"

@@ -305,9 +305,7 @@ class Pulling:
         self._stopped = False
 
     async def start(self) -> None:
-        """Subscribe to notices about created and deleted consumers, and list the existing consumers. Raises
-        BrokerError.
-        """
+        """Subscribe to notices about created and deleted consumers, and list the consumers. Raises BrokerError."""
         self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
         await self.refresh_consumers()
 

@@ -200,9 +200,8 @@ class ModelState:
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
-        """Return the fingerprint of answers with this profile and these options. Empty if the model or the LoRA is not
-        loaded, or if the catalogue entry lacks the profile: such work was published for an earlier entry, and does not
-        run.
+        """Return the fingerprint of answers with this profile and these options. Return an empty text if the model or
+        the LoRA is not loaded, or if the catalogue entry no longer has the profile.
         """
         entry = self.resolved.entry
         if self.ready is None or (profile != "default" and profile not in entry.profiles):

@@ -102,5 +102,5 @@ def _whole(item: WorkItem, data: bytes) -> WorkItem:
     except UNDECODABLE as error:
         raise InternalFailure("the stored inputs of this request cannot be read") from error
     if len(payload.inputs) != item.count:
-        raise InternalFailure(f"{len(payload.inputs)} inputs are stored for a chunk of {item.count}")
+        raise InternalFailure(f"{len(payload.inputs)} inputs are stored for a chunk of {item.count} inputs")
     return msgspec.structs.replace(item, inputs=payload.inputs, query=payload.query)

@@ -153,8 +153,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile. This profile inherits the options that the other profile sets
-    itself, not those that the other profile inherits.
+    """A variant of a model. `extends`: name of a profile whose options this profile inherits. Options which the named
+    profile itself inherits are left out.
     """
 
     load: LoadOptions | None = None

@@ -322,7 +322,7 @@ class _Translator:
                 self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
         for kind, is_read in self._model.inputs.items():
             if is_read and kind == "video":
-                self._ignored["inputs.video"] = "no family here reads it"
+                self._ignored["inputs.video"] = "no family of SIE reads videos"
         for name in self._model.profiles:
             for unread in sorted(self._raw["profiles"][name].keys() - set(_PublicProfile.__struct_fields__)):
                 if not any(path.endswith(f".{unread}") for path in self._ignored):

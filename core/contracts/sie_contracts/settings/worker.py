@@ -35,7 +35,7 @@ class WorkerSettings:
         None,
         "sidecar",
         whole(1),
-        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: the smaller of SIE_MAX_CONCURRENT_BATCHES and the number of batches that can run or wait at the adapter, which counts as at least 6.",
+        "Number of connections to the adapter of each device for batches; one more carries control messages. Default: the number of batches that can run or wait at the adapter, at least 6, but at most SIE_MAX_CONCURRENT_BATCHES.",
     )
     worker_metrics_port: int = row(
         9095,
