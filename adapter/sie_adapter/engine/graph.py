@@ -108,7 +108,7 @@ class Graph:
                 self._of_lanes = _Compiled(path, options, lanes, lanes)
                 self._alone = _Compiled(path, options, 1, _THREADS_ALONE) if is_twice else None
         except (RuntimeError, OSError) as error:
-            raise _no_graph("its graph is not compiled", error) from error
+            raise _no_graph("OpenVINO could not compile its graph", error) from error
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def run(self, packed: PackedBatch) -> Tensor:

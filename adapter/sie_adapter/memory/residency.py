@@ -11,7 +11,7 @@
 The threshold is `DeviceMemory.threshold_percent`. The sidecar decides which models may be evicted: each request has an
 ordered list of these models, and the reply names the evicted models. The adapter stores no permission between requests.
 The adapter evicts a model because memory is needed. It unloads a model (`release`) because the sidecar requests this:
-an operator has unloaded the model, or the model was idle for SIE_IDLE_EVICT_S seconds.
+the model was idle for SIE_IDLE_EVICT_S seconds, was removed or changed, or an operator has unloaded it.
 
 `ResidentModels` guards its state with one lock, which is never held during a load or a forward pass.
 """

@@ -1,1 +1,1 @@
-"""Object stores, files of jobs and clients, vector databases, and weights: manifests, cache, downloads, pushes."""
+"""Object stores, files of jobs, files of clients, vector databases, and weights with their manifests and cache."""

@@ -66,9 +66,9 @@ class Filter:
 
 
 class DeadLetterOperations:
-    """Operations on the dead letters of an installation's own pools. Workers also write dead letters of reservations to
-    these pools. The methods read all letters from the broker; memory has only their sequence numbers. The methods raise
-    NotFound, PoolNotFound, and QueueUnavailable if the broker sends no reply.
+    """Operations on the dead letters of an installation's own pools. Dead letters of work in a reservation (a pool that
+    an API key created) are in these pools too. The methods read all letters from the broker; memory has only their
+    sequence numbers. The methods raise NotFound, PoolNotFound, and QueueUnavailable if the broker sends no reply.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
  entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
-its oldest work item has waited for `BatchLimits.wait_s` seconds, or at once if the device is idle and no more work is
-expected. A batch can grow while the device is busy. If a full batch takes too long for a deadline, only its first work
-items run, see `sizing`.
+its oldest work item has waited for `BatchLimits.wait_s` seconds, if it is the turn of bulk work, or at once if the
+device is idle and no more work is expected. A batch can grow while the device is busy. If a full batch takes too long
+for a deadline, only its first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within

@@ -2,7 +2,7 @@
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
         ▲                                              │   │
-        └─────────model evicted, or adapter lost───────┘   └──adapter crashed──► isolated ──► settled
+        └─────────model evicted, or adapter lost───────┘   └──adapter crashed──► isolated ──► settled, or waiting
 
 The inputs of an isolated work item run alone, one at a time. A work item may become settled in every stage: its result
 was sent, or it was cancelled, refused or late. If a cancelled work item is in a running batch, the adapter stops the

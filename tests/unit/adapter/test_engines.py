@@ -371,7 +371,7 @@ def test_a_graph_that_cannot_be_written_is_not_used(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     model: Any = loaded(bert, "bert", cache=tmp_path / "absent")
     assert model.engine_choice.engine == "torch"
-    assert "not openvino: its graph is not compiled: FileNotFoundError" in model.engine_choice.reason
+    assert "not openvino: OpenVINO could not compile its graph: FileNotFoundError" in model.engine_choice.reason
 
 
 def test_no_file_of_a_graph_is_left(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class ClusterSettings:
         "none",
         "gateway config",
         choice("none", "static", "token"),
-        "Authentication. none: a gateway requires no token. static: it accepts the tokens of SIE_AUTH_TOKEN and SIE_AUTH_TOKENS. token: it accepts API keys, which the broker stores hashed. The config service accepts the admin token, and with token also API keys.",
+        "Authentication. none: a gateway requires no token. static: it accepts the tokens of SIE_AUTH_TOKEN and SIE_AUTH_TOKENS. token: it accepts API keys, which the broker stores hashed. The config service accepts the admin token, and in the mode token also API keys.",
     )
     auth_token: Secret | None = row(
         None, "gateway", SECRET, "An accepted bearer token, with the scopes infer, read and pools."

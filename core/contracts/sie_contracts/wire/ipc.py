@@ -356,8 +356,8 @@ class BatchStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Results of a batch, one for each input, group by group. The arrays in `outcomes` are slices of `block`;
-    consecutive inputs have consecutive slices.
+    """Results of a batch, one for each input of each of its groups, in order. The arrays in `outcomes` are slices of
+    `block`; consecutive inputs have consecutive slices.
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
     the copy to the host. `padding`: number of computed padding tokens. `preprocess_ms`: time of tokenising, if the
