@@ -70,4 +70,6 @@ def test_everything_else_is_handed_on() -> None:
 
 
 def test_the_broker_gets_what_is_named_alone() -> None:
-    assert of_broker(WHOLE, {"GATEWAY_PASSWORD": "x"}) == {"PATH": "/bin", "HOME": "/home/me", "GATEWAY_PASSWORD": "x"}
+    broker = {"GOGC": "50", "PATH": "/bin", "HOME": "/home/me", "GATEWAY_PASSWORD": "x"}
+    assert of_broker(WHOLE, {"GATEWAY_PASSWORD": "x"}) == broker
+    assert of_broker({"GOGC": "100"}, {}) == {"GOGC": "100"}
