@@ -232,7 +232,7 @@ class CatalogueStore:
         fix = (
             f"did you mean {' or '.join(like)}?"
             if like
-            else "GET /v1/configs/models lists all, and POST there adds one"
+            else "GET /v1/configs/models lists all models, and POST there adds one"
         )
         return ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
 

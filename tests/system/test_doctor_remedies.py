@@ -84,7 +84,9 @@ FOLLOWED = (
     ROOM,
 )
 NO_COMMAND_TO_RUN = (
-    "`sie serve` wrote",
+    "`sie serve` wrote down",
+    "`sie serve` stored its ports",
+    "port {} of `sie serve` is used",
     "of `sie serve` give --data-dir",
     "`sie serve` has no socket here",
     "as the user of `sie serve`",

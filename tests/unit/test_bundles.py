@@ -98,7 +98,7 @@ def test_a_name_resolves_to_a_bundle_that_can_serve_it(spec: str, bundle: str) -
             "bundle 'eyes' does not serve org/free: name the bundle texts or spare, or no bundle",
         ),
         ("none:/org/free", ["texts", "spare"], "bundle 'none' does not serve org/free"),
-        ("texts:/org/pinned", ["spare"], "bundle 'texts' does not serve org/pinned; spare can"),
+        ("texts:/org/pinned", ["spare"], "bundle 'texts' does not serve org/pinned: name the bundle spare"),
         ("org/lost", [], "org/lost cannot be served: there is no bundle 'gone'; name texts or spare, or none"),
         (
             "org/wrong",

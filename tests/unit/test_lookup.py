@@ -154,7 +154,7 @@ def test_pull_adds_a_model_and_its_weights(hub: HubStub, tmp_path: Path) -> None
     done = sie(tmp_path, "pull", "org/mini", MINI)
     assert done.exit_code == 0, done.output
     added, mini, packaged = done.stdout.splitlines()
-    assert done.stderr.count("no `sie serve` runs") == 1
+    assert done.stderr.count("no `sie serve` is running") == 1
     assert "another --data-dir" in done.stderr
     assert added.startswith("added org/mini, ")
     assert mini.startswith("org/mini is on this disk, ")

@@ -669,7 +669,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
         {},
         b'{"model": "eyes:/org/one"}',
         409,
-        ("'eyes' does not serve", "default can: name"),
+        ("'eyes' does not serve", "name the bundle default"),
     ),
 }
 
@@ -743,7 +743,10 @@ def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -
             lambda: preload("org/one", "eyes"),
             "SIE_PRELOAD_MODELS: org/one is served by bundle default, but this worker serves bundle eyes (SIE",
         ),
-        (lambda: preload("eyes:/org/one"), "SIE_PRELOAD_MODELS: bundle 'eyes' does not serve org/one; default can"),
+        (
+            lambda: preload("eyes:/org/one"),
+            "SIE_PRELOAD_MODELS: bundle 'eyes' does not serve org/one: name the bundle default",
+        ),
         (
             lambda: dependencies.check(settings_of(SIE_BUNDLE="x", SIE_MODELS_DIR=str(tmp_path))),
             "SIE_BUNDLE: bundle x needs no-such-distribution, which is not installed; msgspec>=999, installed is",

@@ -228,7 +228,7 @@ def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all
     attend(MaskRequest(masks.bidirectional_mask_function, None), trial)
     assert trial.edge() == 1
     attend(window, trial, sliding_window=8)
-    with pytest.raises(AttentionUnsupported, match=r"by \[0, 1\] keys"):
+    with pytest.raises(AttentionUnsupported, match=r"plus \[0, 1\] keys"):
         trial.edge()
     with pytest.raises(AttentionUnsupported, match="its mask is"):
         attend(window, sliding_window=7, is_causal=True)
