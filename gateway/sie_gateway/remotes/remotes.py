@@ -238,7 +238,8 @@ class Remotes:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
         except (BrokerError, TimeoutError) as error:  # only logged, because the remote server has computed the vectors
-            _logger.warning("the charge for a call of remote %s stays an estimate: %s", remote.server.name, error)
+            reason = str(error) or type(error).__name__
+            _logger.warning("the charge for a call of remote %s stays an estimate: %s", remote.server.name, reason)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call. If the server is at fault, probe it again soon. After MAX_FAILURES calls in a row with a
