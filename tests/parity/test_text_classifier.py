@@ -78,6 +78,15 @@ def test_a_decoder_without_a_pad_token_has_the_scores_of_the_pipeline(engine: Sc
     check(engine.load(folder, FAMILY).found(texts), oracle(folder)(texts))
 
 
+def test_a_head_reads_states_that_the_decoder_projects_to_another_width(engine: ScoringEngine, tmp_path: Path) -> None:
+    sizes = {"hidden_size": WIDTH, "word_embed_proj_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"ffn_dim": 96}
+    architecture = replace(ARCHITECTURES["roberta"], model_type="opt", config={**sizes, "init_std": 0.15})
+    folder = build(tmp_path, architecture, head=AutoModelForSequenceClassification, num_labels=len(NAMES))
+    texts = ragged_documents(8, longest=60)
+    check(engine.load(folder, FAMILY).found(texts), oracle(folder)(texts))
+
+
 @pytest.mark.parametrize("name", long_but(KINDS, ["bert", "deberta-v2", "qwen2 causal"]))
 def test_every_class_has_the_score_of_the_pipeline(
     name: str, engine: ScoringEngine, folders: Folders, table: ParityTable

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
 
+from sie_adapter.loading.modules import states_width
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 from sie_contracts.models.load_errors import incompatible
 
@@ -57,7 +58,7 @@ class TransformersHead:
         # the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
         try:
-            self(torch.zeros(2, 3, model.config.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device))
+            self(torch.zeros(2, 3, states_width(model.config), dtype=self.backbone.dtype, device=self.backbone.device))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             cause = f"{type(model).__name__} reads more than the states of its last layer"
             raise incompatible(f"{cause}, which this adapter does not support ({error})") from error
