@@ -538,8 +538,8 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
         return {"seconds": seconds}
 
     body = {"model": "m", "items": range(50), "usage": {}}
-    content, _ = reply.body_of(body, values, late, msgpack=msgpack, row=row)
     began_s = time.perf_counter()
+    content, _ = reply.body_of(body, values, late, msgpack=msgpack, row=row)
     pieces = []
     for piece in [content] if isinstance(content, bytes) else content:
         pieces.append(piece)
