@@ -291,6 +291,18 @@ async def test_a_collection_of_other_dimensions_is_refused(sink: Sink, database:
     assert await database.found(collection) == {}
 
 
+async def test_the_widest_vector_of_a_database_is_written_and_a_wider_one_is_refused(
+    sink: Sink, database: Database, collection: str
+) -> None:
+    most = 16_000 if isinstance(database, Postgres) else 65_536
+    with pytest.raises(SinkUnsuitable, match=f"{most + 1} numbers, but .* takes 1 to {most}"):
+        await sink.prepare(collection, {"dense": most + 1}, {})
+    await sink.prepare(collection, {"dense": most}, {})
+    row = SinkRows(["widest"], np.ones((1, most), np.float32), [{}])
+    await sink.upsert(row)
+    await has(database, collection, row)
+
+
 async def test_a_collection_of_another_distance_is_refused(qdrant: QdrantServer, collection: str) -> None:
     database = Qdrant(qdrant)
     await database.create(collection, DIMS, "Dot")
