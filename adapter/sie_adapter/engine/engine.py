@@ -487,10 +487,10 @@ class BatchRun:
                     self._rows[head][row] = table.row(ids)
                     mask[row] = False
             needing |= mask
-        for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
+        for row in (needing & (self._items.costs < 1)).nonzero()[0].tolist():
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
-        return np.flatnonzero(needing)
+        return needing.nonzero()[0]  # np.flatnonzero runs more Python code
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
         """Run items in as many passes as the memory requires. Run them on a new thread if oneDNN cannot run new shapes
@@ -532,9 +532,9 @@ class BatchRun:
         with self._model.loras.acting(self._message.lora) if self._message.lora else contextlib.nullcontext():
             hidden = self._model.forward(packed)
             self._padding += packed.padding
-            if len(hidden) != len(packed.ids):
+            if hidden.shape[0] != len(packed.ids):
                 raise InternalFailure(
-                    f"the model returned {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                    f"the model returned {hidden.shape[0]} states for {len(packed.ids)} tokens", reason="wrong_length"
                 )
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
@@ -553,7 +553,7 @@ class BatchRun:
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
-            sequences = np.flatnonzero(mask[packed.order])
+            sequences = mask[packed.order].nonzero()[0]
             if self._late is not None:
                 is_window = self._late.windows[packed.order[sequences]]
                 windows, sequences = packed.order[sequences[is_window]], sequences[~is_window]

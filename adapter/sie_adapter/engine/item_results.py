@@ -161,7 +161,7 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], results: ItemResults) -> None:
     """Store `vectors[places[i]]`, converted to `dtype`, as the output `name` of result i."""
     if dtype == "float32":
-        values, scale, offset = vectors.float().cpu().numpy(), None, None
+        values, scale, offset = vectors.float().numpy(force=True), None, None
     else:
         values, scale, offset = dtypes.convert(vectors, dtype)
     for item, place in enumerate(places):

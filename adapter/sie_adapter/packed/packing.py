@@ -104,7 +104,7 @@ class Items:
     @cached_property
     def starts(self) -> Int64:
         """Return the index of the first token of each item, [items]."""
-        return np.cumsum(self.lengths) - self.lengths
+        return self.lengths.cumsum() - self.lengths
 
     def extremes(self) -> tuple[Int64, Int64]:
         """Return the smallest and the largest id of each item, [items]; 0 for an item without tokens."""
