@@ -532,9 +532,9 @@ class BatchRun:
         with self._model.loras.acting(self._message.lora) if self._message.lora else contextlib.nullcontext():
             hidden = self._model.forward(packed)
             self._padding += packed.padding
-            if hidden.shape[0] != len(packed.ids):
+            if len(hidden) != len(packed.ids):
                 raise InternalFailure(
-                    f"the model returned {hidden.shape[0]} states for {len(packed.ids)} tokens", reason="wrong_length"
+                    f"the model returned {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
                 )
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)

@@ -64,7 +64,6 @@ class DenseHead:
         self, pooling: str, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
     ) -> None:
         self.pooling = pooling
-        self._poolings = poolings(pooling)
         self._layers = None if layers is None else layers.to(device)
         self._token_layers = None if token_layers is None else token_layers.to(device)
 
@@ -97,16 +96,15 @@ class DenseHead:
         return self._finished(torch.stack(pooled)).rows
 
     def _pooled(self, states: States, sequences: Int64) -> Tensor:
-        own = self._poolings
-        parts = poolings(states.pooling) if states.pooling else own
-        if parts is None or own is None:
+        parts = poolings(states.pooling or self.pooling)
+        if parts is None:
             raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
-        if len(parts) != len(own):
+        if len(parts) != len(self.pooling.split("+")):
             raise InvalidInput.at("pooling", f"its vectors are not as wide as those of the default, {self.pooling}")
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
         vectors = [pool(hidden, states.packed, part) for part in parts]
         pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)
-        if len(sequences) < pooled.shape[0]:
+        if len(sequences) < len(pooled):
             pooled = pooled[to_device(sequences, hidden.device)]
         return pooled
 
