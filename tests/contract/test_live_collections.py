@@ -670,6 +670,27 @@ async def test_an_index_whose_build_goes_on_after_its_connection_is_lost_is_buil
     assert [tuple(row) for row in built] == [(first_build["indexrelid"], True)]
 
 
+@pytest.mark.parametrize(
+    ("application", "most"),
+    [
+        ("postgres", 16_000),
+        ("sparse vectors of postgres", 1_000_000_000),
+        ("qdrant", 65_536),
+        ("multivectors of qdrant", 65_536),
+        ("lancedb", 65_536),
+    ],
+    indirect=["application"],
+)
+async def test_a_model_with_wider_vectors_than_the_database_takes_is_refused_before_anything_changes(
+    application: Application, migrator: Migrator, most: int
+) -> None:
+    await application.create(migrator.widths["old"])
+    await migrator.live.open()
+    with pytest.raises(SinkUnsuitable, match=f"{most + 1} numbers, but .* takes 1 to {most}"):
+        await migrator.live.begin(most + 1)
+    assert not (await migrator.live.open()).is_begun
+
+
 async def test_a_model_whose_vectors_no_index_takes_is_refused_before_any_is_computed(table: Table) -> None:
     await table.create(16)
     await table.run(f'CREATE INDEX by_vector ON "{table.collection}" USING hnsw (embedding vector_cosine_ops)')
