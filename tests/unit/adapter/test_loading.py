@@ -531,7 +531,12 @@ def test_blocked_linears_are_as_exact_as_the_stock_ones(dtype: torch.dtype) -> N
 def test_a_blocked_linear_gives_its_weight_to_a_model_that_reads_it(dtype: torch.dtype) -> None:
     """The head of MobileBERT multiplies by it, and routers of mixtures of experts read its dtype."""
     layer = nn.Linear(384, 1536).to(dtype)
-    assert torch.equal(BlockedLinear(layer).weight, layer.weight)
+    model = nn.Sequential(layer)
+    if not block_linears(model):
+        assert dtype is torch.bfloat16
+        pytest.skip("on this CPU, oneDNN blocks no bfloat16 weights")
+    assert isinstance(model[0], BlockedLinear)
+    assert torch.equal(model[0].weight, layer.weight)
 
 
 def test_a_layer_that_is_tied_to_an_embedding_is_left_alone() -> None:

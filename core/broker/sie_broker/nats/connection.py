@@ -260,7 +260,9 @@ class NatsConnection(ConnectionState):
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))
         if self._failed_attempts == 1 and not self._closed:
-            log.warning("%s: reconnecting to the broker failed, further attempts follow: %r", self.name, error)
+            # at the start of a cluster, the broker often starts a moment later than its clients
+            level, action = (logging.WARNING, "reconnecting") if self._opened else (logging.INFO, "connecting")
+            log.log(level, "%s: %s to the broker failed, further attempts follow: %r", self.name, action, error)
 
     async def _on_lost(self) -> None:
         if not self._live:
