@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
@@ -55,6 +57,7 @@ _TOKENS_ALONE = 256
 # tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
 # texts that are longer than the window
 _EXAMPLE_TOKENS = 300
+_ATTENTION = "sie_graph"  # name under which transformers has the attention of a trace
 _SCRATCH = "sie-graph-"  # prefix of temporary folders
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -291,17 +294,49 @@ def _runtime() -> Any:
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
     """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
-    weights. Its loss function is set to None, because transformers warns if a trace reads an unset loss function.
+    weights. Its loss function is set to None, because transformers warns if a trace reads an unset loss function. Its
+    attention masks become those of `_mask`.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    attention = model.config._attn_implementation
     model.float()
     model.loss_function = None
+    if attention == "sdpa":
+        AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+        AttentionMaskInterface.register(_ATTENTION, _mask)
+        model.set_attn_implementation(_ATTENTION)
     try:
         yield
     finally:
+        if attention == "sdpa":
+            model.set_attn_implementation(attention)
         del model._loss_function
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.data = tensor.data.to(before[name])
+
+
+def _mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """Return the mask of an attention, bool. If only padding is hidden, its shape is [rows, 1, 1, columns]. For this,
+    transformers would compute a mask for each query, in 22 nodes of the graph.
+    """
+    if mask_function is bidirectional_mask_function and attention_mask is not None:
+        return attention_mask[:, None, None]
+    return cast("Tensor | None", sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options))
+
+
+def _drop_unchanging_reshapes(graph: Any, inputs: int, tokens: int) -> None:
+    """Remove reshapes that do not change the shape. transformers reshapes the result of each attention in this way, and
+    OpenVINO would run the reshape, and the transposition after it.
+    """
+    names: list[set[str]] = []
+    for shape in ((inputs, 2, tokens), (inputs, 3, (tokens + 1) // 2)):
+        graph.reshape(_runtime().PartialShape(shape))
+        reshapes = [node for node in graph.get_ops() if node.get_type_name() == "Reshape"]
+        names.append({node.get_name() for node in reshapes if node.get_output_shape(0) == node.get_input_shape(0)})
+    for node in graph.get_ops():
+        if node.get_name() in names[0] & names[1]:
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(node.input_value(0))
 
 
 def compress(graph: Any) -> int:
@@ -348,6 +383,7 @@ def _converted(states: _StackedInputs, tokens: int) -> Any:
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
+            _drop_unchanging_reshapes(converted, len(states.names), tokens)
     except failures as error:
         raise _no_graph("it cannot convert the model", error) from error
     finally:

@@ -25,7 +25,7 @@ from parity.checkpoints import ARCHITECTURES, build
 from parity.engine import ParityEngine
 from safetensors.torch import load_file
 from scipy.stats import kendalltau
-from transformers import BertConfig, Gemma3TextConfig, ModernBertConfig
+from transformers import AutoModel, BertConfig, Gemma3TextConfig, ModernBertConfig
 
 from sie_adapter.engine import engines
 from sie_adapter.engine import graph as graphs
@@ -236,6 +236,19 @@ def test_a_conversion_logs_no_warning(bert: Path, caplog: pytest.LogCaptureFixtu
     finally:
         transformers.removeHandler(caplog.handler)
     assert not caplog.records
+
+
+def test_an_attention_has_a_mask_for_all_queries_and_no_reshape_after_it(bert: Path) -> None:
+    """Both would take time in each layer of each pass."""
+    model = AutoModel.from_pretrained(bert).eval()
+    with graphs._traceable(model):
+        converted = graphs._converted(graphs._StackedInputs(model, graphs._names_of(model)), 128)
+    attentions = [node for node in converted.get_ops() if node.get_type_name() == "ScaledDotProductAttention"]
+    assert len(attentions) == model.config.num_hidden_layers
+    for node in attentions:
+        assert str(node.get_input_partial_shape(3)) == "[?,1,1,?]"
+        assert [reader.get_node().get_type_name() for reader in node.output(0).get_target_inputs()] == ["Transpose"]
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
