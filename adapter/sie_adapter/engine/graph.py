@@ -299,13 +299,13 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     attention = model.config._attn_implementation
+    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(_ATTENTION, _mask)
     model.float()
     model.loss_function = None
-    if attention == "sdpa":
-        AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-        AttentionMaskInterface.register(_ATTENTION, _mask)
-        model.set_attn_implementation(_ATTENTION)
     try:
+        if attention == "sdpa":
+            model.set_attn_implementation(_ATTENTION)
         yield
     finally:
         if attention == "sdpa":
@@ -328,15 +328,14 @@ def _drop_unchanging_reshapes(graph: Any, inputs: int, tokens: int) -> None:
     """Remove reshapes that do not change the shape. transformers reshapes the result of each attention in this way, and
     OpenVINO would run the reshape, and the transposition after it.
     """
-    names: list[set[str]] = []
+    reshapes = [node for node in graph.get_ops() if node.get_type_name() == "Reshape"]
+    # two shapes of inputs, because a reshape may keep one of them by chance
     for shape in ((inputs, 2, tokens), (inputs, 3, (tokens + 1) // 2)):
         graph.reshape(_runtime().PartialShape(shape))
-        reshapes = [node for node in graph.get_ops() if node.get_type_name() == "Reshape"]
-        names.append({node.get_name() for node in reshapes if node.get_output_shape(0) == node.get_input_shape(0)})
-    for node in graph.get_ops():
-        if node.get_name() in names[0] & names[1]:
-            for reader in node.output(0).get_target_inputs():
-                reader.replace_source_output(node.input_value(0))
+        reshapes = [node for node in reshapes if node.get_output_shape(0) == node.get_input_shape(0)]
+    for node in reshapes:
+        for reader in node.output(0).get_target_inputs():
+            reader.replace_source_output(node.input_value(0))
 
 
 def compress(graph: Any) -> int:
