@@ -59,6 +59,7 @@ GRAPHS = [
     ("bert", SIXTEEN),
     ("modernbert", "float32"),
     ("qwen3 causal", "float32"),
+    ("qwen2 sliding", "float32"),
 ]
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 ALL = [(name, precision) for name in ARCHITECTURES for precision in PRECISIONS]

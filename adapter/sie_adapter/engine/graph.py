@@ -328,14 +328,23 @@ def _drop_unchanging_reshapes(graph: Any, inputs: int, tokens: int) -> None:
     """Remove reshapes that do not change the shape. transformers reshapes the result of each attention in this way, and
     OpenVINO would run the reshape, and the transposition after it.
     """
-    reshapes = [node for node in graph.get_ops() if node.get_type_name() == "Reshape"]
+
+    def unchanging(rows: int, columns: int) -> dict[str, Any]:
+        graph.reshape(_runtime().PartialShape([inputs, rows, columns]))  # this replaces some nodes
+        return {
+            node.get_name(): node
+            for node in graph.get_ops()
+            if node.get_type_name() == "Reshape"
+            and (shape := node.get_output_partial_shape(0)).is_static
+            and shape == node.get_input_partial_shape(0)
+        }
+
     # two shapes of inputs, because a reshape may keep one of them by chance
-    for shape in ((inputs, 2, tokens), (inputs, 3, (tokens + 1) // 2)):
-        graph.reshape(_runtime().PartialShape(shape))
-        reshapes = [node for node in reshapes if node.get_output_shape(0) == node.get_input_shape(0)]
-    for node in reshapes:
-        for reader in node.output(0).get_target_inputs():
-            reader.replace_source_output(node.input_value(0))
+    names = unchanging(2, tokens).keys()
+    for name, node in unchanging(3, (tokens + 1) // 2).items():
+        if name in names:
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(node.input_value(0))
 
 
 def compress(graph: Any) -> int:
