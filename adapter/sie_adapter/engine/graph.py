@@ -54,6 +54,10 @@ _KEPT_KERNELS = 100
 # would wait for that slower thread (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
+# lengths in tokens of a single text that has a graph of fixed shape. A pass with this graph saves a fifth of the time,
+# because OpenVINO need not compute the shape of each node. Each length adds 8 MB to the graphs of MiniLM, although they
+# share their weights (bench/results/engine.md).
+_FIXED_LENGTHS = (8, 16)
 # tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
 # texts that are longer than the window
 _EXAMPLE_TOKENS = 300
@@ -108,8 +112,14 @@ class Graph:
                         copy_bytes -= compress(converted) * (dtype.itemsize - 1)
                     _runtime().save_model(converted, path, compress_to_fp16=False)
                     del converted
-                self._of_lanes = _Compiled(path, options, lanes, lanes)
-                self._alone = _Compiled(path, options, 1, _THREADS_ALONE) if is_twice else None
+                graph = _runtime().Core().read_model(path)
+                self._of_lanes = _Compiled(graph, options, lanes, lanes)
+                self._alone = None
+                if is_twice:
+                    is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+                    if is_avx2 and dtype == torch.float32 and not compute.int8:
+                        _write_out_gelu(graph)
+                    self._alone = _Compiled(_with_fixed_lengths(graph, max_tokens), options, 1, _THREADS_ALONE)
         except (RuntimeError, OSError) as error:
             raise _no_graph("OpenVINO could not compile its graph", error) from error
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
@@ -121,16 +131,24 @@ class Graph:
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """Run the batch on each compiled graph, and yield the states of each, for a check."""
-        for compiled in (self._of_lanes, self._alone):
-            if compiled is not None:
-                yield self._run(packed, compiled)
+        """Run the batch on each compiled graph, and yield the states of each, for a check. The second graph runs the
+        batch also text by text.
+        """
+        yield self._run(packed, self._of_lanes)
+        if self._alone is not None:
+            yield self._run(packed, self._alone)
+            columns = [filled_length(length, self._max_tokens, self._max_filling) for length in packed.lengths.tolist()]
+            rows = [RowGroup(row, row + 1, 1, length) for row, length in enumerate(columns)]
+            yield self._run_groups(packed, self._alone, rows)
 
     def _run(self, packed: PackedBatch, compiled: _Compiled) -> Tensor:
         if len(packed.order) == 1:
             return self._run_single(packed, compiled)
+        return self._run_groups(packed, compiled, groups(packed.lengths, self._max_tokens, self._max_filling))
+
+    def _run_groups(self, packed: PackedBatch, compiled: _Compiled, row_groups: list[RowGroup]) -> Tensor:
         states: Tensor | None = None
-        for group in groups(packed.lengths, self._max_tokens, self._max_filling):
+        for group in row_groups:
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
             hidden = compiled.infer(self._inputs(part))
             if states is None:
@@ -183,11 +201,11 @@ def _scratch(place: Path | None) -> Iterator[Path]:
 class _Compiled:
     """Model that OpenVINO compiled for `streams` concurrent calls of `infer`, with `threads` threads in total."""
 
-    def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
+    def __init__(self, graph: Any, options: Mapping[str, Any], streams: int, threads: int) -> None:
         more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
         runtime = _runtime()
         self._tensor = runtime.Tensor
-        self._compiled = runtime.Core().compile_model(path, "CPU", {**options, **more})
+        self._compiled = runtime.Core().compile_model(graph, "CPU", {**options, **more})
         self._of_thread = threading.local()
 
     def infer(self, inputs: NDArray[np.int32]) -> NDArray[Any]:
@@ -345,6 +363,55 @@ def _drop_unchanging_reshapes(graph: Any, inputs: int, tokens: int) -> None:
         if name in names:
             for reader in node.output(0).get_target_inputs():
                 reader.replace_source_output(node.input_value(0))
+
+
+def _write_out_gelu(graph: Any) -> None:
+    """Replace each GELU by its formula, x / 2 + x / 2 erf(x / sqrt(2)). OpenVINO has two kernels for products in
+    float32 on AVX2. It fuses a GELU into the product before it, but only the slower kernel can compute a fused GELU. A
+    short text takes 0.9 of the time without the fusion. A large batch takes 0.97, but needs twice the memory for the
+    widest states of each layer (bench/results/engine.md), so only the graph for short batches has no fusion.
+    """
+    from openvino import opset13
+
+    for gelu in [node for node in graph.get_ops() if node.get_type_name() == "Gelu"]:
+        if gelu.get_attributes().get("approximation_mode") != "ERF":
+            continue
+        states = gelu.input_value(0)
+        half = opset13.multiply(states, np.float32(0.5))
+        error_function = opset13.erf(opset13.multiply(states, np.float32(0.5**0.5)))
+        formula = opset13.add(half, opset13.multiply(half, error_function))
+        for reader in gelu.output(0).get_target_inputs():
+            reader.replace_source_output(formula.output(0))
+
+
+def _with_fixed_lengths(graph: Any, max_tokens: int) -> Any:
+    """Return a graph that runs a single text of _FIXED_LENGTHS tokens on a copy of `graph` with this fixed shape, and
+    every other batch on `graph`. OpenVINO compiles the weights once. `max_tokens`: the longest text of the model.
+    """
+    from openvino import opset13
+
+    runtime = _runtime()
+    inputs = graph.inputs[0].partial_shape[0].get_length()
+    whole = graph
+    for length in (length for length in _FIXED_LENGTHS if length <= max_tokens):
+        shape = opset13.constant([inputs, 1, length], np.int64)
+        fixed = graph.clone()
+        fixed.reshape(runtime.PartialShape([inputs, 1, length]))
+        # `If` gives the parameters of its bodies the shape of its own input, which is not fixed; a reshape fixes it
+        parameter = fixed.get_parameters()[0]
+        readers = parameter.output(0).get_target_inputs()
+        reshaped = opset13.reshape(parameter, shape, False)
+        for reader in readers:
+            reader.replace_source_output(reshaped.output(0))
+        batch = opset13.parameter([inputs, -1, -1], np.int32)
+        is_fixed = opset13.reduce_logical_and(opset13.equal(opset13.shape_of(batch), shape), 0)
+        choice = opset13.if_op(is_fixed.output(0))
+        choice.set_then_body(fixed)
+        choice.set_else_body(whole)
+        choice.set_input(batch.output(0), parameter, whole.get_parameters()[0])
+        states = choice.set_output(fixed.get_results()[0], whole.get_results()[0])
+        whole = runtime.Model([opset13.result(states)], [batch])
+    return whole
 
 
 def compress(graph: Any) -> int:

@@ -49,7 +49,7 @@ _logger = logging.getLogger("sie.adapter")
 
 # lengths, in tokens, of the sequences of the trial, which compares packed with padded states when a model is loaded;
 # the longest exceeds the local window of ModernBERT
-_TRIAL_LENGTHS = (3, 17, 40, 40, 140)
+_TRIAL_LENGTHS = (3, 8, 16, 17, 40, 40, 140)
 _LORA_LENGTHS = (8, 24)  # lengths in tokens of two sequences; a LoRA that does not change their states is refused
 # smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16
 _TRIAL_COSINE = {torch.float32: 0.9999}

@@ -266,11 +266,14 @@ def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
     assert all(torch.equal(expected, output) for output in outputs)
 
 
-def test_a_model_of_few_positions_has_a_graph(tmp_path: Path) -> None:
-    """The texts of the trace are no longer than the texts of the model."""
+@pytest.mark.parametrize("positions", [12, 128])
+def test_a_model_of_few_positions_has_a_graph(tmp_path: Path, positions: int) -> None:
+    """Neither the texts of the trace nor the graphs of fixed lengths are longer than the texts of the model."""
     usual = ARCHITECTURES["bert"]
-    build(tmp_path, replace(usual, config={**usual.config, "max_position_embeddings": 128}, max_tokens=128))
-    assert loaded(tmp_path, "bert").backbone.engine.engine == "openvino"
+    build(tmp_path, replace(usual, config={**usual.config, "max_position_embeddings": positions}, max_tokens=positions))
+    entry = msgspec.structs.replace(entry_of(tmp_path, "bert", {}), max_tokens=positions)
+    model: Any = loader_of(tmp_path).load(Catalogue.resolve_profile(entry, "default", entry.id))
+    assert model.backbone.engine.engine == "openvino"
 
 
 def test_the_weights_of_torch_are_freed(bert: Path) -> None:
@@ -364,8 +367,11 @@ def test_a_lane_that_is_alone_runs_a_short_batch_on_a_copy_of_more_threads(
         monkeypatch.setattr(graphs, "is_alone", lambda is_alone=is_alone: is_alone)
         graph.run(packed)
         assert ran.pop() is expected
-    first, second = graph.trials(short)
-    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
+    nodes = graph._alone._compiled.get_runtime_model().get_ops()
+    assert "If" in {node.get_rt_info()["layerType"].astype(str) for node in nodes}  # the graphs of fixed lengths
+    of_lanes, in_groups, single = graph.trials(packed_of([3, 8, 9, 16, 17, 100]))
+    torch.testing.assert_close(in_groups, of_lanes, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(single, of_lanes, atol=1e-5, rtol=1e-4)
 
 
 def test_one_core_and_large_weights_have_one_copy(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
