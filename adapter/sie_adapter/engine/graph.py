@@ -3,8 +3,8 @@
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled, with a stream per thread
 
 The graph is faster than torch's packed path, because the weights are stored in the blocked order that the kernels read,
-and no Python runs within a pass: one text of 8 tokens takes little more than half of torch's time. A batch runs in
-groups of texts of similar length (bench/results/engine.md).
+and no Python runs within a pass: one text of 8 tokens takes about half of torch's time. A batch runs in groups of
+texts of similar length (bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -393,7 +393,9 @@ def _with_fixed_lengths(graph: Any, max_tokens: int) -> Any:
     runtime = _runtime()
     inputs = graph.inputs[0].partial_shape[0].get_length()
     whole = graph
-    for length in (length for length in _FIXED_LENGTHS if length <= max_tokens):
+    for length in _FIXED_LENGTHS:
+        if length > max_tokens:
+            break
         shape = opset13.constant([inputs, 1, length], np.int64)
         fixed = graph.clone()
         fixed.reshape(runtime.PartialShape([inputs, 1, length]))

@@ -251,6 +251,21 @@ def test_an_attention_has_a_mask_for_all_queries_and_no_reshape_after_it(bert: P
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_gelu_as_its_formula_gives_the_same_states(bert: Path) -> None:
+    model = AutoModel.from_pretrained(bert).eval()
+    with graphs._traceable(model):
+        converted = graphs._converted(graphs._StackedInputs(model, graphs._names_of(model)), 128)
+    inputs = np.ones((3, 2, 9), np.int32)
+    inputs[0] = np.random.default_rng(0).integers(5, 100, (2, 9))
+    options = {"INFERENCE_PRECISION_HINT": "f32"}
+    expected = torch.from_numpy(graphs._Compiled(converted, options, 1, 1).infer(inputs).copy())
+    assert "Gelu" in {node.get_type_name() for node in converted.get_ops()}
+    graphs._write_out_gelu(converted)
+    assert "Gelu" not in {node.get_type_name() for node in converted.get_ops()}
+    computed = torch.from_numpy(graphs._Compiled(converted, options, 1, 1).infer(inputs))
+    torch.testing.assert_close(computed, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
     first, second = loaded(bert, "bert"), loaded(bert, "bert")
     packed = packed_of([17, 3, 40, 40, 90])
