@@ -30,7 +30,9 @@ _logger = logging.getLogger("sie.sidecar.health")
 
 
 class WorkerHealth:
-    """Heartbeats and readiness of one worker. `changed` sends a heartbeat at once."""
+    """Heartbeats and readiness of one worker. `changed` sends a heartbeat at once, so gateways know that a model is
+    loaded before they receive its first results.
+    """
 
     def __init__(
         self, settings: Settings, bus: Bus, lane: Lane, worker_id: str, links: AdapterLinks, feed: CatalogueFeed
@@ -43,7 +45,8 @@ class WorkerHealth:
         self.feed = feed
         self.remedies, self.towers = AdapterCounts(oom_counts), AdapterCounts(tower_counts)
         self._trouble = Trouble(_logger, "heartbeats cannot be sent")
-        self._change = asyncio.Event()
+        # `run` waits for the first, `observe` for the second: each clears its own
+        self._change, self._unread = asyncio.Event(), asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
         self.asks = False  # true if the worker requests its pool from gateways
@@ -55,6 +58,7 @@ class WorkerHealth:
 
     def changed(self) -> None:
         self._change.set()
+        self._unread.set()
 
     def not_ready(self) -> str | None:
         if self.leaving:
@@ -194,12 +198,21 @@ class WorkerHealth:
             await self._bus.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
 
     async def run(self) -> None:
+        """Send heartbeats until cancelled."""
         while True:
             self._change.clear()
-            await self.refresh()
-            await self._examine_disk()
             await self.publish()
             await wait_set(self._change, self._settings.health_publish_interval_ms / 1000)
+
+    async def observe(self) -> None:
+        """Read the memory of adapters and the models on disk for the next heartbeat, until cancelled. `run` does not
+        read them, because a slow adapter or disk must not delay a heartbeat.
+        """
+        while True:
+            self._unread.clear()
+            await self.refresh()
+            await self._examine_disk()
+            await wait_set(self._unread, self._settings.health_publish_interval_ms / 1000)
 
     async def _examine_disk(self) -> None:
         """Find out which models are in the disk cache, every _DISK_EVERY_S seconds and after catalogue changes."""
@@ -210,8 +223,10 @@ class WorkerHealth:
                 return
         self._examined = (now_s, catalogue.epoch)
         entries = list(catalogue.entries.values())
-        models = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
-        self._on_disk = models[:ON_DISK]
+        models = (await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder)))[:ON_DISK]
+        if models != self._on_disk:
+            self._on_disk = models
+            self._change.set()
 
     async def refresh(self) -> None:
         """Read the description of each connected adapter, with its used memory. A failed read changes nothing."""

@@ -120,6 +120,7 @@ async def serve(
         with_broker = functools.partial(retry, errors=(BrokerError,), stop=stop, logger=_logger)
         await with_broker(health.listen, task="listening for gateways that look for this worker")
         tasks.start(health.run(), "heartbeats")
+        tasks.start(health.observe(), "memory and models on disk")
         tasks.start(status.run(), "status")
         # the file of leases is on the volume of the adapter's socket, because this volume outlives the container.
         # Several workers may share the volume, so the file's name has the worker's id

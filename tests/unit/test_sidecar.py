@@ -17,7 +17,7 @@ from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.topology import Lane
-from sie_runtime.process import Stop
+from sie_runtime.process import Stop, cancel_all
 from sie_sidecar.batching.batch import BatchEntry, BatchKey, Waiting
 from sie_sidecar.device.link import AdapterLinks
 from sie_sidecar.health import WorkerHealth
@@ -138,10 +138,37 @@ async def test_heartbeats_that_cannot_be_sent_are_logged_once_per_outage(
 ) -> None:
     away = BrokerUnavailable("away")
     bus = Mock(send=AsyncMock(side_effect=[away, away, None, away]))
-    links = AdapterLinks("socket", size=1, ping_s=1.0, stale_s=1.0)
-    health = WorkerHealth(settings_of(), bus, Lane("_default", "l4", "default"), "w", links, Mock())
-    beat = Heartbeat("w", "_default", "l4", "default", True, "0.2.0")
-    monkeypatch.setattr(health, "heartbeat", lambda: beat)
+    health = _health(bus, monkeypatch)
     for warnings in (1, 1, 1, 2):
         await health.publish()
         assert len([record for record in caplog.records if "away" in record.getMessage()]) == warnings
+
+
+async def test_an_adapter_that_does_not_reply_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: asyncio.Queue[bytes] = asyncio.Queue()
+    reads = asyncio.Event()
+    bus = Mock(send=AsyncMock(side_effect=lambda _, data: sent.put_nowait(data)))
+    health = _health(bus, monkeypatch)
+
+    async def hang() -> None:
+        reads.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(health, "refresh", hang)
+    tasks = [asyncio.create_task(work) for work in (health.run(), health.observe())]
+    async with asyncio.timeout(20):
+        await sent.get()
+        await reads.wait()
+        health.changed()
+        await sent.get()
+    await cancel_all(tasks)
+
+
+def _health(bus: Mock, monkeypatch: pytest.MonkeyPatch) -> WorkerHealth:
+    """Return the health of a worker whose heartbeats are always the same. The interval of heartbeats is an hour."""
+    links = AdapterLinks("socket", size=1, ping_s=1.0, stale_s=1.0)
+    settings = settings_of(SIE_HEALTH_PUBLISH_INTERVAL_MS="3600000", SIE_HEARTBEAT_TIMEOUT_MS="7200000")
+    health = WorkerHealth(settings, bus, Lane("_default", "l4", "default"), "w", links, Mock())
+    beat = Heartbeat("w", "_default", "l4", "default", True, "0.2.0")
+    monkeypatch.setattr(health, "heartbeat", lambda: beat)
+    return health
