@@ -27,6 +27,7 @@ import functools
 import importlib.util
 import json
 import queue
+import random
 import statistics
 import subprocess
 import sys
@@ -468,8 +469,9 @@ def main() -> None:
     figures: dict[tuple[str, str], list[float]] = {}
     for load in loads:
         for _ in range(options.rounds * (SINGLE_ROUNDS if load == "single" else 1)):
-            for name, worker in fleet.items():
-                figures.setdefault((name, load), []).append(float(ask(worker, load)))
+            # a random order, because threads of one row may still spin when the next row begins
+            for name in random.sample(names, len(names)):
+                figures.setdefault((name, load), []).append(float(ask(fleet[name], load)))
     print(f"{'':32}{'cosine':>9}" + "".join(f"{load:>16}" for load in loads))
     for name in fleet:
         cosine = ""

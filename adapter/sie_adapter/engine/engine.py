@@ -444,9 +444,7 @@ class BatchRun:
                 chosen, self._prepared.costs, self._batch_limits.limit(self._key) if self._batch_limits else None
             )
             is_tried = not oom.thread_state.is_unusable
-            if is_tried and _fits(self._recorded, part):
-                self._learn(part, True)
-            else:
+            if not (is_tried and _fits(self._measured, part)):
                 self._recover(part, is_tried=is_tried)
         if self._late is not None:
             for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
@@ -478,7 +476,8 @@ class BatchRun:
                 self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
                 self._masks["multivector"][row] = False
         for head, mask in self._masks.items():
-            mask[list(self._errors)] = False
+            if self._errors:
+                mask[list(self._errors)] = False
             table = self._model.query_tables.get(head)
             if table is not None:
                 for row in np.flatnonzero(mask & self._queries).tolist():
@@ -503,28 +502,32 @@ class BatchRun:
         def halves(items: Int64) -> tuple[Int64, Int64]:
             return _halves(items, self._prepared.costs)
 
-        self._recovery.run(self._recorded, chosen, refuse, halves=halves, learn=self._learn, is_tried=is_tried)
+        def failed(items: Int64) -> None:
+            if self._batch_limits is not None:
+                self._batch_limits.failed(self._key, int(self._prepared.costs[items].sum()))
 
-    def _learn(self, chosen: Int64, fitted: bool) -> None:
-        if self._batch_limits is not None:
-            tell = self._batch_limits.fits if fitted else self._batch_limits.failed
-            tell(self._key, int(self._prepared.costs[chosen].sum()))
+        self._recovery.run(self._measured, chosen, refuse, halves=halves, failed=failed, is_tried=is_tried)
 
-    def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. On a CPU, keep a record on disk while a pass of at least RECORDED_TOKENS tokens runs: if the pass
-        kills this process, the record lowers the model's limit before the next process starts (`CrashRecord.learn`).
+    def _measured(self, chosen: Int64) -> None:
+        """Run a pass, and count its tokens as tokens that fit. On a CPU, keep a record on disk while a pass of at least
+        RECORDED_TOKENS tokens runs: if the pass kills this process, the record lowers the model's limit before the next
+        process starts (`CrashRecord.learn`).
         """
+        limits = self._batch_limits
+        if limits is None:
+            self._pass(chosen)
+            return
         tokens = int(self._prepared.costs[chosen].sum())
         record: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._pass_records is not None and self._batch_limits is not None and tokens >= RECORDED_TOKENS:
-            record = self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key))
+        if self._pass_records is not None and tokens >= RECORDED_TOKENS:
+            record = self._pass_records.during(self._key, tokens, limits.fitted(self._key))
         with record:
             try:
                 self._pass(chosen)
             except GraphLost:  # lower the limit now, because this error ends the process
-                if self._batch_limits is not None:
-                    self._batch_limits.failed(self._key, tokens, killed=True)
+                limits.failed(self._key, tokens, killed=True)
                 raise
+        limits.fits(self._key, tokens)
 
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)
@@ -532,12 +535,10 @@ class BatchRun:
         with self._model.loras.acting(self._message.lora) if self._message.lora else contextlib.nullcontext():
             hidden = self._model.forward(packed)
             self._padding += packed.padding
-            if len(hidden) != len(packed.ids):
-                raise InternalFailure(
-                    f"the model returned {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
-                )
-            states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
-            doubtful = self._reduce(states)
+            states, tokens = hidden.shape[0], len(packed.ids)
+            if states != tokens:
+                raise InternalFailure(f"the model returned {states} states for {tokens} tokens", reason="wrong_length")
+            doubtful = self._reduce(States(hidden, packed, self._queries[packed.order], self._message.pooling))
         if len(chosen) > 1:
             # each of these items runs again alone: an overflow of another item in the pass may have caused the NaN
             for item in sorted(doubtful):
@@ -586,16 +587,17 @@ class BatchRun:
         rows_per_input = (group.stop - first) // due if due else 0
         if due * rows_per_input != group.stop - first or (due and not rows_per_input):
             raise InternalFailure(f"{group.stop - first} rows cannot belong to {due} inputs", reason="malformed_batch")
-        units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
+        units = np.arange(first, group.stop).reshape(due, rows_per_input).tolist()
+        tokens = self._items.lengths[first : group.stop].reshape(due, rows_per_input).sum(1).tolist()
+        if shared and due:
+            tokens[0] += int(self._items.lengths[group.start])
+        if not self._errors:
+            return list(zip(self._group_results(group, shared, units), tokens, strict=True))
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
         answers = iter(self._group_results(group, shared, good))
-        lengths = self._items.lengths[group.start : group.stop].tolist()
-        results: list[tuple[ItemResult | SIEError, int]] = []
-        for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
-            tokens = sum(lengths[row - group.start] for row in (unit if index else (*shared, *unit)))
-            results.append((fault if fault is not None else next(answers), tokens))
-        return results
+        results = [fault if fault is not None else next(answers) for fault in faults]
+        return list(zip(results, tokens, strict=True))
 
     def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
         units = late.units(group)

@@ -168,7 +168,7 @@ class Graph:
         inputs[1, 0, : length if packed.visible is None else packed.visible[0]] = 1
         if packed.types is not None and _TYPES in self._names:
             inputs[2, 0, :length] = packed.types
-        return torch.from_numpy(compiled.infer(inputs)[0, :length]).to(self._dtype, copy=True)
+        return torch.from_numpy(compiled.infer(inputs)[0, :length].copy()).to(self._dtype)
 
     def _inputs(self, part: Padded) -> NDArray[np.int32]:
         """Return the inputs of the graph in one array, int32 [names, rows, columns]. OpenVINO does not copy it."""

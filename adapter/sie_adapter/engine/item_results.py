@@ -151,7 +151,7 @@ def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
 def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> None:
     cut = _cut(pooled, options, keep_scale=True)
     norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
-    for item, norm in enumerate(norms.flatten().tolist()):
+    for item, (norm,) in enumerate(norms.tolist()):
         if not 0 < norm < math.inf:
             results[item] = not_finite()
     vectors = cut / norms.clamp_min(_EPSILON) if options.normalize else cut

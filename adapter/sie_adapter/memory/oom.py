@@ -140,13 +140,13 @@ class OomRecovery:
         refuse: Callable[[int], None],
         *,
         halves: Callable[[Items], tuple[Items, Items]] = halved,
-        learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+        failed: Callable[[Items], None] = lambda items: None,
         is_tried: bool = False,
     ) -> None:
         """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
-        that does not fit alone. Call `learn(part, True)` for each part that fitted, and `learn(part, False)` for each
-        part that did not fit although no more memory could be freed. `is_tried`: the caller already ran the work on all
-        items, and memory ran out. Raises the errors of `work`, except a lack of memory.
+        that does not fit alone, and `failed` for each part that did not fit although no more memory could be freed.
+        `is_tried`: the caller already ran the work on all items, and memory ran out. Raises the errors of `work`,
+        except a lack of memory.
         """
         refused = 0
 
@@ -156,7 +156,7 @@ class OomRecovery:
             self.count("terminal_failures")
             refuse(item)
 
-        if self._ran_out(work, items, refusing, halves, learn, is_tried=is_tried):
+        if self._ran_out(work, items, refusing, halves, failed, is_tried=is_tried):
             self.count("recoveries_attempted")
             if not refused:
                 self.count("recoveries_succeeded")
@@ -167,7 +167,7 @@ class OomRecovery:
         items: Items,
         refuse: Callable[[int], None],
         halves: Callable[[Items], tuple[Items, Items]],
-        learn: Callable[[Items, bool], None],
+        failed: Callable[[Items], None],
         *,
         is_tried: bool = False,
     ) -> bool:
@@ -184,18 +184,17 @@ class OomRecovery:
                 if relief != "load_ended":
                     self.count(relief)
                 continue
-            learn(items, False)
+            failed(items)
             if len(items) > 1:
                 self.count("batch_splits")
                 for half in halves(items):
-                    self._ran_out(work, half, refuse, halves, learn)
+                    self._ran_out(work, half, refuse, halves, failed)
                 return True
             if is_last:
                 refuse(int(items[0]))
                 return True
             gc.collect()
             is_last = True
-        learn(items, True)
         return tries > 0
 
     @staticmethod
