@@ -469,7 +469,7 @@ def main() -> None:
     figures: dict[tuple[str, str], list[float]] = {}
     for load in loads:
         for _ in range(options.rounds * (SINGLE_ROUNDS if load == "single" else 1)):
-            # a random order, because threads of one row may still spin when the next row begins
+            # a random order, because a row may run slower after some rows than after others
             for name in random.sample(names, len(names)):
                 figures.setdefault((name, load), []).append(float(ask(fleet[name], load)))
     print(f"{'':32}{'cosine':>9}" + "".join(f"{load:>16}" for load in loads))
