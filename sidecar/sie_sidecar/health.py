@@ -31,7 +31,8 @@ _logger = logging.getLogger("sie.sidecar.health")
 
 class WorkerHealth:
     """Heartbeats and readiness of one worker. `changed` sends a heartbeat at once, so gateways know that a model is
-    loaded before they receive its first results.
+    loaded before they receive its first results. `catalogue_changed` sends one after the disk was read again: changes
+    that arrive in the meantime share it, because a bulk write of models changes the catalogue many times a second.
     """
 
     def __init__(
@@ -58,6 +59,9 @@ class WorkerHealth:
 
     def changed(self) -> None:
         self._change.set()
+        self._unread.set()
+
+    def catalogue_changed(self) -> None:
         self._unread.set()
 
     def not_ready(self) -> str | None:
@@ -223,10 +227,9 @@ class WorkerHealth:
                 return
         self._examined = (now_s, catalogue.epoch)
         entries = list(catalogue.entries.values())
-        models = (await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder)))[:ON_DISK]
-        if models != self._on_disk:
-            self._on_disk = models
-            self._change.set()
+        models = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
+        self._on_disk = models[:ON_DISK]
+        self._change.set()
 
     async def refresh(self) -> None:
         """Read the description of each connected adapter, with its used memory. A failed read changes nothing."""

@@ -99,7 +99,7 @@ async def serve(
     links = AdapterLinks(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s)
     health = WorkerHealth(settings, broker, lane, worker_id, links, feed)
     metrics.registry.register(WorkerCollector(health))
-    feed.on_change(health.changed)
+    feed.on_change(health.catalogue_changed)
     status = WorkerStatus(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
     http = HttpServer(
         worker_app(health, metrics, status),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import traceback
 from dataclasses import dataclass
 from unittest.mock import AsyncMock, Mock
@@ -10,6 +11,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from inprocess import settings_of
 
+import sie_sidecar.health
 from sie_broker import BrokerUnavailable
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
@@ -161,6 +163,37 @@ async def test_an_adapter_that_does_not_reply_delays_no_heartbeat(monkeypatch: p
         await reads.wait()
         health.changed()
         await sent.get()
+    await cancel_all(tasks)
+
+
+async def test_changes_of_the_catalogue_share_a_heartbeat_while_the_disk_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = [threading.Event(), threading.Event()]
+    begun, go_on = iter(reads), threading.Event()
+
+    def on_disk(entries: object, cache: object) -> tuple[str, ...]:
+        next(begun).set()
+        go_on.wait(20)
+        return ()
+
+    monkeypatch.setattr(sie_sidecar.health, "on_disk", on_disk)
+    sent: asyncio.Queue[bytes] = asyncio.Queue()
+    health = _health(Mock(send=AsyncMock(side_effect=lambda _, data: sent.put_nowait(data))), monkeypatch)
+    catalogue = health.feed.catalogue = Mock(entries={}, epoch="none")
+    tasks = [asyncio.create_task(work) for work in (health.run(), health.observe())]
+    async with asyncio.timeout(20):
+        await sent.get()
+        await asyncio.to_thread(reads[0].wait, 20)
+        for epoch in range(100):
+            catalogue.epoch = str(epoch)
+            health.catalogue_changed()
+            await asyncio.sleep(0)
+        assert sent.empty()
+        go_on.set()
+        await sent.get()
+        await asyncio.to_thread(reads[1].wait, 20)
+    assert sent.qsize() <= 1
     await cancel_all(tasks)
 
 
