@@ -184,7 +184,7 @@ async def test_changes_of_the_catalogue_share_a_heartbeat_while_the_disk_is_read
     tasks = [asyncio.create_task(work) for work in (health.run(), health.observe())]
     async with asyncio.timeout(20):
         await sent.get()
-        await asyncio.to_thread(reads[0].wait, 20)
+        assert await asyncio.to_thread(reads[0].wait, 20)
         for epoch in range(100):
             catalogue.epoch = str(epoch)
             health.catalogue_changed()
@@ -192,7 +192,7 @@ async def test_changes_of_the_catalogue_share_a_heartbeat_while_the_disk_is_read
         assert sent.empty()
         go_on.set()
         await sent.get()
-        await asyncio.to_thread(reads[1].wait, 20)
+        assert await asyncio.to_thread(reads[1].wait, 20)
     assert sent.qsize() <= 1
     await cancel_all(tasks)
 

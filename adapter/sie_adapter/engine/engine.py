@@ -476,8 +476,7 @@ class BatchRun:
                 self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
                 self._masks["multivector"][row] = False
         for head, mask in self._masks.items():
-            if self._errors:
-                mask[list(self._errors)] = False
+            mask[list(self._errors)] = False
             table = self._model.query_tables.get(head)
             if table is not None:
                 for row in np.flatnonzero(mask & self._queries).tolist():
@@ -591,8 +590,6 @@ class BatchRun:
         tokens = self._items.lengths[first : group.stop].reshape(due, rows_per_input).sum(1).tolist()
         if shared and due:
             tokens[0] += int(self._items.lengths[group.start])
-        if not self._errors:
-            return list(zip(self._group_results(group, shared, units), tokens, strict=True))
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
         answers = iter(self._group_results(group, shared, good))
