@@ -16,7 +16,7 @@ from sie_contracts.wire.messages import ChunkRule
 def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking]) -> list[tuple[int, int]]:
     """Return the start and the end of each chunk of `text`, in code points. `rule`: the fields of `Chunking`. `ends`:
     the end of each token in code points, ascending: the second number of each pair in `encode(text).offsets` of
-    `tokenizers.Tokenizer.from_file("tokenizer.json")`, which reads a text as the server does. Raises InvalidInputError
+    `tokenizers.Tokenizer.from_file("tokenizer.json")`, which reads texts like the server. Raises InvalidInputError
     for an invalid rule, and ModuleNotFoundError without the packages of the extra `chunker`.
     """
     try:

@@ -7,7 +7,7 @@ A model with a wrong tokenizer, or without one, still returns plausible answers:
 if a folder has no tokenizer files, and assigns new ids to special tokens that are missing in the files.
 
 Where a folder has tokenizer.json, its normalizer, pre-tokenizer, model and post-processor decide the ids, because the
-model was trained with them. transformers 5 builds a tokenizer anew from the steps of the class that a configuration
+model was trained with them. transformers 5 builds a tokenizer from the steps of the class that a configuration
 names, and drops all others without a message. What other files may add:
 
     tokens of roles (cls_token, ..), extra_special_tokens,   added if tokenizer.json lacks them
@@ -149,7 +149,7 @@ _NO_SETTINGS = TransformerSettings()
 
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Return the transformers tokenizer of `folder`, which reads texts as tokenizer.json does if there is one;
+    """Return the transformers tokenizer of `folder`, which takes its ids from tokenizer.json if there is one;
     `options` replace settings of its files. Raises ModelLoadFailed: NOT_FOUND if the folder has no tokenizer,
     INCOMPATIBLE if the tokenizer cannot be read, CERTIFICATE if it reads a probe otherwise than tokenizer.json.
     """
@@ -218,12 +218,13 @@ def _check_probes(
     stored = Tokenizer.from_file(str(folder / FILE))
     stored.no_truncation()
     stored.no_padding()
-    if isinstance(stored.pre_tokenizer, pre_tokenizers.ByteLevel):
-        stored.pre_tokenizer.add_prefix_space = tokenizer._tokenizer.pre_tokenizer.add_prefix_space
+    step = stored.pre_tokenizer
+    if isinstance(step, pre_tokenizers.ByteLevel):
+        step.add_prefix_space = tokenizer._tokenizer.pre_tokenizer.add_prefix_space
     if lowercases:
         stored = with_normalizers(stored, [normalizers.Lowercase()])
-    known = stored.get_vocab(with_added_tokens=True)
-    extra = [token for token in tokenizer.get_added_vocab() if token not in known]
+    vocabulary = stored.get_vocab(with_added_tokens=True)
+    extra = [token for token in tokenizer.get_added_vocab() if token not in vocabulary]
     tokens = sorted(token.content for token in stored.get_added_tokens_decoder().values() if token.special)
     for text in (*PROBES, *(f"a {token} b{token}" for token in tokens[:_MAX_SPECIAL_PROBES])):
         if any(token in text for token in extra):

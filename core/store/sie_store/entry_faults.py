@@ -55,12 +55,12 @@ _NUMBERED_FROM_PAD = frozenset(
 _ACCEPT = "with load.accept_unproven: true the entry is served, although its vectors may be wrong"
 
 
-class _Truncation(msgspec.Struct):
+class _StoredTruncation(msgspec.Struct):
     direction: str = ""
 
 
 class _TokenizerFile(msgspec.Struct):
-    truncation: _Truncation | None = None
+    truncation: _StoredTruncation | None = None
 
 
 @dataclass(frozen=True)

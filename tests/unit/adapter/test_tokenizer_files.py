@@ -23,7 +23,7 @@ CORPUS = [*PROBES, "the quick brown fox 2026 jumps over 13 lazy dogs in Zürich"
 
 
 def _normalizer(rng: random.Random) -> Any:
-    made = [
+    steps = [
         normalizers.NFC(),
         normalizers.NFKC(),
         normalizers.NFD(),
@@ -40,14 +40,14 @@ def _normalizer(rng: random.Random) -> Any:
             lowercase=rng.random() < 0.5,
         ),
     ]
-    chosen = rng.sample(made, rng.choice([0, 1, 1, 2, 3]))
+    chosen = rng.sample(steps, rng.choice([0, 1, 1, 2, 3]))
     if len(chosen) < 2:
         return chosen[0] if chosen else None
     return normalizers.Sequence(chosen)
 
 
 def _pre_tokenizer(rng: random.Random) -> Any:
-    made = [
+    steps = [
         pre_tokenizers.Whitespace(),
         pre_tokenizers.WhitespaceSplit(),
         pre_tokenizers.BertPreTokenizer(),
@@ -61,7 +61,7 @@ def _pre_tokenizer(rng: random.Random) -> Any:
         pre_tokenizers.ByteLevel(add_prefix_space=rng.random() < 0.5, use_regex=rng.random() < 0.5),
         pre_tokenizers.Metaspace(prepend_scheme=rng.choice(["always", "first", "never"]), split=rng.random() < 0.5),
     ]
-    chosen = [*rng.sample(made, rng.choice([0, 0, 1, 2])), *rng.sample(last, rng.choice([0, 1, 1]))]
+    chosen = [*rng.sample(steps, rng.choice([0, 0, 1, 2])), *rng.sample(last, rng.choice([0, 1, 1]))]
     if len(chosen) < 2:
         return chosen[0] if chosen else None
     return pre_tokenizers.Sequence(chosen)
