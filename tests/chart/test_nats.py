@@ -9,10 +9,8 @@ import contextlib
 import os
 import re
 import subprocess
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from helm import CHOSEN, NAMESPACE, HelmError, container, objects, of_kind, rendered, template, variables
+from helm import CHOSEN, HelmError, container, objects, of_kind, rendered, template, upgraded, variables
 from inprocess import settings_of, until
 from nats_server import NatsServer, binary
 
@@ -176,35 +174,9 @@ def test_an_upgrade_that_the_broker_cannot_follow_is_refused(
     of a StatefulSet.
     """
 
-    def values(nats: dict[str, Any]) -> dict[str, Any]:
-        return {**CHOSEN, "nats": nats}
-
-    kinds = {"resources": [{"name": "statefulsets", "kind": "StatefulSet", "namespaced": True, "verbs": ["get"]}]}
-    answers = {
-        "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1", **kinds},
-        f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets/sie-nats": of_kind(
-            "StatefulSet", objects(template(values=values(before)))
-        )["sie-nats"],
-    }
-
-    class Kubernetes(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = msgspec.json.encode(answers[self.path.partition("?")[0]])
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes) as api:
-        threading.Thread(target=api.serve_forever, daemon=True).start()
-        online = ("--dry-run=server", "--disable-openapi-validation", "--kube-apiserver")
-        with pytest.raises(HelmError, match=refusal) if refusal else contextlib.nullcontext():
-            template("values.yaml", values(after), *online, f"http://127.0.0.1:{api.server_port}")
-        api.shutdown()
+    live = objects(template(values={**CHOSEN, "nats": before}))
+    with pytest.raises(HelmError, match=refusal) if refusal else contextlib.nullcontext():
+        upgraded(live, {**CHOSEN, "nats": after})
 
 
 @pytest.mark.long
