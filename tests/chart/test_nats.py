@@ -165,6 +165,7 @@ THREE, LARGER, FAST = {"replicas": 3}, {"storage": {"size": "30Gi"}}, {"storage"
         ({"storage": {"size": "1Ti"}}, {"storage": {"size": "1024Gi"}}, ""),
         (FAST, {**FAST, "maxPayloadBytes": 1 << 20}, ""),
         (THREE, {"replicas": 5}, ""),
+        ({"replicas": 5}, THREE, r"nats\.replicas: 3 would leave the volumes of 2 servers"),
     ],
 )
 def test_an_upgrade_that_the_broker_cannot_follow_is_refused(
@@ -173,10 +174,27 @@ def test_an_upgrade_that_the_broker_cannot_follow_is_refused(
     """A server that becomes one of several deletes the streams that it has stored alone. Kubernetes changes no claims
     of a StatefulSet.
     """
-
     live = objects(template(values={**CHOSEN, "nats": before}))
     with pytest.raises(HelmError, match=refusal) if refusal else contextlib.nullcontext():
         upgraded(live, {**CHOSEN, "nats": after})
+
+
+async def test_a_server_that_listens_for_ipv6_takes_both_families(tmp_path: Path) -> None:
+    manifests = objects(template("values-kind.yaml", {"network": {"host": "::"}}))
+    ports = {4222: free_port(), 8222: free_port()}
+    config = config_of(manifests, tmp_path, {f'"[::]:{port}"': f'"[::]:{here}"' for port, here in ports.items()})
+    environ = {"PATH": os.environ["PATH"], **environ_of(manifests)}
+    argv = command_of(manifests, config)
+    running = await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            url = f"nats://config:{PASSWORDS['config']}@{host}:{ports[4222]}"
+            await (await connect(url, name="test-config", timeout_s=60)).close()
+            async with httpx.AsyncClient(trust_env=False) as client:
+                assert (await client.get(f"http://{host}:{ports[8222]}/varz")).json()["server_name"] == "sie-nats-0"
+    finally:
+        running.kill()
+        await asyncio.wait_for(running.wait(), 60)
 
 
 @pytest.mark.long

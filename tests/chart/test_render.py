@@ -253,7 +253,7 @@ def groups(**own: Any) -> dict[str, Any]:
         ),
         (
             groups(cpu={**CPU, **SCALED}, more=CPU, most=CPU),
-            "give one of them another machine profile: cpu-spot, for example",
+            "for spot nodes cpu-spot, which requests for cpu match too",
         ),
         (
             {**groups(**{"a" * 32: {**CPU, "autoscaling": {"enabled": True}}}), "fullnameOverride": "b" * 32},

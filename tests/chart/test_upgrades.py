@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import helm
+import httpx
 import pytest
 from helm import CHOSEN, HelmError, Object, objects, of_kind, pod, rendered, template, upgraded, workloads
+
+from sie_runtime.http.asgi import Receive, Scope, Send, reply
+from sie_runtime.http.server import HttpServer
 
 Key = tuple[str, str]
 Values = dict[str, Any]
@@ -245,6 +249,20 @@ def test_every_pod_and_service_is_reached_by_ipv6(file: str) -> None:
         assert hosts == (["--host=::"] if name != "sie-nats" else [])
     config = of_kind("ConfigMap", after)["sie-nats"]["data"]["nats.conf"]
     assert [port for port in (4222, 6222, 8222) if f'"[::]:{port}"' not in config] == []
+
+
+async def test_a_process_that_listens_for_ipv6_takes_both_families() -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await reply(send, 200, b"here")
+
+    server = HttpServer(answer, "::", 0, setting="--host")
+    await server.start()
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for host in ("127.0.0.1", "[::1]"):
+                assert (await client.get(f"http://{host}:{server.port}/")).text == "here"
+    finally:
+        await server.stop()
 
 
 @pytest.mark.parametrize(

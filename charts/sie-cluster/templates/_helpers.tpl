@@ -38,10 +38,10 @@ labels:
 {{- end }}
 
 {{/*
-Live number of pods of a Deployment with an autoscaler, if its manifest must have `replicas`: (list root name autoscaling HPA).
-If the last manifest has `replicas` and the next one does not, helm's merge removes the field, and the server sets 1. So a Deployment that was made
-without autoscaler keeps the field, with the number of pods that it has, and an annotation by which later upgrades know this. The autoscaler set this
-number last, so the merge changes nothing. All other Deployments have no `replicas`: `helm rollback` would set the number of an earlier time.
+Live number of pods of a Deployment under an autoscaler, if its manifest must have `replicas`: (list root name autoscaling HPA).
+If the last manifest has `replicas` and the next one does not, helm's merge removes the field, and the server sets 1. So a Deployment whose autoscaler is
+new keeps the field, with the number of pods that it has. An annotation tells later upgrades to keep it too. The autoscaler set this number last, so the
+merge changes nothing. A Deployment that always had its autoscaler has no `replicas`, because `helm rollback` would set the number of an earlier time.
 */}}
 {{- define "sie.kept" -}}
 {{- $namespace := (index . 0).Release.Namespace -}}
