@@ -26,8 +26,8 @@ def merged(last: Any, target: Any, live: Any) -> Any:
     if not (isinstance(target, dict) and isinstance(live, dict)):
         return copy.deepcopy(target)
     last = last if isinstance(last, dict) else {}
-    kept = {name: value for name, value in live.items() if name in target or name not in last}
-    return kept | {name: merged(last.get(name), value, live.get(name)) for name, value in target.items()}
+    fields = {name: value for name, value in live.items() if name in target or name not in last}
+    return fields | {name: merged(last.get(name), value, live.get(name)) for name, value in target.items()}
 
 
 def by_key(manifests: list[Object]) -> dict[Key, Object]:
@@ -183,7 +183,7 @@ def admitted(spec: Object, labels: dict[str, str], placed: list[Placed]) -> list
     domains = [node for node in TAINTS if not is_honoured or tolerates(spec, node)]
     keys = [key for key in constraint.get("matchLabelKeys", ()) if key in labels]
     selected = {**constraint["labelSelector"]["matchLabels"], **{key: labels[key] for key in keys}}.items()
-    counts = Counter(other.node for other in placed if selected <= dict(other.labels).items())
+    counts = Counter(peer.node for peer in placed if selected <= dict(peer.labels).items())
     least = min(counts[node] for node in domains)
     fitting = [node for node in domains if counts[node] + 1 - least <= constraint["maxSkew"] and tolerates(spec, node)]
     return sorted(fitting, key=counts.__getitem__)
@@ -216,7 +216,7 @@ def test_a_rollout_ends_beside_nodes_that_its_pods_do_not_tolerate(name: str, re
     """
     workload = workloads(rendered("values-ha.yaml"))[name]
     for placed in revisions(workload, replicas):
-        counts = Counter(one.node for one in placed)
+        counts = Counter(running.node for running in placed)
         assert len(placed) == replicas
         assert counts.keys() <= {*CPU_NODES}
         assert max(counts.values()) - min(counts[node] for node in CPU_NODES) <= 1
