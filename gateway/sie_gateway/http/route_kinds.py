@@ -21,7 +21,6 @@ class GatewayRoute(Route):
     format of another API.
     """
 
-    head: bool = False  # true if the route also answers HEAD
     body_bytes: int = CONTROL_BYTES  # largest number of bytes of a body that the handler reads
     body_s: float = CONTROL_S  # seconds in which the whole body must arrive
     shape: ErrorShape = native_shape
@@ -87,9 +86,7 @@ def control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """Build a route of the control API. `names`: (tag, summary). A GET route with status 200 also answers HEAD (RFC
-    9110, 9.1).
-    """
+    """Build a route of the control API. `names`: (tag, summary)."""
     return GatewayRoute(
         method=method,
         path=path,
@@ -100,6 +97,5 @@ def control(
         handler=handler,
         body=body if body is None or isinstance(body, Content) else Content(body),
         replies={status: reply if isinstance(reply, Content) else Content(reply)},
-        head=method == "GET" and status == 200,
         **more,
     )

@@ -56,9 +56,11 @@ from sie_runtime.http.asgi import (
     refusal,
     refuse,
     refuse_upgrade,
+    reply_to_options,
     uuid7,
 )
 from sie_runtime.http.coding import CompressedReply
+from sie_runtime.http.head import WHOLE_SERVER, checked_target
 from sie_runtime.http.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all headers and trailers
@@ -102,6 +104,10 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
+
+
+def _malformed(message: str) -> InvalidInput:
+    return InvalidInput(message, reason="malformed")
 
 
 class SharedState(ServerState):
@@ -210,7 +216,7 @@ class Protocol(HttpToolsProtocol):
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # 0 before the first trailer; then the bytes of the head and all trailers, which share one limit
     _begun_s = 0.0
-    _why = ""  # error message for the client, set by `_stop`
+    _fault: SIEError | None = None  # error for the client, set by `_stop`
     # true while a new parser reads an artificial head, see `_ignore_upgrade`
     _is_resuming = False
     _is_lingering = False
@@ -284,13 +290,15 @@ class Protocol(HttpToolsProtocol):
             else:
                 return self._ignore_upgrade(data[stop.args[0] :])
             return False
-        except httptools.HttpParserError:
-            self._refuse(InvalidInput(self._why or "this is no HTTP/1.1 request", reason="malformed"))
+        except httptools.HttpParserError as error:
+            # the parser's reason is a fixed text, such as `Duplicate Content-Length`
+            reason = "" if isinstance(error, httptools.HttpParserCallbackError) else f": {error}"
+            self._refuse(self._fault or _malformed(f"this is no HTTP/1.1 request{reason}"))
             return False
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+                self._refuse(_malformed(_HEAD_TOO_LARGE))
             elif self._head_timer is None:
                 self._head_timer = self.loop.call_later(HEAD_S, self._head_late)
         elif self.cycle is None or self.cycle.response_complete:
@@ -298,7 +306,7 @@ class Protocol(HttpToolsProtocol):
         elif self.cycle.more_body:
             self._idle_bytes = 0 if self._has_body else self._idle_bytes + len(data)
             if self._idle_bytes > MAX_HEAD_BYTES:
-                self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+                self._refuse(_malformed(_HEAD_TOO_LARGE))
             elif self._body_timer is None and self.server_state.min_rate:
                 self._watch_body()
         return True
@@ -336,7 +344,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered")
+            self._stop(_malformed(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
@@ -348,7 +356,7 @@ class Protocol(HttpToolsProtocol):
             self._trailer_bytes = self._head_size()
         self._trailer_bytes += len(name) + len(value) + 4
         if self._trailer_bytes > MAX_HEAD_BYTES:
-            self._stop(_HEAD_TOO_LARGE)
+            self._stop(_malformed(_HEAD_TOO_LARGE))
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
@@ -356,7 +364,13 @@ class Protocol(HttpToolsProtocol):
         self._head_done()
         # to save time, the size is computed only if the head came in several pieces, or in a piece above the limit
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
-            self._stop(_HEAD_TOO_LARGE)
+            self._stop(_malformed(_HEAD_TOO_LARGE))
+        try:
+            self.url = checked_target(
+                self.parser.get_method().decode(), self.url, self.parser.get_http_version(), self.headers
+            )
+        except SIEError as error:
+            self._stop(error)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         # HTTP/1.0 has no interim responses: an Expect header is ignored (RFC 9110, 10.1.1)
         self.expect_100_continue &= self.parser.get_http_version() == "1.1"
@@ -401,10 +415,10 @@ class Protocol(HttpToolsProtocol):
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    def _stop(self, why: str) -> None:
-        """Stop the parser from inside one of its callbacks. `why` becomes the error message for the client."""
-        self._why = why
-        raise ValueError(why)
+    def _stop(self, error: SIEError) -> None:
+        """Stop the parser from inside one of its callbacks. The client gets `error`."""
+        self._fault = error
+        raise error
 
     def _head_done(self) -> None:
         self._in_head = False
@@ -432,7 +446,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(GatewayTimeout(message, reason="slow_body", param="body"), "slow")
 
     def _head_late(self) -> None:
-        self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
+        self._refuse(_malformed(f"the head of this request was not complete within {HEAD_S:g} s"))
 
     def _rest(self) -> None:
         """Start the keep-alive timer; called while no request is being received or answered."""
@@ -632,30 +646,24 @@ class HostNames:
         """Raise PermissionDenied for a foreign host name, and for a request by which a foreign page would change or
         compute something.
         """
-        host, origins, site = b"", [], b""
-        for name, value in scope["headers"]:
-            if name == b"host" and value:
-                host = value
-                if not self.has(value):
-                    raise PermissionDenied(
-                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the additional names of a server",
-                        reason="host",
-                        param="Host",
-                    )
-            elif name == b"origin":
-                origins.append(value)
-            elif name == b"sec-fetch-site":
-                site = value
+        headers = dict(scope["headers"])  # each of these headers occurs only once (`checked_target`)
+        host, origin = headers.get(b"host", b""), headers.get(b"origin")
+        if host and not self.has(host):
+            raise PermissionDenied(
+                "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the additional names of a server",
+                reason="host",
+                param="Host",
+            )
         if scope["type"] == "http" and scope["method"] in _READING:
             return
-        if not all(self.is_own_page(origin, host) for origin in origins):
+        if origin is not None and not self.is_own_page(origin, host):
             raise PermissionDenied(
                 "Origin: a page of this origin may send only GET, HEAD and OPTIONS; SIE_CORS_ORIGINS lists the "
                 "origins whose pages may send all requests, SIE_ALLOWED_HOSTS the additional names of this server",
                 reason="origin",
                 param="Origin",
             )
-        if not origins and site in _FOREIGN_SITES:
+        if origin is None and headers.get(b"sec-fetch-site") in _FOREIGN_SITES:
             raise PermissionDenied(
                 "Sec-Fetch-Site: a page of another site may send only GET, HEAD and OPTIONS", reason="origin"
             )
@@ -681,7 +689,10 @@ class Guarded:
             scope[INCOMPRESSIBLE] = True
             await (refuse if scope["type"] == "http" else refuse_upgrade)(scope, send, error)
             return
-        await self.app(scope, receive, send)
+        if scope["path"] == WHOLE_SERVER:
+            await reply_to_options(send)
+        else:
+            await self.app(scope, receive, send)
 
 
 def parts(host: str) -> tuple[str, str]:
