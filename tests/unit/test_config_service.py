@@ -465,7 +465,11 @@ async def test_writes_to_what_is_not_there_and_bodies_without_bounds_are_refused
     for path in ("/v1/configs/none", "/v1/configs"):
         await api.call("GET", path, status=404)
     answer = await api.client.put("/v1/configs/models", json={})
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST, HEAD, OPTIONS")
+    answer = await api.client.options("/v1/configs/models")
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, "GET, POST, HEAD, OPTIONS", b"")
+    head, get = await api.client.head("/v1/configs/models"), await api.client.get("/v1/configs/models")
+    assert (head.status_code, head.headers["content-type"], head.content) == (200, get.headers["content-type"], b"")
 
 
 async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
