@@ -25,6 +25,7 @@ from sie_gateway.http.auth import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
 from sie_runtime.clock import BrokerClock
+from sie_runtime.http.config_routes import CONFIG_ROUTES
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, Route, Table
 from sie_runtime.keys import KeyLimits, Keys
 from sie_runtime.process import Stop
@@ -251,6 +252,24 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
                 assert verdict is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
                 count += 1
     assert count > 3000
+
+
+def test_a_gateway_serves_reads_of_the_catalogue_and_neither_its_writes_nor_its_export() -> None:
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
+    served = {"models", "model", "status", "bundles", "bundle", "resolve"}
+    for route in CONFIG_ROUTES:
+        is_served = route.endpoint in served and route.scope == "read"
+        path = route.path.replace("{id:path}", "org/name")
+        expected = MethodNotAllowed if not is_served else Grant
+        outcomes = [outcome(gate, route.method, path, token) for token in (USER, ADMIN)]
+        kinds = [type(verdict) if isinstance(verdict, Grant) else verdict for verdict in outcomes]
+        assert kinds == [expected if route.scope == "read" else PermissionDenied, expected], path
+    read = {
+        path
+        for row, method, path in calls()
+        if row.scope != OPEN and isinstance(outcome(gate, method, path, READER), Grant)
+    }
+    assert read == {"/v1/whoami", "/v1/pools/assignments"}
 
 
 def test_the_doctor_needs_no_token_where_only_this_machine_reaches_a_gateway_without_tokens() -> None:
