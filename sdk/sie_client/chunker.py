@@ -33,4 +33,4 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking
             )
     except msgspec.ValidationError as error:
         raise invalid(f"rule: {fault_line(ChunkRule, error)}", reason="schema") from error
-    return chunker.spans(text, ends, checked)
+    return list(chunker.spans(text, ends, checked))
