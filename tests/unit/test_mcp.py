@@ -248,7 +248,8 @@ async def test_pages_of_other_origins_and_foreign_hosts_are_refused(running: Doo
     key = {"authorization": f"Bearer {keys['both']}", "accept": "application/json, text/event-stream"}
     async with httpx2.AsyncClient(trust_env=False, timeout=30) as client:
         for method in ("POST", "GET", "DELETE"):
-            for wrong in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+            tls = running.url.removesuffix(http.PATH).replace("http:", "https:")
+            for wrong in ({"origin": "https://evil.example"}, {"origin": tls}, {"host": "evil.example"}):
                 answer = await client.request(method, running.url, json={}, headers={**key, **wrong})
                 assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED"), (method, wrong)
         own = {"origin": running.url.removesuffix(http.PATH)}

@@ -171,6 +171,18 @@ def test_only_its_own_pages_may_change_and_compute(headers: list[tuple[str, str]
         assert not refused(names, OWN, *headers, method=method), "no page sees the answer"
 
 
+@pytest.mark.parametrize(
+    ("address", "port", "is_let_in"), [(LOOPBACK, 8080, False), (LOOPBACK, 80, True), (CLUSTER, 8080, True)]
+)
+def test_a_page_of_https_at_the_port_of_a_listener_on_loopback_is_not_its_own(
+    address: str, port: int, is_let_in: bool
+) -> None:
+    """A proxy that ends TLS has a port of its own, or is on another machine."""
+    scope = {"type": "http", "method": "POST", "server": (address, port), "headers": [(b"host", OWN.encode())]}
+    assert HostNames(address, None).is_own_page(f"https://{OWN}".encode(), scope, OWN.encode()) is is_let_in
+    assert HostNames(address, None).is_own_page(f"http://{OWN}".encode(), scope, OWN.encode())
+
+
 def test_pages_of_listed_hosts_may_and_a_star_lists_no_page() -> None:
     def of(allowed: tuple[str, ...], origin: str) -> str:
         return refused(HostNames(CLUSTER, allowed), "internal.example.com", ("origin", origin))

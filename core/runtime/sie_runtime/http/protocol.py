@@ -35,7 +35,7 @@ import re
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -718,18 +718,21 @@ class HostNames:
             return is_loopback(name) or name == socket.gethostname().lower()
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
-    def is_own_page(self, origin: bytes, host: bytes) -> bool:
+    def is_own_page(self, origin: bytes, scope: Mapping[str, Any], host: bytes) -> bool:
         """Return whether a page of `origin` may send requests that change or compute something. The origin's host must
-        be the host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        be the host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin. A page of https at the
+        port of a listener on loopback is not its own, because the listener itself speaks http at this port.
         """
         if origin in self._origins:
             return True
         scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https"):
             return False
-        if page_host == host.decode("latin-1").lower():
-            return True
         name, port = parts(page_host)
+        if page_host == host.decode("latin-1").lower():
+            _, own_port = scope.get("server") or ("", None)
+            if scheme == "http" or not self._is_loopback or (port or "443") != str(own_port):
+                return True
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
@@ -746,7 +749,7 @@ class HostNames:
             )
         if scope["type"] == "http" and scope["method"] in _READING:
             return
-        if origin is not None and not self.is_own_page(origin, host):
+        if origin is not None and not self.is_own_page(origin, scope, host):
             raise PermissionDenied(
                 "Origin: a page of this origin may send only GET, HEAD and OPTIONS; SIE_CORS_ORIGINS lists the "
                 "origins whose pages may send all requests, SIE_ALLOWED_HOSTS the additional names of this server",
