@@ -56,7 +56,8 @@ class PoolRecord(Collection[str]):
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
-        self.own = frozenset({topology.DEFAULT_POOL, settings.pool})
+        self.main = settings.pool  # pool of requests that name none; reservations take their workers from it
+        self.own = frozenset({topology.DEFAULT_POOL, self.main})
         self.reservations = Reservations()
         self.assigned = Assigned()
         self.woken = asyncio.Event()
@@ -321,7 +322,7 @@ class PoolDirectory:
         return {
             beat.worker: AssignableWorker.from_heartbeat(beat)
             for beat in self.fleet.healthy()
-            if beat.own_pool == topology.DEFAULT_POOL
+            if beat.own_pool == self.record.main
         }
 
     def _has_no_lease(self, name: str) -> bool:

@@ -32,7 +32,7 @@ from sie_contracts.wire import messages, records
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_contracts.wire.messages import ArraySlice, Ok, Stages, WorkResult, utf8_bytes
 from sie_contracts.wire.records import RemoteReference
-from sie_contracts.wire.topology import DEFAULT_POOL, REMOTES_BUCKET, model_token
+from sie_contracts.wire.topology import REMOTES_BUCKET, model_token
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.body import RequestItem
@@ -399,7 +399,7 @@ class Remotes:
 
     def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
         try:
-            lane = self._fleet.lane(resolved, pool=DEFAULT_POOL, machine_profile="", known_pools=())
+            lane = self._fleet.lane(resolved, pool="", machine_profile="", known_pools=())
         except SIEError:  # no lane can serve the model
             return []
         return self._fleet.loaded(lane, resolved.residency)
