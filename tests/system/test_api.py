@@ -26,6 +26,7 @@ from sie_contracts.stages import STAGES
 TIMING_KEYS = {
     *STAGES,
     "total_time",
+    "device_wait_time",
     "queue_ms",
     "tokenization_ms",
     "inference_ms",

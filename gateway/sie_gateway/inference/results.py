@@ -386,7 +386,7 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
-    """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
+    """Return the milliseconds of the stages of the chunk that finished last, `last`, which add up to `total_ms`. `wait_ms`: time from
     the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
     of the request waited for the model to load. The chunk of `last` waited in the queue for the same load, so up to
     `load_ms` of its time in the queue counts as load time.
@@ -395,13 +395,12 @@ def stage_times(
     # the time to fetch a large input from the payload store counts as time in the queue
     queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
     load = min(queue + worker.load_ms, max(load_ms, worker.load_ms))
-    queue -= load - worker.load_ms
+    queue += worker.device_wait_ms - (load - worker.load_ms)
     times = (
         queue,
         load,
         worker.preprocess_ms,
         worker.batch_wait_ms,
-        worker.device_wait_ms,
         worker.inference_ms,
         worker.postprocess_ms + written_ms,
     )
@@ -410,7 +409,8 @@ def stage_times(
     return {
         **stages,
         "total_time": total,
-        "queue_ms": round(queue + load + worker.batch_wait_ms + worker.device_wait_ms, 3),
+        "device_wait_time": round(worker.device_wait_ms, 3),
+        "queue_ms": round(queue + load + worker.batch_wait_ms, 3),
         "tokenization_ms": stages["preprocess_time"],
         "inference_ms": stages["inference_time"],
         "postprocessing_ms": stages["postprocess_time"],
