@@ -30,6 +30,7 @@ MAX_BODY_BYTES = 256 << 20
 # limits of warnings and errors about unknown keys: number of keys that are compared with those of the API, which takes
 # 0.02 ms for each; number of warnings; number of characters of a key that a message shows
 MAX_KEYS, MAX_WARNINGS, MAX_KEY = 200, 20, 64
+BYTES_PER_CHARGED_TOKEN = 16  # a key pays at least a token for so many bytes of a text, which has usually four tokens
 ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of a token's text
 
 
@@ -74,6 +75,15 @@ class RequestItem(msgspec.Struct, frozen=True):
         if self.vectors is not None:
             size += self.vectors.nbytes
         msgspec.structs.force_setattr(self, "size", size)
+
+    @property
+    def least_charge(self) -> int:
+        """Return the smallest number of tokens that a key pays for the item. A text costs the sidecar time for each of
+        its bytes, even if it is one word, or if the model reads only its beginning.
+        """
+        if self.vectors is not None:
+            return 0
+        return (self.size - self.file_bytes) // BYTES_PER_CHARGED_TOKEN
 
     @property
     def is_empty(self) -> bool:

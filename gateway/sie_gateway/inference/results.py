@@ -331,6 +331,19 @@ def tokens_of(result: WorkResult) -> int:
     return sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
 
 
+def charged_tokens(least: Sequence[int], results: Sequence[WorkResult]) -> int:
+    """Return the tokens that a key pays for inputs with these results: for each input those that the model read, and at
+    least `least`. An input that the worker refuses as invalid costs the latter, because the worker has
+    read it. An input that the cluster could not finish costs nothing.
+    """
+    outcomes = (outcome for result in results for outcome in result.outcomes)
+    return sum(
+        max(outcome.tokens, tokens) if isinstance(outcome, Ok) else tokens
+        for tokens, outcome in zip(least, outcomes, strict=True)
+        if isinstance(outcome, Ok) or outcome.error.code == InvalidInput.code
+    )
+
+
 def device_seconds(results: Sequence[WorkResult]) -> float:
     """Return the seconds for which a device worked on chunks. For each chunk, this is the time of its batch, multiplied
     by the chunk's share of the batch's tokens.
@@ -386,10 +399,10 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
-    """Return the milliseconds of the stages of the chunk that finished last, `last`, which add up to `total_ms`. `wait_ms`: time from
-    the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. The chunk of `last` waited in the queue for the same load, so up to
-    `load_ms` of its time in the queue counts as load time.
+    """Return the milliseconds of the stages of the chunk that finished last, `last`. The stages add up to `total_ms`.
+    `wait_ms`: time from the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`:
+    longest time that a chunk of the request waited for the model to load. The chunk of `last` waited in the queue for
+    the same load, so up to `load_ms` of its time in the queue counts as load time.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
