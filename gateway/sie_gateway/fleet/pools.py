@@ -38,7 +38,7 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 
 REMOVED_WITHIN_S = 5.0  # seconds for which a call waits until the stream of an earlier pool of this name is removed
-_RESERVATIONS, _ASSIGNED = "reservations", "assigned"
+_RESERVATIONS, _ASSIGNED = topology.RESERVATIONS_KEY, "assigned"
 
 
 def _decode(entry: Entry) -> Reservations | Assigned:
