@@ -150,7 +150,9 @@ def test_plain_requests_and_reservations_go_to_the_pool_of_the_installation(tmp_
     """The gateways and one worker have the pool `blue`, another worker has the pool `_default`."""
     plan = Plan(workers=[Device(), Device(pool="default")], environ={**FAST, "SIE_POOL": "blue"})
     with Stack(tmp_path, plan) as stack:
-        until(lambda: (pool_of(stack, "w0"), pool_of(stack, "w1")) == ("blue", "_default"), 60, "both workers are known")
+        until(
+            lambda: (pool_of(stack, "w0"), pool_of(stack, "w1")) == ("blue", "_default"), 60, "both workers are known"
+        )
         answers = [encode(stack, pool) for pool in ("", "blue", "default", "")]
         assert [(answer.status_code, answer.headers.get("x-sie-worker")) for answer in answers] == [
             (200, "w0"),
