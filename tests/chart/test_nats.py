@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import httpx
@@ -227,7 +228,7 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
         broker = await connect(url, name="test-config", timeout_s=60)
         streams = await connect(url, name="test-streams", password=Secret(PASSWORDS["streams"]), user="streams")
         try:
-            await own(streams)
+            await own(streams, AsyncMock(return_value=True))
             end_s = time.monotonic() + 60
             while True:
                 try:
@@ -288,7 +289,7 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
 async def owner(server: NatsServer) -> AsyncIterator[None]:
     """Own the streams as the config service does, which creates them for other processes."""
     async with connected(server, "streams") as broker:
-        await own(broker)
+        await own(broker, AsyncMock(return_value=True))
         yield
 
 
