@@ -40,9 +40,14 @@ HEADERS = (
         _ShortText,
         "For an alias with several models: requests with the same key get the same model.",
     ),
-    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: the worker and times of each chunk."),
     Parameter(
-        "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
+        "X-SIE-Explain", "header", Literal["1", "0"], "1: the reply has `explain`: the worker and times of each chunk."
+    ),
+    Parameter(
+        "X-SIE-Strict",
+        "header",
+        Literal["true", "false"],
+        "true: an option that the model does not know is an error, not a warning.",
     ),
     Parameter(
         "X-SIE-On-Item-Error",

@@ -21,6 +21,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad, describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
+from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.images import Images, Link, read_document, read_sound
@@ -365,6 +366,8 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
         raise bad(path, value, "a list of token ids")
     if not value:
         raise InvalidInput.at(path, "expected at least one token id", reason="empty_item")
+    if set(map(type, value)) != {int}:
+        value = list(map(whole_number, value))
     if set(map(type, value)) != {int}:
         index, wrong = next((index, token) for index, token in enumerate(value) if type(token) is not int)
         raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(wrong)}", reason="schema", param=path)
