@@ -126,8 +126,8 @@ async def pair_scores(inference: Inference, call: Call, body: fields.Body) -> En
     """
     resolved = able(inference, call, "rerank", body.get("model"))
     asked, named = (
-        next((name for name in names if body.get(name) is not None), names[0])
-        for names in (("text_1", "queries"), ("text_2", "documents"))
+        ([name for name in names if body.get(name) is not None] or names)[0]
+        for names in (["text_1", "queries"], ["text_2", "documents"])
     )
     limit = inference.max_items(call)
     documents, queries = (fields.items(_as_list(body.get(name)), name, limit) for name in (named, asked))
