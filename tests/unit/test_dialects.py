@@ -612,6 +612,55 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
     }
 
 
+async def test_a_flag_may_be_a_text(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Clients of Xinference send texts. `truncate: "false"` is no truth."""
+    await cluster.sidecar()
+    for value, status in ((True, 200), ("true", 200), ("True", 200), (False, 400), ("false", 400)):
+        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
+        assert (answer.status_code, "the limit is" in answer.text) == (status, status == 400), answer.text
+    for value in ("", "yes", 1):
+        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
+        assert (answer.status_code, answer.json()["detail"]["param"]) == (400, "truncate")
+
+
+async def test_a_chat_is_one_input_and_its_system_message_the_instruction(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    """The assistant's empty message that clients of vLLM append is left out."""
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": [{"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": ""}]},
+    ]
+    answer = await post(gateway, "/v1/embeddings", {"model": ONE, "messages": chat})
+    assert vectors(answer).tolist() == [vector_of(ids_of("one\ntwo")).tolist()]
+    told = [{"role": "system", "content": "Find it"}, *chat]
+    await post(gateway, "/v1/embeddings", {"model": ONE, "messages": told})
+    assert adapter.batches[-1].groups[0].options.instruction == "Find it"
+
+
+async def test_an_empty_list_beside_the_inputs_is_as_if_absent(cluster: InProcess, gateway: GatewayProcess) -> None:
+    await cluster.sidecar()
+    body = {"model": ONE, "texts": ["a"], "images": [], "inputs": [], "input_type": "search_document"}
+    for path in ("/v1/embed", "/v2/embed"):
+        assert (await post(gateway, path, body)).status_code == 200
+    chat = {"model": ONE, "input": "a", "messages": []}
+    assert (await post(gateway, "/v1/embeddings", chat)).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "choice"), [("task", "encode"), ("output", "dense")])
+async def test_a_list_of_models_is_refused_for_a_word_that_no_model_can_match(
+    gateway: GatewayProcess, name: str, choice: str
+) -> None:
+    """An empty list would mean that no model does it."""
+    refused = await gateway.client.get("/v1/models", params={name: "null"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert choice in refused.json()["error"]["message"]
+    assert (await gateway.client.get("/v1/models", params={name: choice})).json()["data"]
+
+
 # token ids and counts
 
 

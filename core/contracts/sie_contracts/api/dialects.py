@@ -302,8 +302,8 @@ class TranscriptionForm(_RecordingForm, kw_only=True):
 
 
 class SegmentInfo(Struct, kw_only=True):
-    """Spoken words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are null: they are not
-    computed.
+    """Spoken words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are 0, because clients require
+    numbers: they are not computed.
     """
 
     id: int
@@ -313,9 +313,9 @@ class SegmentInfo(Struct, kw_only=True):
     text: str
     tokens: list[int]
     temperature: float
-    avg_logprob: None
+    avg_logprob: float
     compression_ratio: float
-    no_speech_prob: None
+    no_speech_prob: float
 
 
 class WordInfo(Struct, kw_only=True):
