@@ -677,6 +677,10 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
             answer = await post(gateway, "/v1/embeddings", {**model_fields, "input": [token_ids.tolist()]})
             assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
             assert "warnings" not in answer.json()
+    for path, read in ((f"/tei/{ONE}/v1/embeddings", "embedding"), ("/pooling", "data")):
+        answer = await post(gateway, path, {"model": ONE, "input": [own.tolist()]})
+        (entry,) = answer.json()["data"]
+        assert np.array_equal(np.array(entry[read], np.float32), vector_of(own))
     unsaid = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [15339]})
     (warning,) = unsaid.json()["warnings"]
     assert warning.startswith("token_encoding: ids were read as cl100k_base")

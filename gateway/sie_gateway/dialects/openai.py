@@ -67,8 +67,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
         native.check_raw(understood.options.run)
     if is_late and understood.options.run.is_query:
         raise InvalidInput.at("late_chunking", "a query cannot have chunks: send documents")
-    await check_tokens(inference, call, understood, understood.inputs_field, MAX_TOKENS)
-    finished = await inference.execute(call, understood)
+    finished = await _counted(inference, call, understood)
     if format_ == "raw":
         return native.raw_answer(call, finished, understood.inputs_field)
     if format_ == "arrow":
@@ -107,7 +106,7 @@ async def pooling(inference: Inference, call: Call, body: fields.Body) -> Encode
     usual = "token_embed" if "multivector" in resolved.entry.outputs else "embed"
     output = POOLING_TASKS[fields.choice(body, "task", tuple(POOLING_TASKS), usual)]
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
-    understood = await _planned(inference, call, body, resolved, _parameters(body), output)
+    understood = await _planned(inference, call, body, resolved, _parameters(body), output, encoding="model")
     finished = await _counted(inference, call, understood)
     began_s = time.perf_counter()
     data = [
@@ -131,13 +130,16 @@ async def _planned(
     parameters: Mapping[str, Any],
     output: str,
     *,
+    encoding: str = "",
     is_late: bool = False,
 ) -> PlannedRequest:
-    """Return the request for the inputs in `input`, or for a chat in `messages` (vLLM). `is_late`: the inputs are
-    chunks of one document. Raises InvalidInput.
+    """Return the request for the inputs in `input`, or for a chat in `messages` (vLLM). `encoding`: vocabulary of token
+    ids, unless the body names one. A path with a model is one of TEI, where ids are those of the model. `is_late`: the
+    inputs are chunks of one document. Raises InvalidInput.
     """
     limit = inference.max_items(call)
-    encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
+    usual = encoding or resolved.entry.openai_token_encoding or ("model" if call.model is not None else "")
+    encoding = fields.choice(body, "token_encoding", _ENCODINGS, usual)
     name, merged = "input", {**parameters, "output_types": [output], "output_dtype": "float32"}
     if body.get("messages") not in (None, []) and body.get("input") is None:
         item, instruction = multimodal.conversation(body["messages"], "messages", limit)

@@ -136,8 +136,8 @@ class ExtractParams(_Params, kw_only=True):
     hypothesis_template: Annotated[
         Text,
         Meta(
-            description="Sentence that the model checks for each label, with `{}` in place of the label. Default: that of "
-            "the entry, else that of the pipeline of transformers, `This example is {}.`"
+            description="Sentence that the model checks for each label, with `{}` in place of the label. Default: that "
+            "of the entry, else that of the pipeline of transformers, `This example is {}.`"
         ),
     ] = UNSET
     prune_threshold: Number = UNSET
