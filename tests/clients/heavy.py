@@ -112,7 +112,7 @@ def mistral(url: str, key: str, model: str, retries: int, inputs: list[str]) -> 
 def together(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
     from together import Together
 
-    client = Together(api_key=key, base_url=f"{url}/v1", max_retries=retries, timeout=30)
+    client = Together(api_key=key, base_url=url, max_retries=retries, timeout=30)
     return [entry.embedding for entry in client.embeddings.create(model=model, input=inputs).data]
 
 
@@ -120,7 +120,7 @@ def together_rerank(url: str, key: str, model: str, retries: int, inputs: list[s
     from together import Together
 
     query, *documents = inputs
-    client = Together(api_key=key, base_url=f"{url}/v1", max_retries=retries, timeout=30)
+    client = Together(api_key=key, base_url=url, max_retries=retries, timeout=30)
     results = client.rerank.create(model=model, query=query, documents=documents, return_documents=True).results
     assert [result.document.text for result in results] == [documents[result.index] for result in results]
     return [[result.index, result.relevance_score] for result in results]
