@@ -42,9 +42,9 @@ def parts(value: Any, path: str) -> RequestItem:
     return _joined(_placed(value, path), path)
 
 
-def conversation(value: Any, path: str, limit: int) -> tuple[RequestItem, str]:
-    """Return (one input from the messages of a chat, its instruction). The instruction is the text of the messages with
-    the role `system` or `developer`. Raises InvalidInput.
+def conversation(value: Any, path: str, limit: int) -> tuple[tuple[RequestItem, ...], str]:
+    """Return (a tuple of one input, made from the messages of a chat; its instruction). The instruction is the text of
+    the messages with the role `system` or `developer`. Raises InvalidInput.
     """
     said: list[tuple[str, Any]] = []
     told: list[tuple[str, Any]] = []
@@ -59,7 +59,7 @@ def conversation(value: Any, path: str, limit: int) -> tuple[RequestItem, str]:
     said = [(where, part) for where, part in said if part != {"type": "text", "text": ""}]
     if not said:
         raise InvalidInput.at(path, "expected a message of a user with a text or an image", reason="empty_item")
-    return _joined(said, path), (_joined(told, path).text or "") if told else ""
+    return (_joined(said, path),), (_joined(told, path).text or "") if told else ""
 
 
 def _placed(value: Any, path: str) -> list[tuple[str, Any]]:

@@ -142,8 +142,8 @@ async def _planned(
     encoding = fields.choice(body, "token_encoding", _ENCODINGS, usual)
     name, merged = "input", {**parameters, "output_types": [output], "output_dtype": "float32"}
     if body.get("messages") not in (None, []) and body.get("input") is None:
-        item, instruction = multimodal.conversation(body["messages"], "messages", limit)
-        name, items = "messages", (item,)
+        name = "messages"
+        items, instruction = multimodal.conversation(body["messages"], name, limit)
         if instruction:
             merged.setdefault("instruction", instruction)
     else:

@@ -95,18 +95,12 @@ class ChatMessage(Struct, kw_only=True):
 ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, description="One input, as in vLLM.")]
 
 
-class PoolingRequest(Struct, kw_only=True):
-    """Inputs of an encoder: texts, token ids, or the messages of one chat, in the format of vLLM."""
-
+class _Encoded(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"model": MINI, "input": ["Hello"]}
 
     model: Text = UNSET
     input: Input | UnsetType = UNSET
     messages: ChatMessages | UnsetType = UNSET
-    task: Annotated[
-        Literal["embed", "token_embed"] | UnsetType,
-        Meta(description="A vector of each input, or of each token. Default: of each token, if the model has these."),
-    ] = UNSET
     encoding_format: Literal["float", "base64"] | UnsetType = UNSET
     dimensions: Whole = UNSET
     input_type: Text = UNSET
@@ -127,11 +121,23 @@ class PoolingRequest(Struct, kw_only=True):
     normalized: TextFlag = UNSET
     token_encoding: Annotated[
         Literal["model", "cl100k_base", "o200k_base"] | UnsetType,
-        Meta(description="Vocabulary of token ids. Default: `openai_token_encoding` of the entry, else `cl100k_base`."),
+        Meta(
+            description="Vocabulary of token ids. Default: `openai_token_encoding` of the entry, else `cl100k_base`. "
+            "At `/pooling` and below `/tei`: `model`."
+        ),
     ] = UNSET
 
 
-class MultiVectorRequest(PoolingRequest, kw_only=True):
+class PoolingRequest(_Encoded, kw_only=True):
+    """Inputs of an encoder: texts, token ids, or the messages of one chat, in the format of vLLM."""
+
+    task: Annotated[
+        Literal["embed", "token_embed"] | UnsetType,
+        Meta(description="A vector of each input, or of each token. Default: of each token, if the model has these."),
+    ] = UNSET
+
+
+class MultiVectorRequest(_Encoded, kw_only=True):
     """Inputs whose tokens get a vector each, in the format of Jina."""
 
     task: Text = UNSET
