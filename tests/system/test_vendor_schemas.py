@@ -39,7 +39,7 @@ def rows(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "array", "items": schema, "minItems": 1, **more}
 
 
-def one(value: Any) -> dict[str, Any]:
+def literal(value: Any) -> dict[str, Any]:
     return {"const": value}
 
 
@@ -48,47 +48,47 @@ def required(**fields: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(fields), "properties": fields}
 
 
-def by(schema: Mapping[str, Any]) -> Check:
+def by_schema(schema: Mapping[str, Any]) -> Check:
     return jsonschema_rs.validator_for(dict(schema)).validate
 
 
-def of(model: type[BaseModel]) -> Check:
+def by_model(model: type[BaseModel]) -> Check:
     """Check a reply by a pydantic model, without conversions such as of texts to numbers."""
     return lambda reply: model.model_validate_json(json.dumps(reply), strict=True)
 
 
-def each(model: type[BaseModel]) -> Check:
+def by_model_of_each(model: type[BaseModel]) -> Check:
     def check(reply: Any) -> None:
         assert reply["data"]
         for entry in reply["data"]:
-            of(model)(entry)
+            by_model(model)(entry)
 
     return check
 
 
 USAGE = required(prompt_tokens=WHOLE, total_tokens=WHOLE, completion_tokens=WHOLE)
-HEAD: dict[str, Any] = {"id": TEXT, "object": one("list"), "created": WHOLE, "model": TEXT, "usage": USAGE}
+HEAD: dict[str, Any] = {"id": TEXT, "object": literal("list"), "created": WHOLE, "model": TEXT, "usage": USAGE}
 # docs.jina.ai, docs.mistral.ai, docs.vllm.ai (OpenAI-compatible server), docs.voyageai.com
-EMBEDDINGS = required(**HEAD, data=rows(required(object=one("embedding"), index=WHOLE, embedding=VECTOR)))
-MULTI_VECTOR = required(**HEAD, data=rows(required(object=one("embeddings"), index=WHOLE, embeddings=MATRIX)))
-POOLED = required(**HEAD, data=rows(required(object=one("pooling"), index=WHOLE, data=VECTOR)))
-SCORES = required(**HEAD, data=rows(required(object=one("score"), index=WHOLE, score=NUMBER)))
+EMBEDDINGS = required(**HEAD, data=rows(required(object=literal("embedding"), index=WHOLE, embedding=VECTOR)))
+MULTI_VECTOR = required(**HEAD, data=rows(required(object=literal("embeddings"), index=WHOLE, embeddings=MATRIX)))
+POOLED = required(**HEAD, data=rows(required(object=literal("pooling"), index=WHOLE, data=VECTOR)))
+SCORES = required(**HEAD, data=rows(required(object=literal("score"), index=WHOLE, score=NUMBER)))
 CONTEXTUALIZED = required(
-    object=one("list"),
+    object=literal("list"),
     model=TEXT,
     usage=required(total_tokens=WHOLE),
     data=rows(
         required(
-            object=one("list"),
+            object=literal("list"),
             index=WHOLE,
-            data=rows(required(object=one("embedding"), index=WHOLE, embedding=VECTOR)),
+            data=rows(required(object=literal("embedding"), index=WHOLE, embedding=VECTOR)),
         )
     ),
 )
 # docs.together.ai and the schema of @ai-sdk/togetherai; Jina and Voyage require less
 RANKED = required(
     id=TEXT,
-    object=one("rerank"),
+    object=literal("rerank"),
     model=TEXT,
     usage=USAGE,
     results=rows(required(index=WHOLE, relevance_score=NUMBER, document=required(text=TEXT))),
@@ -96,10 +96,10 @@ RANKED = required(
 )
 # the package mixedbread: types/rerank_response.py
 MIXEDBREAD = required(
-    object=one("list"),
+    object=literal("list"),
     model=TEXT,
     usage=USAGE,
-    data=rows(required(object=one("rank_result"), index=WHOLE, score=NUMBER)),
+    data=rows(required(object=literal("rank_result"), index=WHOLE, score=NUMBER)),
     top_k=WHOLE,
     return_input={"type": "boolean"},
 )
@@ -144,90 +144,97 @@ class Reply:
 
 def openai_and_others(path: str, model: str = DENSE) -> tuple[Reply, ...]:
     return (
-        Reply(path, ASKED, of(CreateEmbeddingResponse), model, label="openai"),
+        Reply(path, ASKED, by_model(CreateEmbeddingResponse), model, label="openai"),
         Reply(path, ASKED, infinity.OpenAIEmbeddingResult.from_dict, model, label="infinity"),
-        Reply(path, ASKED, by(EMBEDDINGS), model, label="mistral, jina, vllm"),
+        Reply(path, ASKED, by_schema(EMBEDDINGS), model, label="mistral, jina, vllm"),
     )
 
 
 REPLIES = [
     *(reply for end in ("/v1/embeddings", "/embeddings") for reply in openai_and_others(end)),
     *(reply for end in ("/v1/embeddings", "/embeddings") for reply in openai_and_others(f"/tei/{{model:path}}{end}")),
-    Reply("/v1/embeddings", {**ASKED, "model": LATE, "return_multivector": True}, by(MULTI_VECTOR), label="jina v4"),
+    Reply(
+        "/v1/embeddings", {**ASKED, "model": LATE, "return_multivector": True}, by_schema(MULTI_VECTOR), label="jina v4"
+    ),
     Reply(
         "/v1/embeddings",
         {"model": DENSE, "messages": [{"role": "user", "content": [{"type": "text", "text": "river"}]}]},
-        by(EMBEDDINGS),
+        by_schema(EMBEDDINGS),
         label="vllm, messages",
     ),
-    Reply("/v1/multi-vector", {**ASKED, "model": LATE}, by(MULTI_VECTOR)),
-    Reply("/pooling", ASKED, by(POOLED)),
+    Reply("/v1/multi-vector", {**ASKED, "model": LATE}, by_schema(MULTI_VECTOR)),
+    Reply("/pooling", ASKED, by_schema(POOLED)),
     Reply(
         "/pooling",
         {**ASKED, "model": LATE},
-        by(required(**HEAD, data=rows(required(object=one("pooling"), index=WHOLE, data=MATRIX)))),
+        by_schema(required(**HEAD, data=rows(required(object=literal("pooling"), index=WHOLE, data=MATRIX)))),
         label="tokens",
     ),
     *(
-        Reply(path, {"model": CROSS, "text_1": "river", "text_2": ["river", "kernel"]}, by(SCORES))
+        Reply(path, {"model": CROSS, "text_1": "river", "text_2": ["river", "kernel"]}, by_schema(SCORES))
         for path in ("/v1/score", "/score")
     ),
     Reply(
         "/v1/contextualizedembeddings",
         {"model": DENSE, "inputs": [["river", "kernel"]], "input_type": "document"},
-        by(CONTEXTUALIZED),
+        by_schema(CONTEXTUALIZED),
     ),
-    Reply("/v1/rerank", RANK, by(RANKED), label="together, jina, voyage"),
-    Reply("/v1/rerank", RANK, of(cohere.RerankResponse), label="cohere"),
-    Reply("/v2/rerank", RANK, of(cohere.V2RerankResponse)),
+    Reply("/v1/rerank", RANK, by_schema(RANKED), label="together, jina, voyage"),
+    Reply("/v1/rerank", RANK, by_model(cohere.RerankResponse), label="cohere"),
+    Reply("/v2/rerank", RANK, by_model(cohere.V2RerankResponse)),
     Reply("/rerank", {**RANK, "return_documents": True}, infinity.ReRankResult.from_dict, label="infinity"),
-    Reply("/rerank", {**TEI_RANK, "model": CROSS}, by(RANKS), label="tei"),
+    Reply("/rerank", {**TEI_RANK, "model": CROSS}, by_schema(RANKS), label="tei"),
     *(
         reply
         for path in ("/v1/reranking", "/reranking")
         for reply in (
-            Reply(path, RANK, by(RANKED), label="llama.cpp"),
-            Reply(path, {"model": CROSS, "query": {"text": "a"}, "passages": [{"text": "b"}]}, by(RANKINGS)),
-            Reply(path, {"model": CROSS, "query": "river", "input": ["a", "b"]}, by(MIXEDBREAD), label="mixedbread"),
+            Reply(path, RANK, by_schema(RANKED), label="llama.cpp"),
+            Reply(path, {"model": CROSS, "query": {"text": "a"}, "passages": [{"text": "b"}]}, by_schema(RANKINGS)),
+            Reply(
+                path, {"model": CROSS, "query": "river", "input": ["a", "b"]}, by_schema(MIXEDBREAD), label="mixedbread"
+            ),
         )
     ),
-    Reply("/v1/ranking", {"model": CROSS, "query": {"text": "a"}, "passages": [{"text": "b"}]}, by(RANKINGS)),
-    Reply("/v1/embed", COHERE, of(cohere.EmbeddingsFloatsEmbedResponse)),
+    Reply("/v1/ranking", {"model": CROSS, "query": {"text": "a"}, "passages": [{"text": "b"}]}, by_schema(RANKINGS)),
+    Reply("/v1/embed", COHERE, by_model(cohere.EmbeddingsFloatsEmbedResponse)),
     Reply(
-        "/v1/embed", {**COHERE, "embedding_types": ["float"]}, of(cohere.EmbeddingsByTypeEmbedResponse), label="types"
+        "/v1/embed",
+        {**COHERE, "embedding_types": ["float"]},
+        by_model(cohere.EmbeddingsByTypeEmbedResponse),
+        label="types",
     ),
-    Reply("/v2/embed", {**COHERE, "embedding_types": ["float", "int8"]}, of(cohere.EmbedByTypeResponse)),
+    Reply("/v2/embed", {**COHERE, "embedding_types": ["float", "int8"]}, by_model(cohere.EmbedByTypeResponse)),
     *(
         Reply(path, {"model": CLASSES, "input": ["river"]}, infinity.ClassifyResult.from_dict)
         for path in ("/v1/classify", "/classify")
     ),
-    Reply("/v1/extract", {"model": "test/gliner", "text": "Ada met Bob.", "labels": ["person"]}, by(GUARDRAILS)),
-    Reply("/api/embed", ASKED, of(ollama.EmbedResponse)),
-    Reply("/api/embeddings", {"model": DENSE, "prompt": "river"}, of(ollama.EmbeddingsResponse)),
-    Reply("/api/rerank", RANK, by(RANKED)),
-    Reply("/api/tags", None, of(ollama.ListResponse)),
-    Reply("/api/ps", None, of(ollama.ProcessResponse)),
-    Reply("/api/show", {"model": DENSE}, of(ollama.ShowResponse)),
-    Reply("/api/version", None, by(required(version=TEXT))),
+    Reply("/v1/extract", {"model": "test/gliner", "text": "Ada met Bob.", "labels": ["person"]}, by_schema(GUARDRAILS)),
+    Reply("/api/embed", ASKED, by_model(ollama.EmbedResponse)),
+    Reply("/api/embeddings", {"model": DENSE, "prompt": "river"}, by_model(ollama.EmbeddingsResponse)),
+    Reply("/api/rerank", RANK, by_schema(RANKED)),
+    Reply("/api/tags", None, by_model(ollama.ListResponse)),
+    Reply("/api/ps", None, by_model(ollama.ProcessResponse)),
+    Reply("/api/show", {"model": DENSE}, by_model(ollama.ShowResponse)),
+    Reply("/api/version", None, by_schema(required(version=TEXT))),
     *(
         reply
         for start in ("", "/tei/{model:path}")
         for reply in (
-            Reply(f"{start}/embed", {"inputs": ["river", "kernel"]}, by(MATRIX)),
-            Reply(f"{start}/embed_all", INPUTS, by(rows(MATRIX))),
-            Reply(f"{start}/embed_sparse", INPUTS, by(SPARSE), "test/sparse"),
-            Reply(f"{start}/predict", {**INPUTS, "model": CLASSES}, by(rows(CLASS)), CLASSES),
-            Reply(f"{start}/similarity", SENTENCES, by(VECTOR)),
-            Reply(f"{start}/tokenize", INPUTS, by(TOKENS)),
-            Reply(f"{start}/tokenize", {"prompt": "river"}, by(PROMPT_TOKENS), label="vllm"),
-            Reply(f"{start}/decode", {"ids": [5, 6]}, by(rows(TEXT))),
-            Reply(f"{start}/info", None, by(INFO)),
+            Reply(f"{start}/embed", {"inputs": ["river", "kernel"]}, by_schema(MATRIX)),
+            Reply(f"{start}/embed_all", INPUTS, by_schema(rows(MATRIX))),
+            Reply(f"{start}/embed_sparse", INPUTS, by_schema(SPARSE), "test/sparse"),
+            Reply(f"{start}/predict", {**INPUTS, "model": CLASSES}, by_schema(rows(CLASS)), CLASSES),
+            Reply(f"{start}/similarity", SENTENCES, by_schema(VECTOR)),
+            Reply(f"{start}/tokenize", INPUTS, by_schema(TOKENS)),
+            Reply(f"{start}/tokenize", {"prompt": "river"}, by_schema(PROMPT_TOKENS), label="vllm"),
+            Reply(f"{start}/decode", {"ids": [5, 6]}, by_schema(rows(TEXT))),
+            Reply(f"{start}/info", None, by_schema(INFO)),
         )
     ),
-    Reply("/tei/{model:path}/rerank", TEI_RANK, by(RANKS), CROSS),
-    *(Reply(f"/tei/{{model:path}}/{name}", None, by({"type": "object"})) for name in ("health", "ping")),
+    Reply("/tei/{model:path}/rerank", TEI_RANK, by_schema(RANKS), CROSS),
+    *(Reply(f"/tei/{{model:path}}/{name}", None, by_schema({"type": "object"})) for name in ("health", "ping")),
     *(
-        Reply(path, body, by(schema), model, label=model.removeprefix("test/"))
+        Reply(path, body, by_schema(schema), model, label=model.removeprefix("test/"))
         for path in ("/tei/{model:path}", "/tei/{model:path}/invocations")
         for body, schema, model in (
             (INPUTS, MATRIX, DENSE),
@@ -235,12 +242,12 @@ REPLIES = [
             (TEI_RANK, RANKS, CROSS),
         )
     ),
-    Reply("/", INPUTS, by(MATRIX)),
-    Reply("/v1/models", None, each(OpenAIModel), label="openai"),
-    Reply("/v1/models", None, of(SyncPage[OpenAIModel]), label="openai, page"),
+    Reply("/", INPUTS, by_schema(MATRIX)),
+    Reply("/v1/models", None, by_model_of_each(OpenAIModel), label="openai"),
+    Reply("/v1/models", None, by_model(SyncPage[OpenAIModel]), label="openai, page"),
     Reply("/models", None, infinity.OpenAIModelInfo.from_dict),
     *(
-        Reply(f"/v1/models/{model}", None, by(required(model_type=one(kind))), label="xinference")
+        Reply(f"/v1/models/{model}", None, by_schema(required(model_type=literal(kind))), label="xinference")
         for model, kind in ((DENSE, "embedding"), (CROSS, "rerank"), (CLASSES, "flexible"))
     ),
 ]
@@ -265,7 +272,7 @@ def test_a_reply_fits_the_schema_of_its_vendor(open_cluster: Cluster, reply: Rep
 def test_a_vector_of_a_token_is_the_one_of_the_native_route(open_cluster: Cluster) -> None:
     """Weaviate's module for Jina's ColBERT sends these fields."""
     body = {"model": LATE, "input": ["river"], "embedding_type": "float", "input_type": "document"}
-    found = httpx.post(f"{open_cluster.url}/v1/multi-vector", json=body, timeout=60).json()["data"][0]["embeddings"]
+    vectors = httpx.post(f"{open_cluster.url}/v1/multi-vector", json=body, timeout=60).json()["data"][0]["embeddings"]
     native = {"items": ["river"], "output_types": ["multivector"]}
     slot = httpx.post(f"{open_cluster.url}/v1/encode/{LATE}", json=native, timeout=60).json()["items"][0]
-    assert found == slot["multivector"]["values"]
+    assert vectors == slot["multivector"]["values"]

@@ -636,8 +636,8 @@ async def test_a_chat_is_one_input_and_its_system_message_the_instruction(
     ]
     answer = await post(gateway, "/v1/embeddings", {"model": ONE, "messages": chat})
     assert vectors(answer).tolist() == [vector_of(ids_of("one\ntwo")).tolist()]
-    told = [{"role": "system", "content": "Find it"}, *chat]
-    await post(gateway, "/v1/embeddings", {"model": ONE, "messages": told})
+    instructed = [{"role": "system", "content": "Find it"}, *chat]
+    await post(gateway, "/v1/embeddings", {"model": ONE, "messages": instructed})
     assert adapter.batches[-1].groups[0].options.instruction == "Find it"
 
 

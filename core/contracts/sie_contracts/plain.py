@@ -24,6 +24,7 @@ SMALL_BYTES = 4096  # the values of a body of at most this size are not counted:
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
+_MAX_EXACT = 1 << 53  # above it a float may differ from the whole number that was written
 T = TypeVar("T")
 
 
@@ -62,7 +63,7 @@ def whole_number(value: Any) -> Any:
     """Return a whole number that is written as a float, such as 3.0, as an int. Return any other value unchanged. JSON
     has only one type of numbers, so a field for whole numbers accepts both forms.
     """
-    return int(value) if type(value) is float and value.is_integer() else value
+    return int(value) if type(value) is float and value.is_integer() and abs(value) <= _MAX_EXACT else value
 
 
 def struct_of(value: Any, kind: type[T]) -> T:

@@ -46,8 +46,8 @@ def conversation(value: Any, path: str, limit: int) -> tuple[tuple[RequestItem, 
     """Return (a tuple of one input, made from the messages of a chat; its instruction). The instruction is the text of
     the messages with the role `system` or `developer`. Raises InvalidInput.
     """
-    said: list[tuple[str, Any]] = []
-    told: list[tuple[str, Any]] = []
+    contents: list[tuple[str, Any]] = []
+    instructions: list[tuple[str, Any]] = []
     for index, message in enumerate(fields.inputs(value, path, limit)):
         where = f"{path}[{index}]"
         if not isinstance(message, dict):
@@ -55,11 +55,11 @@ def conversation(value: Any, path: str, limit: int) -> tuple[tuple[RequestItem, 
         content = message.get("content")
         places = [(f"{where}.content", {"type": "text", "text": content})]
         entries = places if isinstance(content, str) else _placed(content, f"{where}.content")
-        (told if message.get("role") in ("system", "developer") else said).extend(entries)
-    said = [(where, part) for where, part in said if part != {"type": "text", "text": ""}]
-    if not said:
+        (instructions if message.get("role") in ("system", "developer") else contents).extend(entries)
+    contents = [(where, part) for where, part in contents if part != {"type": "text", "text": ""}]
+    if not contents:
         raise InvalidInput.at(path, "expected a message of a user with a text or an image", reason="empty_item")
-    return (_joined(said, path),), (_joined(told, path).text or "") if told else ""
+    return (_joined(contents, path),), (_joined(instructions, path).text or "") if instructions else ""
 
 
 def _placed(value: Any, path: str) -> list[tuple[str, Any]]:

@@ -125,22 +125,22 @@ async def pair_scores(inference: Inference, call: Call, body: fields.Body) -> En
     `text_1` or `queries`, the documents are in `text_2` or `documents`.
     """
     resolved = able(inference, call, "rerank", body.get("model"))
-    asked, named = (
+    query_field, document_field = (
         ([name for name in names if body.get(name) is not None] or names)[0]
         for names in (["text_1", "queries"], ["text_2", "documents"])
     )
     limit = inference.max_items(call)
-    documents, queries = (fields.items(_as_list(body.get(name)), name, limit) for name in (named, asked))
+    documents, queries = (fields.items(_as_list(body.get(name)), name, limit) for name in (document_field, query_field))
     if len({query.text for query in queries}) > 1:
-        raise InvalidInput.at(asked, "expected one query: send a request for each query")
+        raise InvalidInput.at(query_field, "expected one query: send a request for each query")
     if len(queries) not in (1, len(documents)):
-        raise InvalidInput.at(asked, f"expected one query, or one for each of {len(documents)} documents")
+        raise InvalidInput.at(query_field, f"expected one query, or one for each of {len(documents)} documents")
     parameters = fields.parameters(body, "instruction", "truncate", "options")
     is_raw = not fields.flag(body, "use_activation", default=True)
-    request = InferRequest("score", resolved, documents, parameters, queries[0], inputs_field=named)
+    request = InferRequest("score", resolved, documents, parameters, queries[0], inputs_field=document_field)
     finished = await scored(inference, call, request, raw=is_raw)
     began_s = time.perf_counter()
-    scores, _ = ranked(finished, named)
+    scores, _ = ranked(finished, document_field)
     data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
     return openai.listed(call, finished, data, began_s)
 

@@ -95,7 +95,7 @@ class ChatMessage(Struct, kw_only=True):
 ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, description="One input, as in vLLM.")]
 
 
-class _Encoded(Struct, kw_only=True):
+class _EncoderInputs(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"model": MINI, "input": ["Hello"]}
 
     model: Text = UNSET
@@ -128,7 +128,7 @@ class _Encoded(Struct, kw_only=True):
     ] = UNSET
 
 
-class PoolingRequest(_Encoded, kw_only=True):
+class PoolingRequest(_EncoderInputs, kw_only=True):
     """Inputs of an encoder: texts, token ids, or the messages of one chat, in the format of vLLM."""
 
     task: Annotated[
@@ -137,7 +137,7 @@ class PoolingRequest(_Encoded, kw_only=True):
     ] = UNSET
 
 
-class MultiVectorRequest(_Encoded, kw_only=True):
+class MultiVectorRequest(_EncoderInputs, kw_only=True):
     """Inputs whose tokens get a vector each, in the format of Jina."""
 
     task: Text = UNSET
