@@ -311,9 +311,9 @@ _EITHER_TEI: tuple[_Tei, ...] = (
         "tokenize",
         tei.tokenize,
         "Tokens of texts",
-        Content((tei_api.TeiTokenize, tei_api.Prompt)),
+        Content((tei_api.TeiTokenize, tei_api.TokenizedPrompt)),
         Content(
-            (list[list[tei_api.TeiToken]], tei_api.PromptTokens),
+            (list[list[tei_api.TeiToken]], tei_api.TokenizedText),
             example=[[{"id": 7592, "text": "hello", "special": False, "start": 0, "stop": 5}]],
         ),
     ),

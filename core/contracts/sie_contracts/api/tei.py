@@ -101,7 +101,7 @@ class TeiToken(Struct, kw_only=True):
     stop: int | None
 
 
-class Prompt(Struct, kw_only=True):
+class TokenizedPrompt(Struct, kw_only=True):
     """Request for the token ids of one text, in the format of vLLM."""
 
     EXAMPLE: ClassVar[Any] = {"prompt": "Hello"}
@@ -113,7 +113,7 @@ class Prompt(Struct, kw_only=True):
     return_token_strs: TextFlag = UNSET
 
 
-class PromptTokens(Struct, kw_only=True):
+class TokenizedText(Struct, kw_only=True):
     """Ids of the tokens of a text, and with `return_token_strs` their texts."""
 
     count: int
