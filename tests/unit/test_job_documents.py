@@ -19,7 +19,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs import documents
 from sie_gateway.jobs.client import Halted, JobClient
-from sie_gateway.jobs.documents import DocumentTexts
+from sie_gateway.jobs.values import DocumentTexts
 from sie_gateway.jobs.values import SHARD_BYTES, ModelInput, document_bounds
 from sie_store.datasets.rows import InputRow
 

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Output:
     computed: list[int] = field(default_factory=list)
     held: asyncio.Event = field(default_factory=asyncio.Event)  # each shard waits for this event
     before: Callable[[int], None] = lambda number: None
+    before_row: Callable[[int], None] = lambda row: None  # called with the number of each row in the input
+    pieces: dict[int, set[int]] = field(default_factory=dict)  # stored rows of each shard, and those left out
     refuses: str = ""  # the step that the store refuses: open, plan, shard, finish
     breaks: str = ""  # the step that has a bug
     refusals: int = 1 << 30  # how often it refuses
@@ -102,10 +104,28 @@ class Writing:
             if self.output.unwinding is not None:
                 await self.output.unwinding.wait()
             raise
+        for row in range(span.rows):
+            self.output.before_row(span.first + row)
+            await asyncio.sleep(0)
         self.progress.rows(number, span.rows, 1)
         self.refuse("shard")
         self.output.parts.setdefault(f"part-{number}", self.leader)
         return ShardRecord(f"part-{number}", span.rows, failed=1, tokens=3, codes={"INVALID_INPUT": 1})
+
+    async def piece(self, number: int, span: RowSpan, rows: range) -> None:
+        await self.output.held.wait()
+        for row in rows:
+            self.output.before_row(span.first + row)
+            await asyncio.sleep(0)
+        self.output.pieces.setdefault(number, set()).update(rows)
+
+    async def joined(self, number: int, span: RowSpan, rows_left_out: Collection[int]) -> ShardRecord:
+        assert self.output.pieces[number] == set(range(span.rows)).difference(rows_left_out)
+        self.output.before(-number)
+        self.output.parts.setdefault(f"part-{number}", self.leader)
+        failed = len(rows_left_out)
+        self.progress.rows(number, span.rows, failed)
+        return ShardRecord(f"part-{number}", span.rows, failed=failed, codes={runs.LEADERS_LOST: failed})
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         self.refuse("finish")
@@ -337,7 +357,7 @@ async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: W
     ledger = world.gateway("g1", at_once=0)
     await ledger.create(JOB)
     await until(lambda: ledger.is_read, "it knows all jobs")
-    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s).run())
+    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s, asyncio.Lock()).run())
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
     await ledger.change(JOB.id, lambda job: stands)
     await asyncio.wait_for(running, 5)
@@ -650,7 +670,7 @@ async def test_a_run_that_is_cancelled_leaves_no_task_behind(world: World) -> No
     await ledger.create(JOB)
     await until(lambda: ledger.is_read, "it knows all jobs")
     before = asyncio.all_tasks()
-    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s).run())
+    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s, asyncio.Lock()).run())
     await until(lambda: world.output.computed, "it computes")
     running.cancel()
     await asyncio.wait([running], timeout=5)
@@ -971,7 +991,7 @@ async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) 
 @virtual
 async def test_the_rows_of_a_shard_that_has_its_record_count_once(world: World) -> None:
     """A cancelled job writes the record of its last shard while the live counts of that shard still exist."""
-    run = JobRun(world.gateway("g1", at_once=0), JOB, "g1", world.output.work("g1"), world.now_s)
+    run = JobRun(world.gateway("g1", at_once=0), JOB, "g1", world.output.work("g1"), world.now_s, asyncio.Lock())
     run._shards = {}
     run.rows(0, 5, 1)
     run.rows(1, 2, 0)

@@ -131,6 +131,21 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"
     source: str = ""
 
 
+class Suspect(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """Work of a job that may have ended a gateway, and therefore runs alone: `rows` rows of the shard `shard`, from its
+    row `first` on. With 0 rows, the shard is put together from the answers to its pieces. A negative `shard` is other
+    work, see `PLAN` and `OUTPUT`. `ended`: gateways that ended while exactly this work ran alone.
+    """
+
+    shard: int
+    first: int = 0
+    rows: int = 0
+    ended: tuple[str, ...] = ()
+
+
+PLAN, OUTPUT = -1, -2  # in `Suspect.shard`: the plan of a job, and the completion of its output
+
+
 class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
@@ -142,9 +157,9 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     unfinished shards (parts of the output). An unfinished shard has no record yet; if the leader dies, the next leader
     starts the shard again. `is_planned`: the numbers of rows and shards are known.
 
-    `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
-    a leader. If `done` is above `peak_done` when a leader dies, the job has made progress since the earlier deaths, so
-    the earlier leaders are removed from `lost`.
+    `suspects`: work that may have ended a gateway, in the order in which it runs alone. `is_alone`: the first of them
+    runs alone now. `left_out`: rows that ended gateways, each as (shard, row of the shard). `gateway.jobs.suspects` has
+    the rules.
     """
 
     id: str
@@ -160,8 +175,9 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     parser: str = ""  # resolved name of the model that parses the documents of the job
     fingerprint: str = ""
     leader: str = ""
-    lost: tuple[str, ...] = ()
-    peak_done: int = 0
+    suspects: tuple[Suspect, ...] = ()
+    is_alone: bool = False
+    left_out: tuple[tuple[int, int], ...] = ()
     is_planned: bool = False
     rows: int | None = None
     shards: int | None = None

@@ -53,6 +53,12 @@ class CacheSegment:
         self._values_at = _values_at(count)
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
+    @property
+    def digests(self) -> list[bytes]:
+        """Return the digest of each value."""
+        keys = bytes(self._data[COUNT_BYTES : COUNT_BYTES + DIGEST_BYTES * (len(self._offsets) - 1)])
+        return [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
+
     def value(self, row: int) -> RowAnswer:
         """Return value number `row` of the segment. Raises ValueError if the value is damaged."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
@@ -121,8 +127,8 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return numbers[:, 0].astype(np.uint64), numbers[:, 1].astype(np.uint64)
 
 
-def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
-    """Read values of a segment, and return them by index. `rows`: pairs (index of a digest, row of its value)."""
+def values_in(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
+    """Return the readable values of a segment, by index. `rows`: pairs (index, row of the value in the segment)."""
     answers: dict[int, RowAnswer] = {}
     fault: Exception | None = None
     for place, row in rows:
@@ -192,7 +198,7 @@ class StoredAnswers:
         for number, rows in (await asyncio.to_thread(self._known.places, digests)).items():
             segment = await self._segment(number)
             if segment is not None:
-                answers |= await asyncio.to_thread(_values, segment, rows, self._names[number])
+                answers |= await asyncio.to_thread(values_in, segment, rows, self._names[number])
         return answers
 
     async def _segment(self, number: int) -> CacheSegment | None:

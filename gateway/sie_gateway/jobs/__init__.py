@@ -16,11 +16,12 @@ job_routes.py, service.py    the routes of jobs, and the operations behind them
 results.py                   the output of a job, for the routes that return it
 scheduler.py                 the choice of one gateway (leader) for each job
 run.py                       the run of a job by its leader: shards, retries, manifest
+suspects.py                  the search for the rows that end gateways
 engine.py, assembly.py       construction of one job; construction of a gateway's objects for jobs
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
 envelope.py                  the lines of a batch: requests and replies
-documents.py                 documents, which are parsed before their chunks are encoded
-values.py                    computation of each distinct input once, in requests of inputs of similar lengths
+values.py                   computation of each distinct input once, in requests of inputs of similar lengths; the texts
+                             of documents, which are parsed before their chunks are encoded
 client.py                    requests of a job, which wait while there is no capacity
 storage.py                   the plan of a job and the parts of a batch in the payload store
 pace.py                      rate and forecast of a job; the times of day at which it may run

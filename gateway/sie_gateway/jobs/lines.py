@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -26,7 +26,7 @@ from sie_gateway.jobs import envelope
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRow, LineRequest
 from sie_gateway.jobs.files import FileDescription
-from sie_gateway.jobs.run import JobRun, ShardBroken
+from sie_gateway.jobs.run import JobRun, ShardBroken, left_out
 from sie_gateway.jobs.storage import JobStorage
 from sie_runtime.process import task_group
 from sie_store.datasets.answers import most_frequent
@@ -76,16 +76,38 @@ class BatchJob:
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
         requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
-        rows = self._rows.setdefault(number, {})
-        self._progress.rows(number, len(rows), sum(row.code is not None for row in rows.values()))
-        async with task_group(SIEError, Halted) as tasks:
-            for place, line in requests:
-                # skip the lines in `rows`: an earlier attempt ran them, before an error of the store
-                if place not in rows:
-                    tasks.create_task(self._line(number, place, line))
-        record = await self._stored(number, span, [rows[place] for place, _ in requests])
+        record = await self._stored(number, span, await self._answers(number, requests))
         del self._rows[number]
         return record
+
+    async def _answers(self, number: int, requests: Sequence[tuple[int, bytes]]) -> list[BatchRow]:
+        """Run the requests that have no answer yet in `_rows`: an earlier attempt may have run some of them."""
+        rows = self._rows.setdefault(number, {})
+        there = [rows[place] for place, _ in requests if place in rows]
+        self._progress.rows(number, len(there), sum(row.code is not None for row in there))
+        async with task_group(SIEError, Halted) as tasks:
+            for place, line in requests:
+                if place not in rows:
+                    tasks.create_task(self._line(number, place, line))
+        return [rows[place] for place, _ in requests]
+
+    async def piece(self, number: int, span: RowSpan, rows: range) -> None:
+        """Run some requests of a shard, and store their output lines (see `run.JobWork`)."""
+        requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
+        answers = await self._answers(number, requests[rows.start : rows.stop])
+        await self._place.keep_piece(number, rows, b"".join(row.text + b"\n" for row in answers))
+
+    async def joined(self, number: int, span: RowSpan, rows_left_out: Collection[int]) -> ShardRecord:
+        """Store the output lines of a shard whose pieces are stored (see `run.JobWork`)."""
+        requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
+        rows = self._rows.setdefault(number, {})
+        for first, data in (await self._place.pieces(number)).items():
+            for (place, _), row in zip(requests[first:], await asyncio.to_thread(envelope.written, data), strict=False):
+                rows[place] = row
+        for place, line in (requests[row] for row in rows_left_out):
+            error = left_out()
+            rows[place] = envelope.failure(envelope.custom_id_of(line), error.code, error.message)
+        return await self.shard(number, span)
 
     async def _stored(self, number: int, span: RowSpan, rows: Sequence[BatchRow]) -> ShardRecord:
         data = await asyncio.to_thread(lambda: b"".join(row.text + b"\n" for row in rows))

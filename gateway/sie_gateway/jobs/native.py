@@ -21,16 +21,24 @@ from sie_contracts.errors import ContentConflict, ErrorInfo, InvalidInput, NotFo
 from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
 from sie_contracts.wire.messages import TextChunks
 from sie_gateway.answers import stored
-from sie_gateway.answers.keys import space_of
+from sie_gateway.answers.keys import DIGEST_BYTES, space_of
 from sie_gateway.answers.stored import StoredAnswers
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
-from sie_gateway.jobs.documents import DocumentTexts
-from sie_gateway.jobs.run import JobRun, ShardBroken, broken_parts
+from sie_gateway.jobs.run import JobRun, ShardBroken, broken_parts, left_out
 from sie_gateway.jobs.storage import JobStorage
-from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, document_bounds, unique
+from sie_gateway.jobs.values import (
+    Bounds,
+    DocumentTexts,
+    ModelInput,
+    RowValues,
+    Unique,
+    bounds,
+    document_bounds,
+    unique,
+)
 from sie_store.datasets import manifests, parts, plans, shards, templates
 from sie_store.datasets.answers import About, OutputLine, RowAnswer, lines_of, shard_of
 from sie_store.datasets.places import Place
@@ -197,30 +205,69 @@ class NativeJob:
             message = f"{job_id}, an earlier job of this retry, was deleted: submit a new job for the rows that failed"
             raise NotFound(message, param="job") from error
 
-    async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Return the rows of a shard; for a retry, only the rows that failed in each earlier job. Raises InvalidInput,
-        NotFound, ContentConflict, StoreError.
+    async def _rows(
+        self, number: int, span: RowSpan, chosen: range | None = None, rows_left_out: Collection[int] = ()
+    ) -> list[InputRow]:
+        """Return the rows of a shard, or only the rows `chosen`; for a retry, rows are those that failed in each
+        earlier job. `rows_left_out` are not read, and have an error. Raises InvalidInput, NotFound, ContentConflict,
+        StoreError.
         """
-        rows = await read(self._places.source, span, self._request.input)
+        places = list(range(span.rows))
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
                 before = await self._before(job_id)
                 assert before.job.request is not None
                 data = await shards.bytes_of(before.output, part)
                 outcomes = await outcomes_of(part, data, before.job.request.output.format)
-                if len(outcomes) != len(rows):
-                    raise _damaged(part, f"it has {len(outcomes)} rows instead of {len(rows)}")
-                rows = [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.error is not None]
-        return rows
+                if len(outcomes) != len(places):
+                    raise _damaged(part, f"it has {len(outcomes)} rows instead of {len(places)}")
+                places = [place for place, outcome in zip(places, outcomes, strict=True) if outcome.error is not None]
+        faults = {places[row]: left_out() for row in rows_left_out}
+        if chosen is not None:
+            places = places[chosen.start : chosen.stop]
+        return await read(self._places.source, span, self._request.input, places, faults)
+
+    async def piece(self, number: int, span: RowSpan, rows: range) -> None:
+        """Compute and store the answers to some rows of a shard (see `run.JobWork`). Rows with an error are not stored,
+        and answered again by `joined`.
+        """
+        read_rows = await self._read_rows(number, span, rows)
+        answers, _ = await self._answers(number, read_rows, {})
+        good = {
+            place.to_bytes(DIGEST_BYTES, "big"): answer
+            for place, answer in zip(rows, answers, strict=True)
+            if answer.error is None
+        }
+        data = await asyncio.to_thread(stored.segment, good)
+        await self._workplace.keep_piece(number, rows, self._fingerprint().encode() + b"\n" + data)
+
+    async def _stored_answers(self, number: int) -> dict[int, RowAnswer]:
+        """Return the answers that `piece` has stored for a shard, by row. Raises Halted, StoreError."""
+        answers: dict[int, RowAnswer] = {}
+        for first, data in (await self._workplace.pieces(number)).items():
+            fingerprint, _, packed = data.partition(b"\n")
+            self._check(fingerprint.decode())
+            segment = stored.CacheSegment(packed)
+            places = [(int.from_bytes(digest, "big"), at) for at, digest in enumerate(segment.digests)]
+            name = f"rows of shard {number} from {first} on"
+            answers |= await asyncio.to_thread(stored.values_in, segment, places, name)
+        return answers
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """Compute the answers of one shard, write its part of the output, and return the record of the shard."""
+        return await self._shard(number, span, None)
+
+    async def joined(self, number: int, span: RowSpan, rows_left_out: Collection[int]) -> ShardRecord:
+        """Write the part of a shard whose pieces are stored (see `run.JobWork`)."""
+        return await self._shard(number, span, rows_left_out)
+
+    async def _shard(self, number: int, span: RowSpan, rows_left_out: Collection[int] | None) -> ShardRecord:
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, but died before it wrote the record of the shard
             self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
-            record = await self._answer_shard(number, name, span)
+            record = await self._answer_shard(number, name, span, rows_left_out)
         if record.rows != self._planned_rows[number]:
             raise shards.in_use(
                 f"{name} exists with {record.rows} rows, but in this job it has {self._planned_rows[number]}"
@@ -239,13 +286,15 @@ class NativeJob:
         if self._documents is not None:
             self._documents.check(parser)
 
-    async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
+    async def _answer_shard(
+        self, number: int, name: str, span: RowSpan, rows_left_out: Collection[int] | None
+    ) -> ShardRecord:
         """Compute the answers of a shard, write the vectors into the database, then write the part. A call after a
         failed call for the same shard continues with the failed step.
         """
         answered = self._unwritten.get(number)
         if answered is None:
-            answered = self._unwritten[number] = await self._answered(number, span)
+            answered = self._unwritten[number] = await self._answered(number, span, rows_left_out)
         else:
             about = await asyncio.to_thread(parts.inspect, answered.data, self._request.output.format)
             self._progress.rows(number, about.rows, about.failed)
@@ -257,14 +306,19 @@ class NativeJob:
         # set `reused` here, because a part in JSON Lines does not store it
         return msgspec.structs.replace(record, reused=answered.reused)
 
-    async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
+    async def _read_rows(
+        self, number: int, span: RowSpan, chosen: range | None = None, rows_left_out: Collection[int] = ()
+    ) -> list[InputRow]:
         try:
-            rows = await self._rows(number, span)
+            rows = await self._rows(number, span, chosen, rows_left_out)
         except (InvalidInput, NotFound, ContentConflict) as error:
             raise ShardBroken(error.info()) from error
-        if self._documents is not None:
-            rows = await self._documents.parsed(rows)
-        answers, reused = await self._answers(number, rows)
+        return rows if self._documents is None else await self._documents.parsed(rows)
+
+    async def _answered(self, number: int, span: RowSpan, rows_left_out: Collection[int] | None) -> AnsweredShard:
+        rows = await self._read_rows(number, span, rows_left_out=rows_left_out or ())
+        known = {} if rows_left_out is None else await self._stored_answers(number)
+        answers, reused = await self._answers(number, rows, known)
         unsent = None
         if self._places.sink is not None:
             unsent, reasons = await asyncio.to_thread(_for_sink, self._places.sink, rows, answers)
@@ -280,16 +334,23 @@ class NativeJob:
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
         return AnsweredShard(data, reused, unsent)
 
-    async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
-        """Return the answer to each row, and how many answers were copied from an equal row or from the cache."""
+    async def _answers(
+        self, number: int, rows: Sequence[InputRow], known: Mapping[int, RowAnswer]
+    ) -> tuple[list[RowAnswer], int]:
+        """Return the answer to each row, and how many answers were copied from an equal row or from the cache. `known`:
+        answers that were computed before, by row.
+        """
         answers, inputs = await asyncio.to_thread(self._inputs, rows)
+        for place, answer in known.items():
+            if inputs.pop(place, None) is not None:
+                answers[place] = answer
         places = list(inputs)
         once = await asyncio.to_thread(unique, list(inputs.values()))
         results = await self._unique(number, once)
         for place, unique_place in zip(places, once.places, strict=True):
             answers[place] = results[unique_place]
-        faults = len(rows) - len(places)
-        self._progress.rows(number, faults, faults)
+        failed = sum(answer.error is not None for place, answer in enumerate(answers) if place not in inputs)
+        self._progress.rows(number, len(rows) - len(places), failed)
         return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:

@@ -8,20 +8,19 @@ If the leader dies, the next leader reads the plan and the records of the answer
 store or the broker refuses an operation, the leader repeats this operation without a limit, and writes the error into
 the field `trouble` of the job's record.
 
-A shard may itself kill the leader, for example by an input that needs all memory. A leader works only on the first
-SHARDS_AT_ONCE unanswered shards, so the cause is one of these. The next leader runs these shards one by one. A job
-fails after MAX_LOST deaths in a row during the same step: the plan, the first unanswered shard, or the output. If more
-rows are done at a death than at every earlier death, the count starts again at 1.
+A row may itself end the leader, for example by an input that needs all memory. A leader works only on the first
+SHARDS_AT_ONCE unanswered shards, so the next leader first runs these alone, and finds the row (`suspects`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -29,8 +28,8 @@ from msgspec.structs import replace
 from sie_broker import BrokerError
 from sie_contracts.api.jobs import JobState
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
-from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, RowSpan, ShardRecord, Unread
-from sie_gateway.jobs import pace
+from sie_contracts.jobs import MAX_BROKEN, OUTPUT, PLAN, JobRecord, Plan, RowSpan, ShardRecord, Suspect, Unread
+from sie_gateway.jobs import pace, suspects
 from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import JobPace
@@ -41,7 +40,8 @@ from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 SHARDS_AT_ONCE = 3  # number of shards in progress: one shard can be read while a second is computed and a third written
 FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
-MAX_LOST = 3
+# seconds for which work of a job that must run alone waits for such work of other jobs on this gateway
+TURN_S = 30.0
 LEADERS_LOST = "LEADERS_LOST"
 # seconds for which the leader retries to write the output of a failed, cancelled or expired job before it gives up
 LAST_TRIES_S = 60.0
@@ -61,16 +61,22 @@ class ShardBroken(Exception):
         self.info = info
 
 
-class Deadly(Exception):
-    """Raised if MAX_LOST leaders in a row have ended during the same step of a job."""
+class Blamed(Exception):
+    """Raised if MAX_ENDED gateways ended while the same work of a job ran alone, and this work has no pieces."""
 
     def __init__(self, subject: str) -> None:
         message = (
-            f"{MAX_LOST} gateways ended, one after the other, while they worked on {subject}. Submit the job without "
-            "this input, or with fewer shard_rows, or give gateways more memory"
+            f"{suspects.MAX_ENDED} gateways ended while {subject} ran alone, without other shards of jobs. Resume the "
+            "job to try again, give gateways more memory, or submit the job without this input or with fewer shard_rows"
         )
         super().__init__(message)
         self.info = ErrorInfo(LEADERS_LOST, message, reason="poison")
+
+
+def left_out() -> ErrorInfo:
+    """Return the error of a row that is left out because gateways ended while it ran alone."""
+    message = f"{suspects.MAX_ENDED} gateways ended while this row ran alone, so it is left out"
+    return ErrorInfo(LEADERS_LOST, message, reason="poison")
 
 
 class Replaced(Exception):
@@ -85,6 +91,16 @@ class JobWork(Protocol):
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """Compute and store the answers of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
+
+    async def piece(self, number: int, span: RowSpan, rows: range) -> None:
+        """Compute and store the answers to some rows of a shard, for `joined`. Raises ShardBroken, SIEError,
+        StoreError.
+        """
+
+    async def joined(self, number: int, span: RowSpan, rows_left_out: Collection[int]) -> ShardRecord:
+        """Store the answers of a shard whose pieces are stored, and return its record. `rows_left_out` are not read and
+        get the error `left_out()`. Raises ShardBroken, SIEError, StoreError.
+        """
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Complete the output of a job that ends in `state`. Add to `shards` the shards that this call completes.
@@ -134,8 +150,12 @@ class JobRun:
         leader: str,
         work: Callable[[JobRecord, JobRun], JobWork],
         now_s: Callable[[], float],
+        turn: asyncio.Lock,
     ) -> None:
+        """`turn`: held by the job of this gateway whose suspect runs alone."""
         self._ledger = ledger
+        self._turn = turn
+        self._has_ended_leader = False  # true if the leader before this one has ended
         self._id = job.id
         self._leader = leader
         self._now_s = now_s
@@ -225,8 +245,8 @@ class JobRun:
         if self._job.command == "pause" and self._early_end is None:
             await self._pause(self._job.error, is_asked=True)
             return
-        if len(self._job.lost) >= (2 * MAX_LOST if _has_shards(self._job) else MAX_LOST):
-            await self._end("failed", error=Deadly("its output" if self._job.finalizing_s else "its plan").info)
+        if suspects.blamed(self._job, PLAN) or suspects.blamed(self._job, OUTPUT):
+            await self._stop_blamed(Blamed("the completion of its output" if self._job.finalizing_s else "its plan"))
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
         # the previous leader may have died before it wrote the fingerprint to the record of the job
@@ -239,6 +259,14 @@ class JobRun:
             await self._led(work)
         finally:
             await work.close()
+
+    async def _stop_blamed(self, blamed: Blamed) -> None:
+        """End or pause a job whose plan or output is blamed. A batch cannot be resumed, so it fails."""
+        state, cause = self._early_end or ("failed", None)
+        if self._early_end is None and self._job.batch is None:
+            await self._pause(blamed.info)
+        else:
+            await self._end(state, error=cause or blamed.info)
 
     async def _opened(self, fingerprint: str) -> JobWork | None:
         """Return the JobWork of the job. Wait while the store of the input or output is unavailable. If the job must
@@ -278,7 +306,9 @@ class JobRun:
             ended = await self._until_stopped(self._whole(work))
         except (BrokerError, Replaced):
             raise
-        except Deadly as error:
+        except Blamed as error:
+            if self._job.batch is None:
+                raise Halted(error.info) from error
             await self._finish(work, "failed", error.info)
             return
         except Exception as error:
@@ -319,37 +349,69 @@ class JobRun:
         return "finalizing" if self._job.finalizing_s else "running"
 
     async def _worked(self, work: JobWork) -> None:
-        plan, done = await self._read(work)
+        async with self._alone(PLAN):
+            plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
-        # leaders that died while they planned do not count towards the MAX_LOST deaths at a shard
-        lost = self._job.lost if self._job.is_planned else ()
+        numbers = [number for number in range(len(plan.spans)) if number not in done]
+        found = tuple(suspect for suspect in self._job.suspects if suspect.shard != PLAN)
+        if self._has_ended_leader and self._job.is_planned and not found:
+            found = tuple(Suspect(number, 0, plan.rows[number]) for number in numbers[:SHARDS_AT_ONCE])
         await self._note(
             state=self._state,
             is_planned=True,
             rows=sum(plan.rows),
             shards=len(plan.spans) + len(plan.unread),
-            lost=lost,
+            suspects=found,
+            is_alone=False,
         )
-        numbers = [number for number in range(len(plan.spans)) if number not in done]
-        if lost and numbers:
-            if len(lost) >= MAX_LOST:
-                raise Deadly(_named(plan.spans[numbers[0]]))
-            await self._isolated(work, plan, numbers[:SHARDS_AT_ONCE], done)
-            del numbers[:SHARDS_AT_ONCE]
-        waiting = iter(numbers)
+        while self._job.suspects and self._job.suspects[0].shard >= 0:
+            await self._isolated(work, plan, self._job.suspects[0], done)
+        waiting = iter([number for number in numbers if number not in done])
         async with task_group(SIEError, Halted, BrokerError) as tasks:
             for _ in range(SHARDS_AT_ONCE):
                 tasks.create_task(self._answer(work, plan, waiting, done))
 
-    async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Run, one after the other, the shards that may have killed a leader. Write the progress after each shard: if
-        this leader dies, the first shard without a record is the cause. After the last shard, empty `JobRecord.lost`.
+    async def _isolated(self, work: JobWork, plan: Plan, suspect: Suspect, done: dict[int, ShardRecord]) -> None:
+        """Run a suspect alone, and remove it from the suspects: it has not ended this gateway. Raises Blamed if it has
+        ended other gateways too often.
         """
-        for number in numbers:
-            await self._answer(work, plan, iter((number,)), done)
-            await self._patiently(self._note)
-        await self._patiently(lambda: self._note(lost=()))
+        number = suspect.shard
+        span = plan.spans[number]
+        if suspects.blamed(self._job):
+            raise Blamed(_named(span, suspect))
+        if number not in done:
+            async with self._alone(number):
+                if suspect.rows == plan.rows[number]:
+                    await self._answer(work, plan, iter((number,)), done)
+                elif suspect.rows:
+                    with contextlib.suppress(ShardBroken):  # `joined` meets the same error
+                        rows = range(suspect.first, suspect.first + suspect.rows)
+                        await self._patiently(lambda: work.piece(number, span, rows))
+                else:
+                    rows_left_out = {row for shard, row in self._job.left_out if shard == number}
+                    await self._answer(work, plan, iter((number,)), done, rows_left_out)
+        await self._patiently(lambda: self._turned(lambda job: suspects.answered(job, is_stored=number in done)))
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, shard: int) -> AsyncIterator[None]:
+        """Context manager for work that runs alone if it is the first suspect: the record says so, and no suspect of
+        another job runs on this gateway. A suspect that runs for long does not stop the others: they wait TURN_S.
+        """
+        if not self._job.suspects or self._job.suspects[0].shard != shard:
+            yield
+            return
+        has_turn = False
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TURN_S):
+                    has_turn = await self._turn.acquire()
+            self._trouble = None
+            await self._patiently(lambda: self._turned(suspects.began))
+            yield
+        finally:
+            if has_turn:
+                self._turn.release()
 
     async def _read(self, work: JobWork) -> tuple[Plan, dict[int, ShardRecord]]:
         plan = await self._patiently(work.plan)
@@ -357,12 +419,22 @@ class JobRun:
         self._unread = plan.unread
         return plan, done
 
-    async def _answer(self, work: JobWork, plan: Plan, waiting: Iterator[int], done: dict[int, ShardRecord]) -> None:
+    async def _answer(
+        self,
+        work: JobWork,
+        plan: Plan,
+        waiting: Iterator[int],
+        done: dict[int, ShardRecord],
+        rows_left_out: Collection[int] | None = None,
+    ) -> None:
+        """Answer the shards `waiting`, and write their records. `rows_left_out`: put them together from their pieces,
+        without these rows.
+        """
         for number in waiting:
             span = plan.spans[number]
             try:
                 # the lambdas below are awaited before `number` and `span` change
-                shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023
+                shard = await self._patiently(lambda: self._attempted(work, number, span, rows_left_out))  # noqa: B023
             except ShardBroken as error:
                 shard = ShardRecord("", plan.rows[number], error=error.info, source=span.source)
                 _logger.warning("job %s skips a part of %s that it cannot read: %s", self._id, span.source, error)
@@ -370,9 +442,13 @@ class JobRun:
             self._live.pop(number, None)
             done[number] = shard
 
-    async def _attempted(self, work: JobWork, number: int, span: RowSpan) -> ShardRecord:
-        self._live.pop(number, None)  # forget the progress of an earlier attempt at this shard
-        return await work.shard(number, span)
+    async def _attempted(
+        self, work: JobWork, number: int, span: RowSpan, rows_left_out: Collection[int] | None
+    ) -> ShardRecord:
+        self._live.pop(number, None)  # forget the progress of an earlier attempt at this shard, and of its pieces
+        if rows_left_out is None:
+            return await work.shard(number, span)
+        return await work.joined(number, span, rows_left_out)
 
     async def _until_stopped(self, work: Awaitable[None]) -> str:
         """Await `work`, and cancel it if the job must stop. Return the reason for the stop: `pause`, `cancel` or
@@ -473,9 +549,14 @@ class JobRun:
         """Write this gateway as the leader into the record of the job. Raises Replaced if the job needs no leader,
         BrokerError, and NotFound.
         """
-        self._job = await self._ledger.change(
-            self._id, lambda job: claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
-        )
+
+        def claimed(job: JobRecord) -> JobRecord:
+            if not is_due(job, self._now_s()):
+                return job
+            self._has_ended_leader = job.leader not in ("", self._leader)
+            return suspects.claimed_by(job, self._leader)
+
+        self._job = await self._ledger.change(self._id, claimed)
         self._require_lead(self._job)
 
     def _require_lead(self, job: JobRecord) -> None:
@@ -487,6 +568,15 @@ class JobRun:
     async def _note(self, **fields: Any) -> None:
         """Write `fields` and the progress into the record of the job. Raises Replaced, BrokerError, NotFound."""
         await self._change(lambda job: fields)
+
+    async def _turned(self, turn: Callable[[JobRecord], JobRecord]) -> None:
+        """Write the next step of the search for the work that ends gateways. Raises the errors of `_note`."""
+
+        def fields(job: JobRecord) -> dict[str, Any]:
+            turned = turn(job)
+            return {"suspects": turned.suspects, "is_alone": turned.is_alone}
+
+        await self._change(fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
         """Write `fields(record)` and the progress into the record of the job. Raises the errors of `_note`."""
@@ -506,8 +596,10 @@ class JobRun:
 
         def paused(job: JobRecord) -> dict[str, Any]:
             if job.command == "cancel" or (is_asked and job.command == "run"):
-                return {"leader": ""}
-            return {"state": "paused", "command": "pause", "leader": "", "error": error, "ending": ""}
+                return {"leader": "", "is_alone": False}
+            again = suspects.forgiven(job.suspects)
+            pause = {"state": "paused", "command": "pause", "leader": "", "error": error, "ending": ""}
+            return {**pause, "suspects": again, "is_alone": False}
 
         await self._change(paused)
 
@@ -524,17 +616,21 @@ class JobRun:
         if state == "completed" and broken and len(broken) == len(done):
             state, error = "failed", broken[0]
         finalizing_s = self._job.finalizing_s or self._now_s()
-        await self._note(state="finalizing", finalizing_s=finalizing_s, ending=state, error=error)
+        found = tuple(suspect for suspect in self._job.suspects if suspect.shard == OUTPUT)
+        await self._note(
+            state="finalizing", finalizing_s=finalizing_s, ending=state, error=error, suspects=found, is_alone=False
+        )
         fields: dict[str, Any] = {}
-        if state == "completed":
-            fields = await self._patiently(lambda: self._completed(work, state, done))
-        else:
-            try:
-                fields = await self._patiently(lambda: self._completed(work, state, done), LAST_TRIES_S)
-            except (StoreError, SIEError) as refused:
-                error = error or _public_error(refused)
+        async with self._alone(OUTPUT):
+            if state == "completed":
+                fields = await self._patiently(lambda: self._completed(work, state, done))
+            else:
+                try:
+                    fields = await self._patiently(lambda: self._completed(work, state, done), LAST_TRIES_S)
+                except (StoreError, SIEError) as refused:
+                    error = error or _public_error(refused)
         self._live.clear()
-        await self._end(state, error=error, **fields)
+        await self._end(state, error=error, suspects=(), is_alone=False, **fields)
 
     async def _completed(self, work: JobWork, state: str, done: dict[int, ShardRecord]) -> dict[str, Any]:
         if self._job.is_planned:
@@ -549,33 +645,9 @@ class JobRun:
         _logger.info("job %s has ended: %s", self._id, state)
 
 
-def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record with the new leader `leader`. If the record names another gateway as leader, that gateway has
-    died, and its name is appended to `lost`: the leaders that died without progress in between. The earlier names are
-    removed first if more rows of the job are done now than at any earlier death (`peak_done`).
-    """
-    if job.leader in ("", leader):
-        return replace(job, leader=leader)
-    before = job.lost if job.done <= job.peak_done else ()
-    lost = (*before, job.leader)[-2 * MAX_LOST :]
-    return replace(job, leader=leader, lost=lost, peak_done=max(job.done, job.peak_done))
-
-
-def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job that the gateway `leader` gives up. Also remove `leader` from `lost` (the leaders that
-    died): another gateway that did not see a renewal of the lease in time may have added this name by mistake.
-    """
-    lost = tuple(name for name in job.lost if name != leader)
-    return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
-
-
-def _has_shards(job: JobRecord) -> bool:
-    """Return True if the job is planned and has unanswered shards."""
-    return job.is_planned and job.shards is not None and job.shards_done < job.shards
-
-
-def _named(span: RowSpan) -> str:
-    return f"{span.rows} rows of {span.source or 'images'} from {span.first} on"
+def _named(span: RowSpan, suspect: Suspect) -> str:
+    first, rows = span.first + suspect.first, suspect.rows or span.rows
+    return f"{rows} rows of {span.source or 'images'} from {first} on"
 
 
 def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:

@@ -17,7 +17,8 @@ from sie_broker.record import LeaderLease, RecordBucket
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import JobLedger
-from sie_gateway.jobs.run import JobRun, JobWork, is_due, left
+from sie_gateway.jobs.run import JobRun, JobWork, is_due
+from sie_gateway.jobs.suspects import left
 from sie_runtime.process import Stop, Trouble, cancel_all
 
 EVERY_S = 1.0
@@ -74,6 +75,7 @@ class JobScheduler:
         # read the same revision of its key
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
+        self._turn = asyncio.Lock()  # held by the job whose suspect runs alone on this gateway
 
     async def run(self, stop: Stop) -> None:
         """Acquire and renew the leases of at most `at_once` jobs, and run these jobs, until `stop`."""
@@ -117,7 +119,7 @@ class JobScheduler:
             lease = self._observed.pop(job.id, None)
             lease = self._observed[job.id] = lease or LeaderLease(self._leases, f"job.{job.id}", lease_s=LEASE_S)
             if await lease.acquire():
-                run = JobRun(self._ledger, job, self._name, self._work, self._now_s)
+                run = JobRun(self._ledger, job, self._name, self._work, self._now_s, self._turn)
                 task = asyncio.create_task(run.run(), name=f"job {job.id}")
                 task.add_done_callback(lambda _: self._ledger.woken.set())
                 self._running[job.id] = _Running(job.id, task, self._observed.pop(job.id))
@@ -138,7 +140,7 @@ class JobScheduler:
             entry.fence.cancel()
         await cancel_all(entry.task for entry in running.values())
         for job_id, entry in running.items():
-            # if this fails, the lease expires later, and the next leader counts this gateway as dead (`JobRecord.lost`)
+            # if this fails, the lease expires later, and the next leader takes this gateway for one that has ended
             with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 

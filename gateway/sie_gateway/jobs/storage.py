@@ -1,5 +1,5 @@
-"""Storage of a job's plan, and of the parts of a batch (one part: output lines of one shard), as objects below
-`jobs/{id}` in the payload store.
+"""Storage of a job's plan, of the parts of a batch (one part: output lines of one shard), and of answers to pieces of
+suspect shards, as objects below `jobs/{id}` in the payload store.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from sie_contracts import jobs as records
 from sie_contracts.jobs import Plan
 from sie_gateway.jobs.files import FileStore
-from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, sync, whole_object, within
+from sie_store.object_stores import (
+    FILES,
+    ObjectMissing,
+    WrittenMeanwhile,
+    objects_below,
+    room,
+    sync,
+    whole_object,
+    within,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -42,6 +51,19 @@ class JobStorage:
             return await within(LONG_S, whole_object(self.store, f"{self._prefix}/{name}"))
         except ObjectMissing:
             return None
+
+    async def keep_piece(self, number: int, rows: range, data: bytes) -> None:
+        """Store the answers to some rows of a shard, if they are not stored yet. Raises StoreError."""
+        await self.put_once(f"pieces/{number:06}/{rows.start}-{rows.stop}", data)
+
+    async def pieces(self, number: int) -> dict[int, bytes]:
+        """Return the stored answers to rows of a shard, by the first of their rows. Raises StoreError."""
+        folder = f"{self._prefix}/pieces/{number:06}/"
+        names = [entry["path"] for entry in await within(LONG_S, objects_below(self.store, folder))]
+        return {
+            int(name.rpartition("/")[2].partition("-")[0]): await within(LONG_S, whole_object(self.store, name))
+            for name in names
+        }
 
     async def put_once(self, name: str, data: bytes) -> bytes:
         """Store an object if it does not exist yet. Return the bytes of the stored object. Raises StoreError."""

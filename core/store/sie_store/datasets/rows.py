@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,44 +54,83 @@ class InputRow:
     page_starts: Sequence[tuple[int, int]] | None = None
 
 
-async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
-    """Return the `span.rows` rows of a span (a range of rows of an object), in order. Raises InvalidInput (reasons
-    input_missing, input_changed, malformed, too_large, not_allowed), StoreError.
+async def read(
+    place: Place,
+    span: RowSpan,
+    source: JobInput,
+    places: Sequence[int] | None = None,
+    faults: Mapping[int, ErrorInfo] | None = None,
+) -> list[InputRow]:
+    """Return the rows of a span (a range of rows of an object) that have the indexes `places`, in order; all
+    `span.rows` rows by default. A row in `faults` (index -> error) is not decoded: it gets this error. Raises
+    InvalidInput (reasons input_missing, input_changed, malformed, too_large, not_allowed), StoreError.
     """
+    chosen = range(span.rows) if places is None else places
+    faults = faults or {}
     if span.format == "images":
-        return await _images(place, span)
+        return await _images(place, span, chosen, faults)
     entry = await find(place, span.source)
     if entry.tag != span.tag:
         raise changed(span.source)
     names = list(columns(source))
     make = _RowMaker(span, source)
     if span.format == "parquet":
-        cut = Cut(span.first, span.rows, span.start, span.end)
         await place.check(place.key(span.source))
 
         def rows() -> list[InputRow]:
-            return make.all(footers.read(place, entry, cut, names, SpanSize(span)), SpanSize(span))
+            return make.all(_decoded(place, entry, span, names, chosen, faults), SpanSize(span))
 
         return await place.patience.repeated(lambda: asyncio.to_thread(rows))
     if span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
         return [make(0, _fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes"))]
     data = await whole(place, entry, span.start, span.end)
     size = SpanSize(span)
-    return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size), size))
+    return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size, chosen, faults), size))
 
 
-def _parsed(data: bytes, span: RowSpan, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
+def _decoded(
+    place: Place,
+    entry: ObjectEntry,
+    span: RowSpan,
+    names: Sequence[str],
+    chosen: Sequence[int],
+    faults: Mapping[int, ErrorInfo],
+) -> Iterator[tuple[int, _Columns]]:
+    """Yield the index and the columns of the chosen rows of Parquet. The rows between two rows with a fault are decoded
+    together.
+    """
+    size = SpanSize(span)
+    for is_fault, group in itertools.groupby(chosen, faults.__contains__):
+        run = list(group)
+        if is_fault:
+            yield from ((at, faults[at]) for at in run)
+            continue
+        wanted = set(run)
+        cut = Cut(span.first + run[0], run[-1] - run[0] + 1, span.start, span.end)
+        for at, row in enumerate(footers.read(place, entry, cut, names, size), run[0]):
+            if at in wanted:
+                yield at, row
+
+
+def _parsed(
+    data: bytes,
+    span: RowSpan,
+    names: Sequence[str],
+    size: SpanSize,
+    chosen: Sequence[int],
+    faults: Mapping[int, ErrorInfo],
+) -> Iterator[tuple[int, _Columns]]:
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
         raise changed(span.source)
-    if span.format == "jsonl":
-        for line in lines:
-            yield _json(line, names, size)
-        return
-    header = fields(span.header.encode()) or ()
-    places = {name: header.index(name) for name in names}
-    for line in lines:
-        yield _csv(line, places, len(header))
+    is_csv = span.format == "csv"
+    header = (fields(span.header.encode()) or ()) if is_csv else ()
+    places = {name: header.index(name) for name in names} if is_csv else {}
+    for at in chosen:
+        if (fault := faults.get(at)) is not None:
+            yield at, fault
+        else:
+            yield at, _csv(lines[at], places, len(header)) if is_csv else _json(lines[at], names, size)
 
 
 def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
@@ -136,10 +176,12 @@ class _RowMaker:
         # parameter (chunks or documents) -> name of its column; only null is refused here, other values pass unchecked
         self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
-    def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
-        """Return the rows of a span. Raises InvalidInput if all rows together need too much memory."""
+    def all(self, rows: Iterable[tuple[int, _Columns]], size: SpanSize) -> list[InputRow]:
+        """Return the rows, each given as (index in the span, columns). Raises InvalidInput if all rows together need
+        too much memory.
+        """
         complete = []
-        for at, read_columns in enumerate(rows):
+        for at, read_columns in rows:
             row = self(at, read_columns)
             size.add(1 + len(row.copied), _bytes_of(row))
             complete.append(row)
@@ -221,7 +263,9 @@ def _image(value: Any, column: str) -> bytes:
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
-async def _images(place: Place, span: RowSpan) -> list[InputRow]:
+async def _images(
+    place: Place, span: RowSpan, chosen: Sequence[int], faults: Mapping[int, ErrorInfo]
+) -> list[InputRow]:
     if place.is_folder:
         run = await images(place, span.after, span.rows)
     else:
@@ -229,7 +273,10 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
     if tag_of_run(run) != span.tag:
         raise changed(run[0].source if run else place.folder)
 
-    async def read_image(entry: ObjectEntry) -> InputRow:
+    async def read_image(at: int) -> InputRow:
+        entry = run[at]
+        if (fault := faults.get(at)) is not None:
+            return InputRow(entry.source, fault=fault)
         if entry.size > MAX_SPAN_BYTES:
             return InputRow(
                 entry.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
@@ -243,4 +290,4 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
                 return InputRow(entry.source, fault=error.info())
             raise
 
-    return await gather(read_image, run, IMAGES_AT_ONCE)
+    return await gather(read_image, chosen, IMAGES_AT_ONCE)
