@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
@@ -25,13 +26,15 @@ from sie_broker import Write
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts import jobs as records
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
+from sie_contracts.jobs import JobRecord, Suspect
 from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigExport, ConfigModel
 from sie_contracts.wire.topology import Lane
 from sie_gateway.jobs import client as asking
-from sie_gateway.jobs import pace, run, scheduler, service, values
+from sie_gateway.jobs import pace, run, scheduler, service, suspects, values
 from sie_gateway.jobs.storage import JobStorage
 from sie_sidecar.models import models
+from sie_store.datasets import rows as dataset_rows
 from sie_store.datasets import sizes
 from sie_store.object_stores import StoreError
 
@@ -405,6 +408,76 @@ async def test_a_batch_that_expires_before_a_gateway_leads_it_counts_its_request
     assert info["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
     failures = (await place.gateway.client.get(f"/v1/files/{info['error_file_id']}/content")).text
     assert [json.loads(line)["custom_id"] for line in failures.splitlines()] == ["a", "b", "c"]
+
+
+def suspecting(monkeypatch: pytest.MonkeyPatch, left_out: int, *pieces: range) -> None:
+    """Let each job begin with pieces of its only shard as suspects, and with one row left out."""
+    claimed_by = suspects.claimed_by
+    found = tuple(Suspect(0, piece.start, len(piece)) for piece in pieces)
+
+    def claimed(job: JobRecord, leader: str) -> JobRecord:
+        job = claimed_by(job, leader)
+        return job if job.is_planned else replace(job, suspects=found, left_out=((0, left_out),))
+
+    monkeypatch.setattr(suspects, "claimed_by", claimed)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+async def test_a_shard_is_put_together_from_its_pieces_without_the_row_that_is_left_out(
+    place: Place, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each piece is asked once. The row that is left out is not decoded; it has an error and no id of its own."""
+    rows = texts(10)
+    decoded: list[Any] = []
+    make = dataset_rows._RowMaker.__call__
+
+    def made(self: Any, at: int, row: Any) -> Any:
+        decoded.append((at, isinstance(row, ErrorInfo)))
+        return make(self, at, row)
+
+    monkeypatch.setattr(dataset_rows._RowMaker, "__call__", made)
+    suspecting(monkeypatch, 7, range(4), range(4, 7), range(8, 10))
+    match kind:
+        case "jsonl":
+            data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        case "csv":
+            data = b"id,t\n" + b"".join(f"{row['id']},{row['t']}\n".encode() for row in rows)
+        case _:
+            file = io.BytesIO()
+            parquet.write_table(pa.Table.from_pylist(rows), file)
+            data = file.getvalue()
+    (place.folder / f"a.{kind}").write_bytes(data)
+    source = {"url": f"file://{place.folder}/a.{kind}", "text": "{t}", "id": "id"}
+    job = await place.job((await place.submit(source))["id"])
+    assert (job["counts"]["done"], job["counts"]["failed"], job["errors"]) == (10, 1, {"LEADERS_LOST": 1})
+    assert (place.asked(), decoded.count((7, True)), decoded.count((7, False))) == (9, 1, 0)
+    table = await place.table(job["id"])
+    assert [row["id"] for row in table] == [*(f"r{number}" for number in range(7)), f"a.{kind}#7", "r8", "r9"]
+    assert [row["error"] and row["error"]["code"] for row in table] == [None] * 7 + ["LEADERS_LOST"] + [None] * 2
+
+
+async def test_a_shard_of_a_batch_is_put_together_from_its_pieces_without_the_line_that_is_left_out(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = await place_of(cluster)
+    suspecting(monkeypatch, 2, range(1), range(1, 2), range(3, 5))
+    lines = [{"custom_id": id_, "url": "/v1/embeddings", "body": {"model": MODEL, "input": id_}} for id_ in "abcde"]
+    body = {"input_file_id": await place.upload(lines), "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = (await place.gateway.client.post("/v1/batches", json=body)).json()["id"]
+
+    async def completed() -> Any:
+        info = (await place.gateway.client.get(f"/v1/batches/{batch}")).json()
+        return info if info["status"] == "completed" else None
+
+    info = await until_told(completed, "the batch is completed")
+    assert info["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
+    assert place.asked() == 4
+    files = [
+        [json.loads(line) for line in (await place.gateway.client.get(f"/v1/files/{id_}/content")).text.splitlines()]
+        for id_ in (info["output_file_id"], info["error_file_id"])
+    ]
+    assert [[line["custom_id"] for line in file] for file in files] == [["a", "b", "d", "e"], ["c"]]
+    assert files[1][0]["error"]["code"] == "LEADERS_LOST"
 
 
 async def test_the_progress_of_a_batch_keeps_the_answers_that_the_store_does_not_take_yet(
