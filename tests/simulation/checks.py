@@ -115,7 +115,7 @@ class Checks:
         if code == "INTERNAL_ERROR":
             world.violate(f"request {index} ended in INTERNAL_ERROR")
         elif code == "INFERENCE_ERROR" and reason == "poison":
-            if not poisoned and sum(adapter.deaths for adapter in world.adapters) < 2:
+            if not poisoned and sum(adapter.deaths for adapter in world.adapters) < 3:
                 world.violate(f"request {index} is called poison and is not")
         elif code == "MODEL_NOT_FOUND":
             if None not in self._models(request, epoch):

@@ -97,7 +97,7 @@ async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
 async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     nats: NatsServer, broker: Broker, adapter: DeadlyAdapter
 ) -> None:
-    """An input ends two adapters, and its work becomes a dead letter. The broker is killed and restarted. A replay with
+    """An input ends three adapters, and its work becomes a dead letter. The broker is killed and restarted. A replay with
     the fault fails again and keeps the letter. A replay without the fault gives the original answer and removes the
     letter.
     """
@@ -117,7 +117,7 @@ async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     assert SECRET in await sie(nats, "show", name, "--with-input")
 
     assert "INFERENCE_ERROR poison" in await sie(nats, "replay", name, status=1)
-    assert len(adapter.deaths) == 4
+    assert len(adapter.deaths) == 6
     adapter.deadly.clear()
     again = await replayed(broker, settings_of(), name, 30.0)
     assert all(is_right(again, item, index) for index in range(2))

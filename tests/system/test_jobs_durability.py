@@ -46,8 +46,7 @@ def texts_of(count: int, first: int = 0) -> Rows:
 @dataclass
 class Killer:
     """Kills a random part every `every_s`, and starts again what has ended. Once, when half of the rows are done, it
-    stops the whole cluster. A kill waits until a row was done since the last kill: a job fails with LEADERS_LOST if
-    three leaders die in turn without progress, and on a slow machine a clock alone would cause that.
+    stops the whole cluster.
     """
 
     stack: Stack
@@ -60,20 +59,19 @@ class Killer:
         generator = random.Random(self.seed)
         turn: list[Part] = []  # each part has its turn, in a random order
         end_s = time.monotonic() + timeout_s
-        next_s, done_at_kill = time.monotonic() + self.every_s, -1
+        next_s = time.monotonic() + self.every_s
         while True:
             record = self._look(job)
             if record is not None and record["state"] in (*ENDED, "paused"):
                 return record
             assert time.monotonic() < end_s, f"seed {self.seed}: {record} after {dict(self.kills)}\n{self.stack.log()}"
-            done = record["counts"]["done"] if record is not None else done_at_kill
-            if time.monotonic() >= next_s and done > done_at_kill:
+            if time.monotonic() >= next_s:
                 if not turn:
                     turn = generator.sample(self.stack.parts, len(self.stack.parts))
                 part = turn.pop()
                 part.kill()
                 self.kills[part.role] += 1
-                next_s, done_at_kill = time.monotonic() + self.every_s, done
+                next_s = time.monotonic() + self.every_s
             if (
                 record is not None
                 and not self.restarts
@@ -126,7 +124,7 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int 
     assert whole.num_rows == count
     errors = whole.column("error").drop_null().to_pylist()
     assert len(errors) == failed
-    assert all("has crashed the inference process" in error["message"] for error in errors)
+    assert all("ended twice while this input ran alone" in error["message"] for error in errors)
     expected = pa.array([f"k{number:07}" for number in range(count)])
     assert pa.compute.all(pa.compute.equal(whole.column("id").combine_chunks(), expected)).as_py()
     for number in range(0, count, max(1, count // 200)):
@@ -150,8 +148,8 @@ def test_while_all_is_killed_each_row_is_answered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, every_s: float, shard_rows: int, token_us: float
 ) -> None:
     """A job over Parquet in an object store. Every few seconds a broker, a gateway, the config service, a sidecar or an
-    adapter is killed; once the whole cluster ends. The output is whole. An input that was run by two adapters that were
-    killed, by the second one alone, is refused as the cause: it looks like an input that crashes adapters.
+    adapter is killed; once the whole cluster ends. The output is whole. An input that was run alone by two adapters that
+    were killed is refused as the cause: it looks like an input that crashes adapters.
     """
     seed = int(os.environ.get("SIE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
     print("seed", seed)
@@ -177,7 +175,7 @@ def test_while_all_is_killed_each_row_is_answered_once(
             assert ended["state"] == "completed", f"seed {seed}: {ended}\n{stack.log()}"
             failed = ended["counts"]["failed"]
             assert ended["counts"]["done"] == count
-            assert failed <= max(0, killer.kills["adapter"] + killer.restarts - 1), ended
+            assert failed <= max(0, killer.kills["adapter"] + killer.restarts - 2), ended
             assert sum(killer.kills.values()) >= 2, "the job was too quick to be disturbed"
             assert killer.restarts == 1
             manifest = json.loads(place.get("out/manifest.json"))

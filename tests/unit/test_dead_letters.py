@@ -82,7 +82,7 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
     (letter,) = listing["letters"]
     assert (listing["total"], listing["examined"], listing["next"]) == (1, 1, None)
     assert listing["counts"] == [{"code": "INFERENCE_ERROR", "reason": "poison", "count": 1}]
-    assert (letter["model"], letter["lane"], letter["inputs"], letter["deaths"]) == ("toy/one", str(LANE), 2, 2)
+    assert (letter["model"], letter["lane"], letter["inputs"], letter["deaths"]) == ("toy/one", str(LANE), 2, 3)
     assert (letter["workers"], letter["request"]) == ([sidecar.worker], given_up.headers["x-sie-request-id"])
     name = letter["id"]
     assert await ask(gateway, "GET", f"/{name}") == letter
@@ -90,7 +90,7 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
     failed = await ask(gateway, "POST", f"/{name}/replay", timeout_s=20)
     assert (failed["state"], failed["removed"], failed["inputs"]) == ("failed", False, 2)
     assert failed["errors"] == [{"code": "INFERENCE_ERROR", "reason": "poison", "count": 1}]
-    assert len(adapter.deaths) == 4
+    assert len(adapter.deaths) == 6
     assert await ask(gateway, "GET", f"/{name}") == letter
 
     adapter.deadly.clear()

@@ -1,4 +1,6 @@
-"""Inputs that end adapters: the second death is the verdict, and then they are refused. All others are answered."""
+"""Inputs that end adapters: the second death alone is the verdict, and then they are refused. All others are
+answered.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
 # ---- the whole worker
 
 
-async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster: Direct) -> None:
+async def test_one_input_among_many_costs_three_deaths_and_its_own_answer(cluster: Direct) -> None:
     """Inputs in the same work item, in the same batch and in other batches get right answers."""
     adapter = await cluster.deadly("bad")
     adapter.hold_batches = True
@@ -53,8 +55,8 @@ async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster:
         assert all(
             is_right(result, item, index) for index, work_input in enumerate(item.inputs) if work_input.text != "bad"
         )
-    assert len(adapter.deaths) == 2
-    assert adapter.deaths[1] == ["bad"]
+    assert len(adapter.deaths) == 3
+    assert adapter.deaths[1:] == [["bad"], ["bad"]]
     await cluster.left(0)
 
 
@@ -64,14 +66,14 @@ async def test_a_known_poison_is_refused_before_it_runs(cluster: Direct) -> None
     sidecar = await cluster.sidecar(adapter)
     first = await cluster.publish("bad")
     assert reasons(await cluster.result(first)) == [POISON]
-    assert adapter.deaths == [["bad"], ["bad"]]
+    assert adapter.deaths == [["bad"]] * 3
     again = await cluster.publish("bad", "good")
     assert reasons(await cluster.result(again)) == [POISON, ""]
     await sidecar.end()
     await cluster.sidecar(adapter)
     later = await cluster.publish("good", "bad")
     assert reasons(await cluster.result(later)) == ["", POISON]
-    assert len(adapter.deaths) == 2
+    assert len(adapter.deaths) == 3
 
 
 async def test_a_suspect_whose_model_does_not_fit_there_again_runs_on_another_device(cluster: Direct) -> None:
@@ -96,7 +98,7 @@ async def test_copies_of_a_poison_in_one_batch_cost_no_more_deaths(cluster: Dire
     adapter.let_go()
     assert [reasons(await cluster.result(item)) for item in items] == [[POISON]] * 5 + [[POISON, "", POISON]]
     assert reasons(await cluster.result(held)) == [""]
-    assert len(adapter.deaths) == 2
+    assert len(adapter.deaths) == 3
 
 
 async def test_equal_inputs_run_alone_once_and_then_in_batches_again(cluster: Direct) -> None:
@@ -121,15 +123,15 @@ async def test_an_innocent_is_never_judged_by_the_deaths_it_was_near(cluster: Di
     bucket = await cluster.broker.key_value(POISON_BUCKET)
     held = cluster.server.buckets[POISON_BUCKET].entries
     await until(lambda: sum(entry.value is not None for entry in held.values()) == 4, "no mark but those of the four")
-    assert all(msgspec.msgpack.decode(entry.value or b"", type=Mark).deaths == 2 for entry in await bucket.entries())
+    assert all(msgspec.msgpack.decode(entry.value or b"", type=Mark).deaths == 3 for entry in await bucket.entries())
 
 
 async def test_a_suspect_of_another_worker_runs_alone_and_one_death_more_is_enough(cluster: Direct) -> None:
-    """The count outlives the worker that counted, such as a sidecar that was killed between the two deaths."""
+    """The count outlives the worker that counted, such as a sidecar that was killed between the deaths."""
     item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("bad"),), RunOptions(), "inbox", 60_000)
     bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
     at_s = await cluster.broker.server_time(cluster.stream.name)
-    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 1, at_s, ("other",))))])
+    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 2, at_s, ("other",))))])
     adapter = await cluster.deadly("bad")
     await cluster.sidecar(adapter)
     assert reasons(await cluster.result(await cluster.publish("good", "bad"))) == ["", POISON]
@@ -143,7 +145,7 @@ async def test_a_suspect_that_is_cancelled_while_it_waits_for_the_device_does_no
     item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("bad"),), RunOptions(), "inbox", 60_000)
     bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
     at_s = await cluster.broker.server_time(cluster.stream.name)
-    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 1, at_s, ("other",))))])
+    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 2, at_s, ("other",))))])
     adapter = await cluster.deadly("bad")
     adapter.hold_batches = True
     await cluster.sidecar(adapter)
@@ -186,7 +188,7 @@ async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct
     assert (letter.error.code, letter.error.reason, letter.deaths, letter.deliveries) == (
         "INFERENCE_ERROR",
         "poison",
-        2,
+        3,
         1,
     )
     assert letter.workers == ("w0",)
@@ -289,8 +291,9 @@ async def test_marks_pass_between_workers_and_end_with_their_life() -> None:
     await first_marks.suspected("m", ["k1", "k2"])
     await until(lambda: "m" in two.models, "the marks at the other worker")
     await two.died("m", ["k1"])
+    await two.died("m", ["k1"])
     await until(lambda: (mark := first_marks.get("k1")) and mark.is_poison, "the verdict")
-    assert first_marks.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
+    assert first_marks.get("k1") == Mark("m", 3, 1000.0, ("one", "two", "two"))
     await first_marks.clear("k2")
     await until(lambda: two.get("k2") is None, "cleared there too")
     later = await marks_of(server, "later", now_s)
@@ -309,6 +312,7 @@ async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
     marks = await marks_of(server, "one", now_s)
     server.disconnect()
     await marks.suspected("m", ["k"])
+    await marks.died("m", ["k"])
     await marks.died("m", ["k"])
     mark = marks.get("k")
     assert mark is not None
@@ -335,13 +339,13 @@ async def test_marks_of_a_bucket_that_was_made_anew_count_beside_those_of_before
 
 
 @given(st.lists(st.sampled_from(["one", "two", "three"]), min_size=1, max_size=5))
-def test_the_second_death_is_the_verdict(workers: list[str]) -> None:
+def test_the_third_death_is_the_verdict(workers: list[str]) -> None:
     mark = None
     for worker in workers:
         mark = after_death(mark, "m", worker, 1.0)
     assert mark is not None
-    assert mark.is_poison == (len(workers) > 1)
-    assert mark.workers == tuple(workers[-2:])
+    assert mark.is_poison == (len(workers) > 2)
+    assert mark.workers == tuple(workers[-3:])
 
 
 @settings(max_examples=50)

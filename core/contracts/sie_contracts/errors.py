@@ -216,7 +216,7 @@ class RateLimited(SIEError):
 
 class InferenceFailed(SIEError):
     """The model could not compute the input. `reason`: `non_finite` if the result has NaN or infinity or is a zero
-    vector, `poison` if the input made the adapter process die twice.
+    vector, `poison` if adapter processes died twice while it ran alone.
     """
 
     code, status = "INFERENCE_ERROR", 500

@@ -413,7 +413,7 @@ _WORKER = (
         ("result",),
         6,
     ),
-    Metric("sie_poisoned_inputs", "counter", "Inputs refused because each of them made an adapter process die twice"),
+    Metric("sie_poisoned_inputs", "counter", "Inputs refused because adapters died twice while they ran alone"),
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, series_per_name=1),
     Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by SIE_MAX_BATCH_COST", (), 1, 1, _SHARES),
     Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapters and not answered yet"),

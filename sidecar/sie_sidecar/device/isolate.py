@@ -3,8 +3,8 @@ input at a time, while nothing else is at the device. If the adapter dies again,
 is no search if the adapter only stopped replying and the sidecar closed the connection.
 
     batch during which an adapter died ──► its inputs, one by one ──► input succeeds: it is not the cause
-                                                     └──► the adapter dies again: the input is poison, and is refused
-                                                          from now on
+                                                     └──► the adapter dies again, twice: the input is poison, and is
+                                                          refused from now on
 
 An input is no longer suspected when an input with the same content has run alone without a crash, here or at another
 worker. While an input runs alone, other work waits. After SLICE_S of such runs, one waiting batch runs before the next
@@ -134,7 +134,7 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Run an input alone and return its outcome. The outcome is an error if the input has crashed two adapters or
+        """Run an input alone and return its outcome. The outcome is an error if the input is poison or
         is late, or if the model cannot be loaded or run. Raises AdapterGone if another device must run the input.
         """
         hosted, lora = flight.hosted, flight.item.options.lora

@@ -2,8 +2,10 @@
 of the input's content, and not its text.
 
     an adapter dies ──► the inputs that were running are marked, and each runs alone ──► success: its mark is removed
-                                                           └──► an adapter dies again while it runs alone:
+                                                           └──► adapters die twice while it runs alone:
                                                                 the input is poison, and is refused from now on
+
+One death while an input runs alone may have another cause, such as the kernel that needs memory.
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
 broker, or if the broker has lost the bucket, a worker uses the marks in its memory. If the bucket was lost and created
@@ -27,7 +29,7 @@ from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Trouble
 
-POISON_DEATHS = 2
+POISON_DEATHS = 3  # the first one in a batch, where another input may be the cause, and two alone
 # maximum number of marks in memory. A further mark replaces the oldest mark, whose input may then crash adapters again
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
@@ -62,7 +64,7 @@ def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> M
 
 def refusal() -> InferenceFailed:
     return InferenceFailed(
-        "this input has crashed the inference process twice, so it is not run again", reason="poison"
+        "the inference process ended twice while this input ran alone, so it is not run again", reason="poison"
     )
 
 

@@ -42,7 +42,7 @@ class DeadLetterInfo(Struct, kw_only=True):
         "lane": "_default.l4.default",
         "code": "INFERENCE_ERROR",
         "reason": "poison",
-        "message": "this input ended the inference process twice",
+        "message": "the inference process ended twice while this input ran alone, so it is not run again",
         "is_readable": True,
         "request": "0192f0c1-7d3e-7000-8000-000000000000",
         "model": MINI,
@@ -53,7 +53,7 @@ class DeadLetterInfo(Struct, kw_only=True):
         "inputs": 1,
         "attempt": 0,
         "deliveries": 1,
-        "deaths": 2,
+        "deaths": 3,
         "workers": ["w0", "w1"],
         "bytes": 412,
     }
