@@ -17,10 +17,9 @@ from sie_contracts.wire.messages import Failed, Ok, WorkResult
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.results import PlannedRequest
-from sie_gateway.jobs import documents
+from sie_gateway.jobs import values
 from sie_gateway.jobs.client import Halted, JobClient
-from sie_gateway.jobs.values import DocumentTexts
-from sie_gateway.jobs.values import SHARD_BYTES, ModelInput, document_bounds
+from sie_gateway.jobs.values import SHARD_BYTES, DocumentTexts, ModelInput, document_bounds
 from sie_store.datasets.rows import InputRow
 
 REFUSED = InvalidInput("document: undecodable", reason="invalid_media").info()
@@ -116,7 +115,7 @@ async def test_parsed_halts_the_job_when_the_parser_is_another_one() -> None:
 
 
 async def test_parsed_has_so_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "REQUESTS_AT_ONCE", 2)
+    monkeypatch.setattr(values, "DOCUMENTS_AT_ONCE", 2)
     client = ParserClient()
     await client.parsed(*(base64.b64encode(b"%d" % number).decode() for number in range(100)))
     assert (client.peak_running, len(client.sent) > 4) == (2, True)

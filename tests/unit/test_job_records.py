@@ -18,10 +18,12 @@ from sie_contracts.jobs import (
     FileRecord,
     JobRecord,
     ShardRecord,
+    Suspect,
     bounded,
     check_request,
     encode,
 )
+from sie_gateway.jobs.suspects import MAX_ENDED, MAX_LEFT_OUT, MAX_SUSPECTS, NAME
 
 WIDE = "\U0001f600"  # four bytes
 ANY = {"labels": [WIDE * 100] * 200}
@@ -114,6 +116,8 @@ def failed(request: JobRequest | BatchRequest) -> JobRecord:
         lane=".".join(["x" * 63] * 3),
         fingerprint=WIDE * 1000,
         leader="0" * 36,
+        suspects=(Suspect(99_999, 99_999, 1, ("0" * NAME,) * MAX_ENDED),) * MAX_SUSPECTS,
+        left_out=((99_999, 99_999),) * MAX_LEFT_OUT,
         rows=1 << 62,
         shards=1 << 62,
         codes={f"{number}{WIDE * 1000}": 1 << 62 for number in range(1000)},
@@ -148,3 +152,13 @@ def test_a_shard_and_a_file_have_small_records_too() -> None:
     assert len(encode(bounded(file))) < 2 << 10
     with pytest.raises(ValueError, match="65536"):
         bounded(replace(file, name="x" * MAX_RECORD_BYTES))
+
+
+def test_a_record_of_another_version_is_read() -> None:
+    """A gateway of before 0.2 counts leaders in `lost`, which later ones do not read; it does not read `suspects`."""
+    record = JobRecord("job-1", "k", "key", 1.0, suspects=(Suspect(0, 5, 1, ("g1",)),), is_alone=True, done=7)
+    known = msgspec.msgpack.decode(encode(record))
+    earlier = {name: value for name, value in known.items() if name not in ("suspects", "is_alone")}
+    read = msgspec.msgpack.decode(encode({**earlier, "lost": ["g1"], "peak_done": 7}), type=JobRecord)
+    assert read == replace(record, suspects=(), is_alone=False)
+    assert msgspec.msgpack.decode(encode(record), type=JobRecord) == record

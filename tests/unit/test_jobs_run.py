@@ -132,7 +132,8 @@ class Writing:
         self.output.parts.setdefault(f"part-{number}", self.leader)
         failed = len(rows_left_out)
         self.progress.rows(number, span.rows, failed)
-        return ShardRecord(f"part-{number}", span.rows, failed=failed, codes={runs.LEADERS_LOST: failed} if failed else {})
+        codes = {runs.LEADERS_LOST: failed} if failed else {}
+        return ShardRecord(f"part-{number}", span.rows, failed=failed, codes=codes)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         self.refuse("finish")

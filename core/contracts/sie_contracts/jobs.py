@@ -134,7 +134,8 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"
 class Suspect(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """Work of a job that may have ended a gateway, and therefore runs alone: `rows` rows of the shard `shard`, from its
     row `first` on. With 0 rows, the shard is put together from the answers to its pieces. A negative `shard` is other
-    work, see `PLAN` and `OUTPUT`. `ended`: gateways that ended while exactly this work ran alone.
+    work, see `PLAN` and `OUTPUT`. `ended`: the ends of the names of
+    gateways that ended while exactly this work ran alone.
     """
 
     shard: int

@@ -23,7 +23,8 @@ from sie_contracts.jobs import OUTPUT, PLAN, JobRecord, Suspect
 
 MAX_ENDED = 3
 PIECES = 16
-MAX_SUSPECTS = 64  # work is not split while the record would have more suspects; then it runs again after all others
+MAX_SUSPECTS = 48  # work is not split while the record would have more suspects; then it runs again after all others
+NAME = 8  # characters of a gateway's name, which ends with random ones, in `Suspect.ended`: the record must stay small
 MAX_LEFT_OUT = 8  # largest number of rows that a job leaves out; one more pauses it, so that a job ends few gateways
 
 
@@ -56,7 +57,8 @@ def left(job: JobRecord, leader: str) -> JobRecord:
     did not see a renewal of the lease in time may have charged its end to a suspect by mistake.
     """
     suspects = tuple(
-        replace(suspect, ended=tuple(name for name in suspect.ended if name != leader)) for suspect in job.suspects
+        replace(suspect, ended=tuple(name for name in suspect.ended if name != leader[-NAME:]))
+        for suspect in job.suspects
     )
     if job.leader == leader:
         return replace(job, leader="", is_alone=False, suspects=suspects)
@@ -96,7 +98,7 @@ def _charged(job: JobRecord) -> JobRecord:
     if first.rows > 1:
         has_room = len(job.suspects) + PIECES <= MAX_SUSPECTS
         return replace(job, suspects=(*others, *(_pieces(first) if has_room else (first,))))
-    first = replace(first, ended=(*first.ended, job.leader)[-MAX_ENDED:])
+    first = replace(first, ended=(*first.ended, job.leader[-NAME:])[-MAX_ENDED:])
     if first.rows == 1 and len(first.ended) == MAX_ENDED and len(job.left_out) < MAX_LEFT_OUT:
         left_out = (*job.left_out, (first.shard, first.first))
         return replace(job, left_out=left_out, suspects=_followed(first, others, is_stored=False))
