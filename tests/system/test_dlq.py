@@ -97,9 +97,9 @@ async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
 async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     nats: NatsServer, broker: Broker, adapter: DeadlyAdapter
 ) -> None:
-    """An input ends three adapters, and its work becomes a dead letter. The broker is killed and restarted. A replay with
-    the fault fails again and keeps the letter. A replay without the fault gives the original answer and removes the
-    letter.
+    """An input ends three adapters, and its work becomes a dead letter. The broker is killed and restarted. A replay
+    with the fault fails again and keeps the letter. A replay without the fault gives the original answer and removes
+    the letter.
     """
     item, result = await answered(broker, "before", SECRET)
     assert reasons(result) == ["", "INFERENCE_ERROR poison"]

@@ -189,12 +189,12 @@ def test_jobs_that_lose_their_gateway_eight_times_fail_no_row(tmp_path: Path) ->
             return bool(status == "completed")
 
         until(is_completed, 300, "the batch is completed")
-        told = client.ask("GET", f"/v1/batches/{batch}", status=200)
-        assert (told["request_counts"], told["error_file_id"]) == (
+        finished = client.ask("GET", f"/v1/batches/{batch}", status=200)
+        assert (finished["request_counts"], finished["error_file_id"]) == (
             {"total": 5000, "completed": 5000, "failed": 0},
             None,
         )
-        output = client.http.get(f"/v1/files/{told['output_file_id']}/content").text.splitlines()
+        output = client.http.get(f"/v1/files/{finished['output_file_id']}/content").text.splitlines()
         assert [json.loads(line)["custom_id"] for line in output] == [f"c{number}" for number in range(5000)]
         assert kills[-1] < 40_000, "the job was too quick to be disturbed"
 

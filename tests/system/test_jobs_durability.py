@@ -148,8 +148,8 @@ def test_while_all_is_killed_each_row_is_answered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, every_s: float, shard_rows: int, token_us: float
 ) -> None:
     """A job over Parquet in an object store. Every few seconds a broker, a gateway, the config service, a sidecar or an
-    adapter is killed; once the whole cluster ends. The output is whole. An input that was run alone by two adapters that
-    were killed is refused as the cause: it looks like an input that crashes adapters.
+    adapter is killed; once the whole cluster ends. The output is whole. An input that was run alone by two adapters
+    that were killed is refused as the cause: it looks like an input that crashes adapters.
     """
     seed = int(os.environ.get("SIE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
     print("seed", seed)

@@ -157,8 +157,8 @@ def test_a_shard_and_a_file_have_small_records_too() -> None:
 def test_a_record_of_another_version_is_read() -> None:
     """A gateway of before 0.2 counts leaders in `lost`, which later ones do not read; it does not read `suspects`."""
     record = JobRecord("job-1", "k", "key", 1.0, suspects=(Suspect(0, 5, 1, ("g1",)),), is_alone=True, done=7)
-    known = msgspec.msgpack.decode(encode(record))
-    earlier = {name: value for name, value in known.items() if name not in ("suspects", "is_alone")}
+    fields = msgspec.msgpack.decode(encode(record))
+    earlier = {name: value for name, value in fields.items() if name not in ("suspects", "is_alone")}
     read = msgspec.msgpack.decode(encode({**earlier, "lost": ["g1"], "peak_done": 7}), type=JobRecord)
     assert read == replace(record, suspects=(), is_alone=False)
     assert msgspec.msgpack.decode(encode(record), type=JobRecord) == record

@@ -413,11 +413,11 @@ async def test_a_batch_that_expires_before_a_gateway_leads_it_counts_its_request
 def suspecting(monkeypatch: pytest.MonkeyPatch, left_out: int, *pieces: range) -> None:
     """Let each job begin with pieces of its only shard as suspects, and with one row left out."""
     claimed_by = suspects.claimed_by
-    found = tuple(Suspect(0, piece.start, len(piece)) for piece in pieces)
+    pieces_of_shard = tuple(Suspect(0, piece.start, len(piece)) for piece in pieces)
 
     def claimed(job: JobRecord, leader: str) -> JobRecord:
         job = claimed_by(job, leader)
-        return job if job.is_planned else replace(job, suspects=found, left_out=((0, left_out),))
+        return job if job.is_planned else replace(job, suspects=pieces_of_shard, left_out=((0, left_out),))
 
     monkeypatch.setattr(suspects, "claimed_by", claimed)
 
@@ -431,11 +431,11 @@ async def test_a_shard_is_put_together_from_its_pieces_without_the_row_that_is_l
     decoded: list[Any] = []
     make = dataset_rows._RowMaker.__call__
 
-    def made(self: Any, at: int, row: Any) -> Any:
+    def numbered(self: Any, at: int, row: Any) -> Any:
         decoded.append((at, isinstance(row, ErrorInfo)))
         return make(self, at, row)
 
-    monkeypatch.setattr(dataset_rows._RowMaker, "__call__", made)
+    monkeypatch.setattr(dataset_rows._RowMaker, "__call__", numbered)
     suspecting(monkeypatch, 7, range(4), range(4, 7), range(8, 10))
     match kind:
         case "jsonl":

@@ -597,13 +597,14 @@ def test_the_end_of_a_leader_is_charged_to_the_suspect_that_ran_alone(
 @given(
     shards=st.lists(st.integers(1, 600), min_size=1, max_size=3),
     deadly=st.sets(st.integers(0, 599), max_size=3),
-    others=st.sets(st.integers(0, 120), max_size=12),
+    external=st.sets(st.integers(0, 120), max_size=12),
 )
 def test_a_search_leaves_out_the_rows_that_end_gateways_and_answers_all_others(
-    shards: list[int], deadly: set[int], others: set[int]
+    shards: list[int], deadly: set[int], external: set[int]
 ) -> None:
-    """`deadly`: rows of the first shard that end gateways. `others`: numbers of runs during which gateways end of other
-    causes. A row is left out only after it was in MAX_ENDED runs of its own; the search ends, and its record is small.
+    """`deadly`: rows of the first shard that end gateways. `external`: numbers of runs during which gateways end of
+    other causes. A row is left out only after it was in MAX_ENDED runs of its own; the search ends, and its record is
+    small.
     """
     deadly = {row for row in deadly if row < shards[0]}
     job = suspected(*(Suspect(number, 0, rows) for number, rows in enumerate(shards)), is_alone=False)
@@ -613,7 +614,7 @@ def test_a_search_leaves_out_the_rows_that_end_gateways_and_answers_all_others(
     while job.suspects and suspects.blamed(job) is None:
         suspect = job.suspects[0]
         rows = set(range(suspect.first, suspect.first + suspect.rows))
-        is_end = run in others or (suspect.shard == 0 and bool(rows & deadly))
+        is_end = run in external or (suspect.shard == 0 and bool(rows & deadly))
         run += 1
         assert run < 5000
         job = suspects.began(job)
@@ -636,7 +637,7 @@ def test_a_search_leaves_out_the_rows_that_end_gateways_and_answers_all_others(
         for number, rows_of in enumerate(shards):
             assert answered[number] | {row for shard, row in left_out if shard == number} == set(range(rows_of))
     else:
-        assert others, "a sound row or shard is blamed only by ends of other causes in its own runs"
+        assert external, "a sound row or shard is blamed only by ends of other causes in its own runs"
 
 
 @virtual

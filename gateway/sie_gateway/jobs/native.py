@@ -317,8 +317,8 @@ class NativeJob:
 
     async def _answered(self, number: int, span: RowSpan, rows_left_out: Collection[int] | None) -> AnsweredShard:
         rows = await self._read_rows(number, span, rows_left_out=rows_left_out or ())
-        known = {} if rows_left_out is None else await self._stored_answers(number)
-        answers, reused = await self._answers(number, rows, known)
+        piece_answers = {} if rows_left_out is None else await self._stored_answers(number)
+        answers, reused = await self._answers(number, rows, piece_answers)
         unsent = None
         if self._places.sink is not None:
             unsent, reasons = await asyncio.to_thread(_for_sink, self._places.sink, rows, answers)
@@ -335,13 +335,13 @@ class NativeJob:
         return AnsweredShard(data, reused, unsent)
 
     async def _answers(
-        self, number: int, rows: Sequence[InputRow], known: Mapping[int, RowAnswer]
+        self, number: int, rows: Sequence[InputRow], piece_answers: Mapping[int, RowAnswer]
     ) -> tuple[list[RowAnswer], int]:
-        """Return the answer to each row, and how many answers were copied from an equal row or from the cache. `known`:
-        answers that were computed before, by row.
+        """Return the answer to each row, and how many answers were copied from an equal row or from the cache.
+        `piece_answers`: answers that were computed before, by row.
         """
         answers, inputs = await asyncio.to_thread(self._inputs, rows)
-        for place, answer in known.items():
+        for place, answer in piece_answers.items():
             if inputs.pop(place, None) is not None:
                 answers[place] = answer
         places = list(inputs)

@@ -354,15 +354,15 @@ class JobRun:
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
         numbers = [number for number in range(len(plan.spans)) if number not in done]
-        found = tuple(suspect for suspect in self._job.suspects if suspect.shard != PLAN)
-        if self._has_ended_leader and self._job.is_planned and not found:
-            found = tuple(Suspect(number, 0, plan.rows[number]) for number in numbers[:SHARDS_AT_ONCE])
+        suspicions = tuple(suspect for suspect in self._job.suspects if suspect.shard != PLAN)
+        if self._has_ended_leader and self._job.is_planned and not suspicions:
+            suspicions = tuple(Suspect(number, 0, plan.rows[number]) for number in numbers[:SHARDS_AT_ONCE])
         await self._note(
             state=self._state,
             is_planned=True,
             rows=sum(plan.rows),
             shards=len(plan.spans) + len(plan.unread),
-            suspects=found,
+            suspects=suspicions,
             is_alone=False,
         )
         while self._job.suspects and self._job.suspects[0].shard >= 0:
@@ -616,9 +616,14 @@ class JobRun:
         if state == "completed" and broken and len(broken) == len(done):
             state, error = "failed", broken[0]
         finalizing_s = self._job.finalizing_s or self._now_s()
-        found = tuple(suspect for suspect in self._job.suspects if suspect.shard == OUTPUT)
+        suspicions = tuple(suspect for suspect in self._job.suspects if suspect.shard == OUTPUT)
         await self._note(
-            state="finalizing", finalizing_s=finalizing_s, ending=state, error=error, suspects=found, is_alone=False
+            state="finalizing",
+            finalizing_s=finalizing_s,
+            ending=state,
+            error=error,
+            suspects=suspicions,
+            is_alone=False,
         )
         fields: dict[str, Any] = {}
         async with self._alone(OUTPUT):

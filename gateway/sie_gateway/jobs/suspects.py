@@ -48,8 +48,8 @@ def answered(job: JobRecord, *, is_stored: bool) -> JobRecord:
     """Return the record when the first suspect has run alone to its end. `is_stored`: its shard has its record. If not,
     the shard is put together once no piece of it is a suspect.
     """
-    first, *others = job.suspects
-    return replace(job, suspects=_followed(first, others, is_stored=is_stored), is_alone=False)
+    first, *rest = job.suspects
+    return replace(job, suspects=_followed(first, rest, is_stored=is_stored), is_alone=False)
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
@@ -94,15 +94,15 @@ def _step(job: JobRecord) -> Iterator[Suspect]:
 
 def _charged(job: JobRecord) -> JobRecord:
     """Return the record after the leader ended while the first suspect ran alone."""
-    first, *others = job.suspects
+    first, *rest = job.suspects
     if first.rows > 1:
         has_room = len(job.suspects) + PIECES <= MAX_SUSPECTS
-        return replace(job, suspects=(*others, *(_pieces(first) if has_room else (first,))))
+        return replace(job, suspects=(*rest, *(_pieces(first) if has_room else (first,))))
     first = replace(first, ended=(*first.ended, job.leader[-NAME:])[-MAX_ENDED:])
     if first.rows == 1 and len(first.ended) == MAX_ENDED and len(job.left_out) < MAX_LEFT_OUT:
         left_out = (*job.left_out, (first.shard, first.first))
-        return replace(job, left_out=left_out, suspects=_followed(first, others, is_stored=False))
-    return replace(job, suspects=(*others, first))
+        return replace(job, left_out=left_out, suspects=_followed(first, rest, is_stored=False))
+    return replace(job, suspects=(*rest, first))
 
 
 def _pieces(whole: Suspect) -> Iterator[Suspect]:
@@ -112,7 +112,7 @@ def _pieces(whole: Suspect) -> Iterator[Suspect]:
         yield Suspect(whole.shard, first, min(size, end - first))
 
 
-def _followed(first: Suspect, others: list[Suspect], *, is_stored: bool) -> tuple[Suspect, ...]:
+def _followed(first: Suspect, rest: list[Suspect], *, is_stored: bool) -> tuple[Suspect, ...]:
     """Return the suspects after `first`. If it was the last piece of a shard, the shard follows."""
-    is_last = first.rows > 0 and not is_stored and all(other.shard != first.shard for other in others)
-    return (*others, *((Suspect(first.shard),) if is_last else ()))
+    is_last = first.rows > 0 and not is_stored and all(suspect.shard != first.shard for suspect in rest)
+    return (*rest, *((Suspect(first.shard),) if is_last else ()))

@@ -105,10 +105,10 @@ def _decoded(
         if is_fault:
             yield from ((at, faults[at]) for at in run)
             continue
-        wanted = set(run)
+        rows_of_run = set(run)
         cut = Cut(span.first + run[0], run[-1] - run[0] + 1, span.start, span.end)
         for at, row in enumerate(footers.read(place, entry, cut, names, size), run[0]):
-            if at in wanted:
+            if at in rows_of_run:
                 yield at, row
 
 
