@@ -223,9 +223,7 @@ class Patterns:
                 f"-s {self.name}: patterns cannot answer a task of {task.kind}; choose a task of redaction"
             )
         patterns = [pattern for pattern in map(pattern_of, task.labels) if pattern in KINDS]
-        return [
-            [(*span, pattern) for pattern in patterns for span in ranges_of(text.text, pattern, "")] for text in texts
-        ]
+        return [[(start, end, pattern) for pattern, start, end in ranges_of(text.text, patterns, "")] for text in texts]
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         raise self._refusal()

@@ -293,9 +293,8 @@ def _redacted(text: str, outcomes: Sequence[Outcome], path: str, rules: Redactio
 
 
 def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
-    for name, kind in rules.patterns.items():
-        for start, end in ranges_of(text, name, rules.region):
-            yield SensitiveSpan(start, end, kind, None, "pattern")
+    for name, start, end in ranges_of(text, rules.patterns, rules.region):
+        yield SensitiveSpan(start, end, rules.patterns[name], None, "pattern")
 
 
 def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:

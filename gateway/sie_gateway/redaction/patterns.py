@@ -1,41 +1,74 @@
 """Kinds of personal data with a fixed form: card numbers, IBANs, e-mail and IP addresses, phone numbers.
 
-A regular expression finds candidates. A check then accepts or rejects a candidate: it computes check digits, or parses
-the IP address. E-mail addresses have no check. The library phonenumbers finds phone numbers that are in an assigned
-range. Every repetition in an expression has a limit, so that the time for a text is proportional to its length.
+A regular expression finds candidates. A check then accepts or rejects a candidate: it computes check digits, or the
+octets of the IP address. E-mail addresses have no check. The library phonenumbers finds phone numbers that are in an
+assigned range. The patterns search a text and its normalised copy (`normalise`); they are written for the characters of
+the copy. Every repetition in an expression has a limit, so that the time for a text is proportional to its length. A
+text is searched in pieces of WINDOW characters, so that the search can end between them.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from sie_gateway.redaction.normalise import copies_of
+
+if TYPE_CHECKING:
+    from phonenumbers import PhoneNumberMatcher
 
 Range = tuple[int, int]  # start and end of a piece of personal data (a value), in code points
 # gets a candidate (text that matches the regular expression of a kind), and returns how many of its first characters
 # are the value; 0 if the candidate is not a value of this kind
 Check = Callable[[str], int]
+Proceed = Callable[[], None]  # is called often during a search, and ends it with an exception
 # returns the ranges of a kind in a text; the second argument is the region in which national phone numbers are valid
-Finder = Callable[[str, str], Iterator[Range]]
+Finder = Callable[[str, str, Proceed], Iterator[Range]]
 
-# one or two separators between groups of digits or letters of a value: spaces of all widths, line breaks, hyphens,
-# dots, slashes. Two separators are allowed because the text of a PDF file may have doubled spaces
-_JOINT = r"[\s\u200b\u2060./\-\u2010-\u2013]{1,2}"
-_CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4))
-_CARDS = (r"\d{13,19}", *(_JOINT.join(rf"\d{{{size}}}" for size in groups) for groups in _CARD_GROUPS))
-_IBAN = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_JOINT})?[A-Za-z0-9]){{11,30}}"
-# \u0300-\u036f: combining marks, which \w does not match
-_EMAIL = (
-    r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+[@\uff20]"
-    r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
+WINDOW = 1 << 14  # code points that are searched between two calls of `proceed`
+# Largest number of numbers that are looked up in the tables of phonenumbers in a window: FREE_LOOKUPS, and one for each
+# CHARACTERS_PER_LOOKUP characters. A lookup takes as long as the search of 500 characters of prose. A table of numbers
+# of five digits has one in six characters.
+FREE_LOOKUPS, CHARACTERS_PER_LOOKUP = 64, 4
+
+# one to three separators between groups of digits or letters of a value: spaces, line breaks, hyphens, dashes, dots,
+# slashes, underscores. Several are allowed because the text of a PDF file may have doubled spaces
+_JOINT = r"[\s./_\-\u2013]{1,3}"
+_CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4), (8, 8))
+# digits of a card number after the first one
+_CARDS = (
+    r"\d{12,18}",
+    *(rf"\d{{{first - 1}}}" + "".join(rf"{_JOINT}\d{{{size}}}" for size in sizes) for first, *sizes in _CARD_GROUPS),
 )
-_IPV4 = r"(?<!\d)(?<!\d\.)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
+# Expressions of digits begin with the first digit of a value, and then look behind it: `re` searches fast for an
+# expression that begins with a set of characters. The rest of the value is in a look-ahead, so that candidates may
+# overlap: a valid value may begin inside an invalid candidate.
+_IBAN = rf"(?<![A-Za-z0-9])(?=([A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_JOINT})?[A-Za-z0-9]){{11,30}}))"
+_LABEL = r"[\w\u0300-\u036f-]{1,63}+"  # \u0300-\u036f: combining marks, which \w does not match
+_BREAK = r"[ \t]{0,4}\r?\n[ \t]{0,4}"
+# from the at sign on. A line may break behind that sign, and behind the first dot before a lower-case letter
+_HOST = re.compile(rf"@(?:{_BREAK})?{_LABEL}\.(?:\r?\n(?=[a-z]))?{_LABEL}(?:\.{_LABEL}){{0,7}}")
+# up to the last character that does not belong to the local part before an at sign
+_BEFORE_LOCAL = re.compile(r"(?s:.*)[^\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]")
+_QUOTED = 256  # largest number of code points of a local part in quotes
+_IPV4 = r"[0-9](?<!\d.)(?<!\d\..)(?=([0-9]{0,2}(?:\.[0-9]{1,3}){3})(?!\.?\d))"
 # An address may follow a word and a colon, as in IP:2001:db8::1. A match must not begin inside a longer address.
 _IPV6 = (
     r"(?<!\w)(?<!\w\.)(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
     r"([0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w))"
 )
+_LONGEST_HOST = 640  # at least the number of code points that _HOST matches
+_LONGEST_PHONE = 600  # at least the number of code points of a candidate of phonenumbers
+# up to a character that is no part of a phone number, nor of the word before an extension
+_APART = re.compile(r"(?s:.*)[\n!?\"'<>|{}@*b-df-hj-mp-ru-wyzB-DF-HJ-MP-RU-WYZ]")
+# Digits of a phone number: at least those of a short national number. At most those of an international prefix, a code
+# of a country, a number and an extension
+_LEAST_DIGITS, _MOST_DIGITS = 4, 52
 # country code -> number of characters of an IBAN of this country
 _IBAN_LENGTHS: Mapping[str, int] = {
     country: length
@@ -92,9 +125,13 @@ def _iban(candidate: str) -> int:
     return end if iban_remainder("".join(candidate[index] for index in places[:length])) == 1 else 0
 
 
-def _address(candidate: str) -> int:
-    """Return the length of the IP address; 0 if the candidate is not an IP address, or is the IPv6 address `::`. A
-    single colon at the end of the candidate is punctuation, not a part of the address.
+def _ipv4(candidate: str) -> int:
+    return len(candidate) if all(int(octet) < 256 for octet in candidate.split(".")) else 0
+
+
+def _ipv6(candidate: str) -> int:
+    """Return the length of the IP address; 0 if the candidate is not an IP address, or is the address `::`. A single
+    colon at the end of the candidate is punctuation, not a part of the address.
     """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
@@ -104,36 +141,121 @@ def _address(candidate: str) -> int:
     return end if int(address) or "." in candidate else 0
 
 
-def _checked(expression: str, check: Check) -> Finder:
+def _windows(text: str, proceed: Proceed) -> Iterator[Range]:
+    for start in range(0, len(text), WINDOW):
+        proceed()
+        yield start, min(start + WINDOW, len(text))
+
+
+def _checked(expression: str, check: Check, longest: int, begins: int = 0) -> Finder:
+    """Return a finder of values that match an expression and pass a check. A value begins at the start of the group
+    `begins`, and ends at or before the end of group 1. `longest`: largest number of code points of a match and of the
+    characters that it looks at.
+    """
     pattern = re.compile(expression)
 
-    def ranges(text: str, region: str) -> Iterator[Range]:
-        for match in pattern.finditer(text):
-            start = match.start(1)
-            if size := check(match[1]):
-                yield start, start + size
+    def ranges(text: str, region: str, proceed: Proceed) -> Iterator[Range]:
+        place = 0
+        for window_start, window_end in _windows(text, proceed):
+            place = max(place, window_start)
+            for match in pattern.finditer(text, place, window_end + longest):
+                if match.start() >= window_end:
+                    break
+                start, place = match.start(begins), match.end()
+                if size := check(text[start : match.end(1)]):
+                    yield start, start + size
 
     return ranges
 
 
-def _phone_numbers(text: str, region: str) -> Iterator[Range]:
-    """Yield the ranges of valid phone numbers: international numbers, and national numbers of the region."""
-    import phonenumbers  # imported here, because its tables need 4 MB and only some processes redact texts
+def _emails(text: str, region: str, proceed: Proceed) -> Iterator[Range]:
+    """Yield the ranges of e-mail addresses. The host is searched first, since the local part has any length."""
+    end = 0
+    for window_start, window_end in _windows(text, proceed):
+        for match in _HOST.finditer(text, max(end, window_start), window_end + _LONGEST_HOST):
+            at = match.start()
+            if at >= window_end:
+                break
+            if (start := _local_part(text, end, at)) < at:
+                end = match.end()
+                yield start, end
 
-    matches = phonenumbers.PhoneNumberMatcher(
-        text, region or None, leniency=phonenumbers.Leniency.VALID, max_tries=len(text) + 1
-    )
-    for match in matches:
-        yield match.start, match.end
+
+def _local_part(text: str, least: int, at: int) -> int:
+    """Return the start of the local part that ends at `at`, or `at` if there is none."""
+    if text[at - 1 : at] == '"' and at > least:
+        least = max(least, at - _QUOTED)
+        start = text.rfind('"', least, at - 1)
+        while start > 0 and text[start - 1] == "\\":
+            start = text.rfind('"', least, start)
+        return at if start < 0 or "\n" in text[start:at] or start > at - 3 else start
+    size = 1 << 6
+    while not (before := _BEFORE_LOCAL.match(text, max(least, at - size), at)):
+        if size >= at - least:
+            return least
+        size *= 4
+    return before.end()
+
+
+def _phone_numbers(text: str, region: str, proceed: Proceed) -> Iterator[Range]:
+    """Yield the ranges of valid phone numbers: international numbers, and national numbers of the region. After the
+    largest number of lookups in a window, all candidates in this window that have enough digits count as valid.
+    """
+    place = 0
+    while place < len(text):
+        proceed()
+        end = min(place + WINDOW, len(text))
+        if end < len(text) and (apart := _APART.match(text, end - _LONGEST_PHONE, end)):
+            end = apart.end()
+        if region or "+" in text[place:end] or "\uff0b" in text[place:end]:
+            first = max(place - 1, 0)  # the library looks at the character before a number
+            for match in _matcher()(text[first:end], region, proceed):
+                yield first + match.start, first + match.end
+        place = end
+
+
+@lru_cache(maxsize=1)
+def _matcher() -> Callable[[str, str, Proceed], PhoneNumberMatcher]:
+    """Return the class of the matcher. It is made at the first call, because the tables of phonenumbers need 4 MB and
+    only some processes redact texts.
+    """
+    import phonenumbers
+    from phonenumbers import PhoneMetadata, PhoneNumber, PhoneNumberMatch
+
+    class BoundedMatcher(phonenumbers.PhoneNumberMatcher):
+        """Matcher that looks up at most as many candidates as the length of the text allows. It looks up no candidate
+        that has too few or too many digits for a phone number of its kind.
+        """
+
+        def __init__(self, text: str, region: str, proceed: Proceed) -> None:
+            super().__init__(text, region or None, phonenumbers.Leniency.VALID, max_tries=len(text) + 1)
+            self._proceed = proceed
+            self._lookups = FREE_LOOKUPS + len(text) // CHARACTERS_PER_LOOKUP
+            self._least = math.inf  # least digits of a national number
+            if region:
+                numbers = PhoneMetadata.metadata_for_region(region).general_desc
+                self._least = min((*numbers.possible_length, *numbers.possible_length_local_only))
+
+        def _parse_and_verify(self, candidate: str, offset: int) -> PhoneNumberMatch | None:
+            is_international = "+" in candidate or "\uff0b" in candidate
+            digits = sum(map(str.isdecimal, candidate))
+            if not (_LEAST_DIGITS if is_international else self._least) <= digits <= _MOST_DIGITS:
+                return None
+            if not self._lookups:
+                return PhoneNumberMatch(offset, candidate, PhoneNumber())
+            self._proceed()
+            self._lookups -= 1
+            return super()._parse_and_verify(candidate, offset)
+
+    return BoundedMatcher
 
 
 KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
     {
-        # candidates are in a look-ahead, so that they may overlap: a valid number may begin inside an invalid candidate
-        "card_number": tuple(_checked(rf"(?<!\d)(?=({card})(?!\d))", _card) for card in _CARDS),
-        "iban": (_checked(rf"(?<![A-Za-z0-9])(?=({_IBAN}))", _iban),),
-        "email": (_checked(f"({_EMAIL})", len),),
-        "ip_address": (_checked(f"({_IPV4})", _address), _checked(_IPV6, _address)),
+        "card_number": tuple(_checked(rf"[2-6](?<!\d.)(?=({card})(?!\d))", _card, 32) for card in _CARDS),
+        "iban": (_checked(_IBAN, _iban, 144, begins=1),),
+        "email": (_emails,),
+        "ip_address": (_checked(_IPV4, _ipv4, 24), _checked(_IPV6, _ipv6, 144, begins=1)),
         "phone_number": (_phone_numbers,),
     }
 )
@@ -168,7 +290,15 @@ def is_region(region: str) -> bool:
     return region in phonenumbers.SUPPORTED_REGIONS
 
 
-def ranges_of(text: str, pattern: str, region: str) -> Iterator[Range]:
-    """Yield the ranges of all values in `text` of the kind `pattern`, a key of KINDS. The ranges may overlap."""
-    for finder in KINDS[pattern]:
-        yield from finder(text, region)
+def ranges_of(
+    text: str, patterns: Iterable[str], region: str, proceed: Proceed = lambda: None
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the pattern, start and end of all values in `text` of the kinds `patterns`, keys of KINDS. The ranges may
+    overlap, and may be equal. Raises what `proceed` raises.
+    """
+    copies = copies_of(text)
+    for pattern in patterns:
+        for copy in copies:
+            for finder in KINDS[pattern]:
+                for start, end in finder(copy.text, region, proceed):
+                    yield pattern, *copy.range_in_text(start, end)
