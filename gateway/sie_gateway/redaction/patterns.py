@@ -10,7 +10,6 @@ text is searched in pieces of WINDOW characters, so that the search can end betw
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -31,10 +30,10 @@ Proceed = Callable[[], None]  # is called often during a search, and ends it wit
 Finder = Callable[[str, str, Proceed], Iterator[Range]]
 
 WINDOW = 1 << 14  # code points that are searched between two calls of `proceed`
-# Largest number of numbers that are looked up in the tables of phonenumbers in a window: FREE_LOOKUPS, and one for each
-# CHARACTERS_PER_LOOKUP characters. A lookup takes as long as the search of 500 characters of prose. A table of numbers
-# of five digits has one in six characters.
-FREE_LOOKUPS, CHARACTERS_PER_LOOKUP = 64, 4
+# A lookup in the tables of phonenumbers takes time for about LOOKUP_COST characters and those of the candidate. All
+# lookups of a window have at most FREE_COST, and COST_PER_CHARACTER for each character. Tables of short numbers in
+# groups, where each group is looked up, cost half as much.
+LOOKUP_COST, FREE_COST, COST_PER_CHARACTER = 16, 4096, 8
 
 # one to three separators between groups of digits or letters of a value: spaces, line breaks, hyphens, dashes, dots,
 # slashes, underscores. Several are allowed because the text of a PDF file may have doubled spaces
@@ -69,6 +68,8 @@ _APART = re.compile(r"(?s:.*)[\n!?\"'<>|{}@*b-df-hj-mp-ru-wyzB-DF-HJ-MP-RU-WYZ]"
 # Digits of a phone number: at least those of a short national number. At most those of an international prefix, a code
 # of a country, a number and an extension
 _LEAST_DIGITS, _MOST_DIGITS = 4, 52
+_MORE_THAN_DIGITS = re.compile(r"[^\d\s().\[\]/\-\u2010-\u2015]")  # a plus sign, or signs that may begin an extension
+_NOTHING = re.compile("(?!)")
 # country code -> number of characters of an IBAN of this country
 _IBAN_LENGTHS: Mapping[str, int] = {
     country: length
@@ -220,34 +221,45 @@ def _matcher() -> Callable[[str, str, Proceed], PhoneNumberMatcher]:
     only some processes redact texts.
     """
     import phonenumbers
-    from phonenumbers import PhoneMetadata, PhoneNumber, PhoneNumberMatch
+    from phonenumbers import PhoneNumber, PhoneNumberMatch
 
     class BoundedMatcher(phonenumbers.PhoneNumberMatcher):
-        """Matcher that looks up at most as many candidates as the length of the text allows. It looks up no candidate
-        that has too few or too many digits for a phone number of its kind.
-        """
+        """Matcher that looks up candidates as long as their cost allows, and only those that may be a phone number."""
 
         def __init__(self, text: str, region: str, proceed: Proceed) -> None:
             super().__init__(text, region or None, phonenumbers.Leniency.VALID, max_tries=len(text) + 1)
             self._proceed = proceed
-            self._lookups = FREE_LOOKUPS + len(text) // CHARACTERS_PER_LOOKUP
-            self._least = math.inf  # least digits of a national number
-            if region:
-                numbers = PhoneMetadata.metadata_for_region(region).general_desc
-                self._least = min((*numbers.possible_length, *numbers.possible_length_local_only))
+            self._left = FREE_COST + len(text) * COST_PER_CHARACTER
+            self._may_be_national = _national_numbers(region) if region else _NOTHING
 
         def _parse_and_verify(self, candidate: str, offset: int) -> PhoneNumberMatch | None:
-            is_international = "+" in candidate or "\uff0b" in candidate
-            digits = sum(map(str.isdecimal, candidate))
-            if not (_LEAST_DIGITS if is_international else self._least) <= digits <= _MOST_DIGITS:
+            digits = "".join(str(int(character)) for character in candidate if character.isdecimal())
+            if not _LEAST_DIGITS <= len(digits) <= _MOST_DIGITS or not (
+                _MORE_THAN_DIGITS.search(candidate) or self._may_be_national.match(digits)
+            ):
                 return None
-            if not self._lookups:
+            if self._left <= 0:
                 return PhoneNumberMatch(offset, candidate, PhoneNumber())
             self._proceed()
-            self._lookups -= 1
+            self._left -= LOOKUP_COST + len(candidate)
             return super()._parse_and_verify(candidate, offset)
 
     return BoundedMatcher
+
+
+@lru_cache(maxsize=1 << 8)
+def _national_numbers(region: str) -> re.Pattern[str]:
+    """Return an expression that matches the digits of every number without a plus sign that is valid in a region: those
+    of the regions with the same code, and others behind a prefix.
+    """
+    from phonenumbers import COUNTRY_CODE_TO_REGION_CODE, PhoneMetadata
+
+    metadata = PhoneMetadata.metadata_for_region(region)
+    regions = map(PhoneMetadata.metadata_for_region, COUNTRY_CODE_TO_REGION_CODE[metadata.country_code])
+    numbers = [other.general_desc.national_number_pattern for other in regions]
+    prefixes = (metadata.international_prefix, str(metadata.country_code), metadata.national_prefix_for_parsing)
+    heads = "|".join(f"(?:{prefix})(?<=.)" for prefix in prefixes if prefix)
+    return re.compile(f"{heads}|(?:{'|'.join(numbers)})$")
 
 
 KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
