@@ -1,12 +1,16 @@
-"""Slots for work that a gateway does for clients, limited in total and per key."""
+"""Slots for work of clients, limited in total and per key, and threads in which keys take turns."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from sie_contracts.errors import RateLimited, ResourceExhausted
+
+T = TypeVar("T")
 
 
 class KeySlots:
@@ -37,3 +41,48 @@ class KeySlots:
             self._taken[key] -= 1
             if not self._taken[key]:
                 del self._taken[key]
+
+
+class KeyTurns:
+    """`threads` threads for work that takes long. While all are busy, keys take turns: each free thread does the oldest
+    work of the key whose turn it is, so a key with much work delays another one by one piece of work for each thread.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._free = threads
+        # by key, the one whose turn it is first: its work that waits, the oldest first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, key: str, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in a thread. The thread stays busy until `work` has ended, even if
+        the caller is cancelled.
+        """
+        await self._turn(key)
+        thread = asyncio.get_running_loop().run_in_executor(None, work)
+        thread.add_done_callback(lambda _: self._pass_on())
+        return await asyncio.shield(thread)
+
+    async def _turn(self, key: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # cancelled after the turn had come
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            key = next(iter(self._waiting))
+            turns = self._waiting.pop(key)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[key] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1

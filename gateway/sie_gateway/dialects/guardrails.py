@@ -36,7 +36,9 @@ async def extract(inference: Inference, call: Call, body: fields.Body) -> Encode
     finished = await inference.run(call, request)
     ((_, outcome),) = finished.succeeded("text", labels="labels")
     began_s = time.perf_counter()
-    content = await beside(call.body, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text"))))
+    content = await beside(
+        call, inference.body_threads, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text")))
+    )
     content |= finished.shared(explain=call.explains)
     return native.written(call, finished, content, began_s)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
     """Answer `POST /v1/{operation}/{model}`. Accept selects JSON or msgpack, for encode also Arrow or raw bytes."""
     assert call.resolved is not None
-    items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
+    items = await beside(call, inference.body_threads, lambda: bodies.items(body, limit=inference.max_items(call)))
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=call.is_msgpack, raw=operation == "encode"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from sie_contracts.models.entries import needs_labels
 from sie_contracts.models.option_values import bad
 from sie_contracts.models.options import MAX_LABELS
 from sie_contracts.wire.messages import Failed, Ok, Outcome
+from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.dialects import fields, native
 from sie_gateway.dialects.selection import able, checked
 from sie_gateway.fleet.capabilities import CAN
@@ -30,18 +32,18 @@ from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
 from sie_gateway.inference.results import PlannedRequest, RequestResult
-from sie_gateway.redaction.patterns import KINDS, is_region, pattern_of, ranges_of
+from sie_gateway.redaction.patterns import KINDS, Proceed, is_region, pattern_of, ranges_of
 from sie_gateway.redaction.replacements import Replacer, redacted
 from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets, with_marks
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
+MAX_TEXT = 1 << 18  # largest number of code points of a text
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
 MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key of the style `hash`; an attacker could guess a shorter key
-_ASIDE = 1 << 13  # texts with at least this many code points in total are redacted in a thread, not in the event loop
+_ASIDE = 1 << 11  # texts with at least this many code points in total are redacted in a thread, not in the event loop
 # The time to write a reply is measured in vector numbers: the gateway writes this many code points of a text in the
 # time in which it writes one number of a vector.
 _CODE_POINTS_PER_VALUE = 20
@@ -81,7 +83,7 @@ class RedactionRules:
 async def redact(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     resolved = able(inference, call, "redact")
     rules, parameters = _rules(body)
-    items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
+    items = await beside(call, inference.body_threads, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
     # check the requests to all models before the first model runs, so that no model runs for an invalid request
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
@@ -231,12 +233,11 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 
 
 async def _slots(
-    call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: asyncio.Lock | None
+    call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: KeyTurns | None
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the slot (reply entry) of each text. If a model failed on a text, the slot has the error and no text. The
-    first of `results` includes the failures of all models. With the lock `one_thread`, a thread redacts the texts while
-    the lock is held; without a lock, the event loop redacts the texts. Raises GatewayTimeout, and the errors of
-    `model_spans`.
+    first of `results` includes the failures of all models. With `one_thread`, that thread redacts the texts, else the
+    event loop. Raises GatewayTimeout, and the errors of `model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):
@@ -250,25 +251,37 @@ async def _slots(
             work = partial(_redacted, item.text, outcomes, f"items[{index}]", rules)
             try:
                 async with asyncio.timeout(until_s - time.perf_counter()):
-                    slot |= work() if one_thread is None else await _aside(work, one_thread)
+                    slot |= work() if one_thread is None else await _aside(call.key, work, one_thread)
             except TimeoutError as error:
                 message = f"the texts were not redacted within the budget of {call.budget_s:g} s"
                 raise GatewayTimeout(message) from error
         yield slot
 
 
-async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -> dict[str, Any]:
-    """Run `work` in a thread. The lock is held until the thread has ended, even if the caller is cancelled."""
-    await one_thread.acquire()
-    thread = asyncio.get_running_loop().run_in_executor(None, work)
-    thread.add_done_callback(lambda _: one_thread.release())
-    return await asyncio.shield(thread)
+async def _aside(key: str, work: Callable[[Proceed], dict[str, Any]], one_thread: KeyTurns) -> dict[str, Any]:
+    """Run `work` in a thread. If the caller is cancelled, because the time of the request is over or its client has
+    left, `work` ends soon, and the thread is free for others.
+    """
+    is_over = threading.Event()
+
+    def proceed() -> None:
+        if is_over.is_set():
+            raise InterruptedError
+
+    try:
+        return await one_thread.run(key, partial(work, proceed))
+    finally:
+        is_over.set()
 
 
-def _redacted(text: str, outcomes: Sequence[Outcome], path: str, rules: RedactionRules) -> dict[str, Any]:
-    """Return the fields of a text's slot. `outcomes`: one for each model. Raises the errors of `model_spans`."""
+def _redacted(
+    text: str, outcomes: Sequence[Outcome], path: str, rules: RedactionRules, proceed: Proceed = lambda: None
+) -> dict[str, Any]:
+    """Return the fields of a text's slot. `outcomes`: one for each model. Raises the errors of `model_spans` and of
+    `proceed`.
+    """
     spans = [span for outcome in outcomes for span in model_spans(text, outcome, path)]
-    spans = joined_spans(text, [*spans, *_pattern_spans(text, rules)])
+    spans = joined_spans(text, [*spans, *_pattern_spans(text, rules, proceed)])
     new_text, parts = redacted(text, spans, Replacer(rules.style, rules.key))
     places = [place for span in spans for place in (span.start, span.end)]
     new_places = [place for part in parts for place in (part.start, part.end)]
@@ -292,8 +305,8 @@ def _redacted(text: str, outcomes: Sequence[Outcome], path: str, rules: Redactio
     return slot
 
 
-def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
-    for name, start, end in ranges_of(text, rules.patterns, rules.region):
+def _pattern_spans(text: str, rules: RedactionRules, proceed: Proceed) -> Iterator[SensitiveSpan]:
+    for name, start, end in ranges_of(text, rules.patterns, rules.region, proceed):
         yield SensitiveSpan(start, end, rules.patterns[name], None, "pattern")
 
 

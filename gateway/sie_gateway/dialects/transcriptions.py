@@ -98,7 +98,7 @@ async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Bod
     translation.
     """
     form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
-    file = await beside(call.body, lambda: form.whole(call.body))
+    file = await beside(call, inference.body_threads, lambda: form.whole(call.body))
     resolved = able(inference, call, "transcribe", form.fields.get("model"))
     if not file:
         raise InvalidInput.at("file", "expected a sound file, got 0 bytes", reason="empty_item")

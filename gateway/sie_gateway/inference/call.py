@@ -33,6 +33,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.messages import Operation, Priority, RunOptions
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
+from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.admission.window import SharedLimit
 from sie_gateway.inference import body as bodies
 from sie_runtime import control_group
@@ -402,17 +403,19 @@ T = TypeVar("T")
 LARGE_BYTES = 256 << 10
 
 
-async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """Return the result of `work`, which reads a body. If the body exceeds LARGE_BYTES, `work` runs in a thread."""
-    return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
+async def beside(call: Call, turns: KeyTurns, work: Callable[[], T]) -> T:
+    """Return the result of `work`, which reads the body of a call. If the body exceeds LARGE_BYTES, `work` runs in a
+    thread.
+    """
+    return work() if len(call.body) <= LARGE_BYTES else await turns.run(call.key, work)
 
 
-async def decode_body(call: Call) -> Mapping[str, Any]:
+async def decode_body(call: Call, turns: KeyTurns) -> Mapping[str, Any]:
     """Return the top-level map of a body. Raises QueueFull, InvalidInput (malformed, too_many_values, schema)."""
     body, msgpack = call.body, call.is_msgpack
     if len(body) <= plain.SMALL_BYTES:
         return bodies.decode(body, msgpack=msgpack)
-    values = await beside(body, lambda: bodies.count(body, msgpack=msgpack))
+    values = await beside(call, turns, lambda: bodies.count(body, msgpack=msgpack))
     if call.reader is not None:
         call.reader.count_values(values)
-    return await beside(body, lambda: bodies.decode(body, msgpack=msgpack))
+    return await beside(call, turns, lambda: bodies.decode(body, msgpack=msgpack))

@@ -39,6 +39,7 @@ from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.model_queue import AnswerPace
+from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.admission.window import SharedLimit
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
@@ -66,6 +67,7 @@ from sie_runtime.http.routes import FORM
 if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
 
+BODY_THREADS = 2  # threads that read large bodies
 WATCH_AFTER_S = 1.0  # a run must take this many seconds before the gateway checks whether its client disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a catalogue entry that a worker has and this gateway lacks
@@ -112,9 +114,10 @@ class Inference:
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
-        # Lock for work that computes in a thread for seconds. With n such threads, the event loop gets 1/(n + 1) of the
-        # interpreter's time, so only one such thread may run.
-        self.one_thread = asyncio.Lock()
+        # Threads for work that computes for seconds, and for bodies of requests. While n of them are busy, the event
+        # loop gets 1/(n + 1) of the interpreter's time.
+        self.one_thread = KeyTurns(1)
+        self.body_threads = KeyTurns(BODY_THREADS)
         feed.on_change(self._on_catalogue)
 
     @property
@@ -233,7 +236,11 @@ class Inference:
         again with the new entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the
         budget has ended.
         """
-        body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
+        body = (
+            await decode_body(call, self.body_threads)
+            if route.body is not None and FORM not in route.body.media
+            else {}
+        )
         restarts = 0
         while True:
             try:

@@ -17,9 +17,8 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -43,6 +42,7 @@ from sie_contracts.wire.messages import (
     WorkResult,
 )
 from sie_contracts.wire.topology import Lane
+from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.fragments import Assembly, Damaged, Fragments, InboxFull, put_together
 from sie_gateway.inference.reply import Placed, array_of, slot_error
@@ -526,7 +526,7 @@ class ResultInbox:
         self._fragments = Fragments() if fragments is None else fragments
         # each check handles its own errors, so the callback for failed tasks does nothing
         self._checks = Tasks(_logger, lambda: None)
-        self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
+        self._threads = KeyTurns(CHECKING_THREADS)
 
     async def start(self) -> None:
         self._subscription = await self._bus.subscribe(
@@ -541,7 +541,6 @@ class ResultInbox:
         if self._subscription is not None:
             await self._subscription.stop()
         await self._checks.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def address(self, request: str) -> str:
         """Return the subject to which results of this request are sent."""
@@ -651,7 +650,7 @@ class ResultInbox:
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
-            result = await asyncio.get_running_loop().run_in_executor(self._pool, put_together, parts, assembly.digest)
+            result = await self._threads.run(assembly.owner, partial(put_together, parts, assembly.digest))
             if (result.request, result.chunk) != (assembly.request, assembly.chunk):
                 raise Damaged("the result belongs to another request")
             verdict = self._offer(result)

@@ -69,6 +69,7 @@ _APART = re.compile(r"(?s:.*)[\n!?\"'<>|{}@*b-df-hj-mp-ru-wyzB-DF-HJ-MP-RU-WYZ]"
 # of a country, a number and an extension
 _LEAST_DIGITS, _MOST_DIGITS = 4, 52
 _MORE_THAN_DIGITS = re.compile(r"[^\d\s().\[\]/\-\u2010-\u2015]")  # a plus sign, or signs that may begin an extension
+_NO_DIGITS = re.compile(r"\D+")
 _NOTHING = re.compile("(?!)")
 # country code -> number of characters of an IBAN of this country
 _IBAN_LENGTHS: Mapping[str, int] = {
@@ -233,7 +234,9 @@ def _matcher() -> Callable[[str, str, Proceed], PhoneNumberMatcher]:
             self._may_be_national = _national_numbers(region) if region else _NOTHING
 
         def _parse_and_verify(self, candidate: str, offset: int) -> PhoneNumberMatch | None:
-            digits = "".join(str(int(character)) for character in candidate if character.isdecimal())
+            digits = _NO_DIGITS.sub("", candidate)
+            if not digits.isascii():
+                digits = "".join(str(int(digit)) for digit in digits)
             if not _LEAST_DIGITS <= len(digits) <= _MOST_DIGITS or not (
                 _MORE_THAN_DIGITS.search(candidate) or self._may_be_national.match(digits)
             ):
