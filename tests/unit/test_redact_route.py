@@ -7,7 +7,8 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.dialects import redact
 
 STREAM = "WORK__default"
@@ -419,6 +421,54 @@ async def test_long_texts_are_redacted_in_one_thread_and_a_request_out_of_time_e
         (slot,) = (await reply).json()["items"]
         assert slot["text"] == text.replace(EMAIL, "*****")
     assert counts == [True, True]
+
+
+async def test_redaction_out_of_time_ends_its_work_and_the_thread_serves_others(
+    cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search of the first request would never end by itself."""
+    ended = threading.Event()
+
+    def endless(text: str, patterns: Any, region: str, proceed: Callable[[], None]) -> Iterator[tuple[str, int, int]]:
+        while text.startswith("endless"):
+            try:
+                proceed()
+            except InterruptedError:
+                ended.set()
+                raise
+        yield from ()
+
+    monkeypatch.setattr(redact, "ranges_of", endless)
+    late = asyncio.create_task(
+        post(gateway, FIXED, {"items": ["endless " * redact._ASIDE]}, **{"x-sie-timeout-ms": "1500"})
+    )
+    await work_options(cluster, entities())
+    assert (await late).status_code == 504
+    reply = asyncio.create_task(post(gateway, FIXED, {"items": ["a " * redact._ASIDE]}))
+    await work_options(cluster, entities(), sequence=2)
+    assert (await reply).status_code == 200
+    assert ended.is_set()
+
+
+async def test_keys_take_turns_at_a_thread_and_cancelled_work_gives_its_turn_on() -> None:
+    turns, done, first = KeyTurns(1), list[str](), threading.Event()
+
+    def work(name: str) -> None:
+        assert first.wait(20)
+        done.append(name)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        tasks = {
+            name: group.create_task(turns.run(name[0], partial(work, name)))
+            for name in ["a0", "a1", "a2", "a3", "b0", "b1", "c0"]
+        }
+        await asyncio.sleep(0)
+        tasks["a1"].cancel()
+        await asyncio.sleep(0)
+        first.set()
+    assert done == ["a0", "a2", "b0", "c0", "a3", "b1"]
+    await turns.run("a", first.clear)
+    assert not first.is_set()
 
 
 async def test_client_redacts_a_list_in_parts_under_one_key(cluster: InProcess, gateway: GatewayProcess) -> None:

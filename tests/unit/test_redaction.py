@@ -364,7 +364,7 @@ PIECES = (
     ),
 )
 # Processor time per character of a hostile text, as a multiple of that of prose that is searched for all kinds
-MOST_TIMES: dict[str, int] = dict.fromkeys(KINDS, 30) | {"phone_number": 250}
+MOST_TIMES: dict[str, int] = dict.fromkeys(KINDS, 30) | {"phone_number": 200}
 
 
 def thread_s(text: str, kinds: Iterable[str], region: str) -> float:

@@ -78,11 +78,12 @@ class KeyTurns:
     def _pass_on(self) -> None:
         while self._waiting:
             key = next(iter(self._waiting))
-            turns = self._waiting.pop(key)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[key] = turns
-            if not turn.done():
-                turn.set_result(None)
-                return
+            waiting = deque(turn for turn in self._waiting.pop(key) if not turn.done())  # without cancelled work
+            if not waiting:
+                continue
+            turn = waiting.popleft()
+            if waiting:
+                self._waiting[key] = waiting
+            turn.set_result(None)
+            return
         self._free += 1

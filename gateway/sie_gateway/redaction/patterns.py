@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from sie_gateway.redaction.normalise import copies_of
 
 if TYPE_CHECKING:
-    from phonenumbers import PhoneNumberMatcher
+    from phonenumbers import PhoneMetadata, PhoneNumberDesc, PhoneNumberMatcher
 
 Range = tuple[int, int]  # start and end of a piece of personal data (a value), in code points
 # gets a candidate (text that matches the regular expression of a kind), and returns how many of its first characters
@@ -33,7 +33,7 @@ WINDOW = 1 << 14  # code points that are searched between two calls of `proceed`
 # A lookup in the tables of phonenumbers takes time for about LOOKUP_COST characters and those of the candidate. All
 # lookups of a window have at most FREE_COST, and COST_PER_CHARACTER for each character. Tables of short numbers in
 # groups, where each group is looked up, cost half as much.
-LOOKUP_COST, FREE_COST, COST_PER_CHARACTER = 16, 4096, 8
+LOOKUP_COST, FREE_COST, COST_PER_CHARACTER = 16, 4096, 6
 
 # one to three separators between groups of digits or letters of a value: spaces, line breaks, hyphens, dashes, dots,
 # slashes, underscores. Several are allowed because the text of a PDF file may have doubled spaces
@@ -69,6 +69,18 @@ _APART = re.compile(r"(?s:.*)[\n!?\"'<>|{}@*b-df-hj-mp-ru-wyzB-DF-HJ-MP-RU-WYZ]"
 # of a country, a number and an extension
 _LEAST_DIGITS, _MOST_DIGITS = 4, 52
 _MORE_THAN_DIGITS = re.compile(r"[^\d\s().\[\]/\-\u2010-\u2015]")  # a plus sign, or signs that may begin an extension
+_NUMBERS = (
+    "fixed_line",
+    "mobile",
+    "toll_free",
+    "premium_rate",
+    "shared_cost",
+    "personal_number",
+    "voip",
+    "pager",
+    "uan",
+    "voicemail",
+)
 _NO_DIGITS = re.compile(r"\D+")
 _NOTHING = re.compile("(?!)")
 # country code -> number of characters of an IBAN of this country
@@ -259,10 +271,24 @@ def _national_numbers(region: str) -> re.Pattern[str]:
 
     metadata = PhoneMetadata.metadata_for_region(region)
     regions = map(PhoneMetadata.metadata_for_region, COUNTRY_CODE_TO_REGION_CODE[metadata.country_code])
-    numbers = [other.general_desc.national_number_pattern for other in regions]
-    prefixes = (metadata.international_prefix, str(metadata.country_code), metadata.national_prefix_for_parsing)
-    heads = "|".join(f"(?:{prefix})(?<=.)" for prefix in prefixes if prefix)
-    return re.compile(f"{heads}|(?:{'|'.join(numbers)})$")
+    numbers = "|".join(f"(?:{of.national_number_pattern})" for other in regions for of in _kinds_of_numbers(other))
+    prefix = metadata.national_prefix_for_parsing or ""
+    if (
+        metadata.national_prefix_transform_rule
+    ):  # the prefix stands for other digits: every number behind it is possible
+        numbers, prefix = f"(?:{prefix})(?<=.)|(?:{numbers})$", ""
+    else:
+        numbers = f"(?:{prefix})?(?:{numbers})$"
+    international = f"(?:{metadata.international_prefix})|" if metadata.international_prefix else ""
+    return re.compile(f"{international}(?:{metadata.country_code})?(?:{numbers})")
+
+
+def _kinds_of_numbers(metadata: PhoneMetadata) -> Iterator[PhoneNumberDesc]:
+    """Yield the descriptions of all kinds of numbers of a region that count as valid."""
+    for name in _NUMBERS:
+        kind = getattr(metadata, name)
+        if kind is not None and kind.national_number_pattern:
+            yield kind
 
 
 KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
