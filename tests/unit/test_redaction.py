@@ -245,7 +245,7 @@ def test_two_phone_numbers_with_a_wide_dash_between_them_stay_two() -> None:
         ("email", '"@example.org'),
         ("email", '"ada\nb"@example.org'),
         ("ip_address", "001.002.003.256"),
-        ("ip_address", "0001.2.3.4"),
+        ("ip_address", "00001.2.3.4"),
         ("ip_address", "1\u30022\u30023"),
         ("ip_address", "1\u200b.2.3.4.5.6"),
         ("ip_address", "12\uff1a30\uff1a45"),

@@ -55,7 +55,7 @@ _HOST = re.compile(rf"@(?:{_BREAK})?{_LABEL}\.(?:\r?\n(?=[a-z]))?{_LABEL}(?:\.{_
 # up to the last character that does not belong to the local part before an at sign
 _BEFORE_LOCAL = re.compile(r"(?s:.*)[^\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]")
 _QUOTED = 256  # largest number of code points of a local part in quotes
-_IPV4 = r"[0-9](?<!\d.)(?<!\d\..)(?=([0-9]{0,2}(?:\.[0-9]{1,3}){3})(?!\.?\d))"
+_IPV4 = r"[0-9](?<!\d.)(?<!\d\..)(?=([0-9]{0,3}(?:\.[0-9]{1,4}){3})(?!\.?\d))"  # an octet may have leading zeros
 # An address may follow a word and a colon, as in IP:2001:db8::1. A match must not begin inside a longer address.
 _IPV6 = (
     r"(?<!\w)(?<!\w\.)(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
@@ -270,8 +270,12 @@ def _national_numbers(region: str) -> re.Pattern[str]:
     from phonenumbers import COUNTRY_CODE_TO_REGION_CODE, PhoneMetadata
 
     metadata = PhoneMetadata.metadata_for_region(region)
+    assert metadata is not None, "the region was checked"
+    assert metadata.country_code is not None
     regions = map(PhoneMetadata.metadata_for_region, COUNTRY_CODE_TO_REGION_CODE[metadata.country_code])
-    numbers = "|".join(f"(?:{of.national_number_pattern})" for other in regions for of in _kinds_of_numbers(other))
+    numbers = "|".join(
+        f"(?:{of.national_number_pattern})" for other in regions if other for of in _kinds_of_numbers(other)
+    )
     prefix = metadata.national_prefix_for_parsing or ""
     if (
         metadata.national_prefix_transform_rule
