@@ -430,7 +430,7 @@ def test_candidates_beyond_the_bound_count_as_phone_numbers(monkeypatch: pytest.
 def test_phone_numbers_that_are_not_looked_up_are_no_phone_numbers(home: str) -> None:
     """The library alone finds the same: examples of all regions in all formats, with digits beside them."""
     chance = random.Random(5)
-    found = 0
+    count = 0
     for region in sorted(phonenumbers.SUPPORTED_REGIONS):
         example = phonenumbers.example_number_for_type(region, chance.randrange(5))
         if example is None:
@@ -442,8 +442,8 @@ def test_phone_numbers_that_are_not_looked_up_are_no_phone_numbers(home: str) ->
         matcher = phonenumbers.PhoneNumberMatcher(text, home, max_tries=len(text) + 1)
         expected = [text[match.start : match.end] for match in matcher]
         assert values_of(text, "phone_number", home) == expected
-        found += len(expected)
-    assert found > 100
+        count += len(expected)
+    assert count > 100
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,7 +73,7 @@ def copies_of(text: str) -> list[Copy]:
     """
     normalised = text
     if not text.isascii():
-        table = {ord(one): form for one in set(text) if (form := _form(one)) != one}
+        table = {ord(character): form for character in set(text) if (form := _form(character)) != character}
         normalised = text.translate(table) if table else text
     copy = _without_gaps(normalised)
     normalised = copy.text
@@ -91,7 +91,7 @@ def _without_gaps(text: str) -> Copy:
     length = place = 0
     for match in _CHANGED.finditer(text):
         start, end = match.span()
-        character = _meant(match[0])
+        character = _character_of(match[0])
         if character == match[0]:
             continue
         pieces += (text[place:start], character)
@@ -107,7 +107,7 @@ def _without_gaps(text: str) -> Copy:
     return Copy("".join([*pieces, text[place:]]), starts, places, ends)
 
 
-def _meant(written: str) -> str:
+def _character_of(written: str) -> str:
     """Return the character for control characters or for a reference: an empty string if it is left out, `written` if
     it is no reference to a single character.
     """

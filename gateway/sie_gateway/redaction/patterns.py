@@ -274,13 +274,14 @@ def _national_numbers(region: str) -> re.Pattern[str]:
     assert metadata.country_code is not None
     regions = map(PhoneMetadata.metadata_for_region, COUNTRY_CODE_TO_REGION_CODE[metadata.country_code])
     numbers = "|".join(
-        f"(?:{of.national_number_pattern})" for other in regions if other for of in _kinds_of_numbers(other)
+        f"(?:{kind.national_number_pattern})"
+        for numbering in regions
+        if numbering
+        for kind in _kinds_of_numbers(numbering)
     )
     prefix = metadata.national_prefix_for_parsing or ""
-    if (
-        metadata.national_prefix_transform_rule
-    ):  # the prefix stands for other digits: every number behind it is possible
-        numbers, prefix = f"(?:{prefix})(?<=.)|(?:{numbers})$", ""
+    if metadata.national_prefix_transform_rule:
+        numbers = f"(?:{prefix})(?<=.)|(?:{numbers})$"  # the prefix stands for other digits, so any may follow
     else:
         numbers = f"(?:{prefix})?(?:{numbers})$"
     international = f"(?:{metadata.international_prefix})|" if metadata.international_prefix else ""
