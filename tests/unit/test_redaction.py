@@ -418,7 +418,7 @@ def test_phone_lookups_of_a_text_cost_at_most_what_its_length_allows(
 
 
 def test_candidates_beyond_the_bound_count_as_phone_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind many candidates does not stay in the text. Other texts keep their numbers."""
+    """Numbers behind many candidates do not stay in the text. Other texts keep what is no number."""
     text = "12345678, 030 1234567"
     assert values_of(text, "phone_number", "DE") == ["030 1234567"]
     monkeypatch.setattr(patterns, "FREE_COST", 0)
