@@ -52,7 +52,9 @@ DOCUMENTED = """
     infer  POST /tei/org/name /tei/org/name/embed /tei/org/name/embed_all
     infer  POST /tei/org/name/embed_sparse /tei/org/name/predict
     infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
-    infer  GET /info /tei/org/name/info
+    infer  POST /tei/org/name/invocations /tei/org/name/v1/embeddings /tei/org/name/embeddings
+    infer  POST /v1/multi-vector /pooling /v1/score /score /v1/reranking /reranking /api/rerank
+    infer  GET /info /tei/org/name/info /tei/org/name/health /tei/org/name/ping
     infer  POST /api/embed /api/embeddings /v1/audio/transcriptions /v1/audio/translations
     read   GET /api/tags /api/ps /api/version
     read   POST /api/show

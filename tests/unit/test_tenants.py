@@ -57,6 +57,9 @@ SILENT = """
     POST   /tei/{model:path} /tei/{model:path}/embed /tei/{model:path}/embed_all /tei/{model:path}/embed_sparse
     POST   /tei/{model:path}/predict /tei/{model:path}/similarity /tei/{model:path}/tokenize
     POST   /tei/{model:path}/decode /tei/{model:path}/rerank
+    POST   /tei/{model:path}/invocations /tei/{model:path}/v1/embeddings /tei/{model:path}/embeddings
+    POST   /v1/multi-vector /pooling /v1/score /score /v1/reranking /reranking /api/rerank
+    GET    /tei/{model:path}/health /tei/{model:path}/ping
     GET    /info /tei/{model:path}/info /api/tags /api/ps /api/version
     POST   /api/embed /api/embeddings /api/show /v1/audio/transcriptions /v1/audio/translations
     GET    /v1/models /v1/models/{model:path} /models /models/{model:path}
