@@ -66,7 +66,7 @@ $(SDKS)/.installed: $(VENV)/.pip
 	touch $@
 
 # compiled once after the installation, so that the processes of the tests do not all compile these modules at once
-PRODUCT := core/contracts core/broker core/runtime core/store gateway sidecar adapter config_service sdk cli
+PRODUCT := core/contracts core/broker core/runtime core/store gateway sidecar adapter config_service sdk cli $(wildcard extras/*/sie_*)
 LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config_service.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, gliner, gliner2, gliclass
 

@@ -48,13 +48,17 @@ FOR = {
     "documents": ("sie_adapter.documents.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
-    "mcp": ("sie_cli.mcp",),
     "evals": ("sie_cli.evals",),
     "mteb": ("sie_cli.evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
     "lancedb": ("sie_store.sinks.lance",),
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
+}
+FOR |= {
+    Path(folder).name: (package,)
+    for folder, package in measure.PACKAGES.items()
+    if package not in measure.CORE and Path(folder).name in EXTRAS
 }
 # modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", "sie_cli.models.inspect")
@@ -78,11 +82,11 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.engine.graph",
     ),
     # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector and lancedb add their indexes
-    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", *_SINKS),
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", *_SINKS),
     "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", *_SINKS),
-    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_cli.mcp", "sie_store.datasets"),
-    "mteb": (*_HUB, *_COMPONENTS, "sie_cli.mcp", "sie_store.datasets"),
-    "serve": ("sie_cli.evals", "sie_cli.mcp", *_SINKS),
+    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_store.datasets"),
+    "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
+    "serve": ("sie_cli.evals", *_SINKS),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
@@ -160,7 +164,8 @@ def modules_of(extra: str) -> list[str]:
     """Return the modules that an extra is for, and the modules of ours that they import."""
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
-    near = {*packages, *_SHARED, *(("sie_client",) if "sie_cli" in packages else ())}
+    is_command = "sie_cli" in packages or not packages <= measure.CORE
+    near = {*packages, *_SHARED, *(("sie_client", "sie_cli") if is_command else ())}
     names: set[str] = set()
     # an import of __main__ would run it
     waiting = [name for name in modules() if _is_in(name, roots) and not name.endswith(".__main__")]

@@ -3,6 +3,7 @@
     python tests/lanes.py                  everything that `make test` promises
     python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
     python tests/lanes.py tests/unit/test_options.py
+    python tests/lanes.py core             the tests of the core, without those of the extras
     python tests/lanes.py --system         what `make test-system` promises
     python tests/lanes.py --long           what `make test-long` promises, an hour of two cores
 
@@ -109,6 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     lanes, is_test = LANES, not arguments or arguments[0] not in _SETS
     if not is_test:
         lanes, arguments = _SETS[arguments[0]], arguments[1:]
+    if arguments and arguments[0] == "core":
+        arguments = [*(folder for folder in _TESTPATHS if folder != "extras"), *arguments[1:]]
     lanes = [lane for lane in lanes if not lane.is_redundant]
     LOGS.mkdir(parents=True, exist_ok=True)
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]

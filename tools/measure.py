@@ -32,6 +32,11 @@ PACKAGES = {  # package name by folder
     "sdk": "sie_client",
     "cli": "sie_cli",
 }
+CORE = frozenset(PACKAGES.values())
+# the packages of the extras: extras/NAME/PACKAGE
+PACKAGES |= {
+    str(place.parent.relative_to(ROOT)): place.name for place in sorted(ROOT.glob("extras/*/sie_*")) if place.is_dir()
+}
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}
 # participles and pronouns that are used as names instead of a noun of the field
 _PARTICIPLES = """

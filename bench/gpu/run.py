@@ -30,7 +30,15 @@ ROOT = HERE.parents[1]
 NO_GPU = 3
 LIMIT_S = 480.0
 PRODUCT = ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter")
-PRODUCT = (*PRODUCT, "config_service", "sdk", "cli", "tests", "tools")
+PRODUCT = (
+    *PRODUCT,
+    "config_service",
+    "sdk",
+    "cli",
+    *(f"extras/{place.name}" for place in sorted(ROOT.glob("extras/*"))),
+    "tests",
+    "tools",
+)
 # part -> its script and the argument of the script
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": ("suites.py", "tests"),

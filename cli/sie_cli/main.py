@@ -10,7 +10,8 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ class _Program(AnyPosition):
             package = (error.name or "").partition(".")[0]
             if not package or package.startswith("sie_"):
                 raise
-            extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
-            refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
+            refuse(f"the package {package} is not installed: pip install 'sie-cluster[{_extra_for(sys.argv[1:])}]'")
         except OSError as error:
             is_output = error.errno in _UNWRITABLE
             # Raise in a process of the cluster (gateway, sidecar, ...): such a process has its own excepthook, which
@@ -114,6 +114,12 @@ class _Program(AnyPosition):
             raise
 
 
+def _extra_for(words: Sequence[str]) -> str:
+    """Return the extra of the package `sie-cluster` that the command among these words needs."""
+    extras = EXTRAS | {entry.name: ",".join(entry.extras) for entry in entry_points(group="sie.commands")}
+    return next((extras[word] for word in words if extras.get(word)), "serve")
+
+
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # command -> extra of the package `sie-cluster` that the command needs; commands that are not listed need `serve`
 EXTRAS = {
@@ -122,7 +128,6 @@ EXTRAS = {
     "sidecar": "sidecar",
     "adapter": "adapter",
     "eval": "evals",
-    "mcp": "mcp",
 }
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
@@ -134,7 +139,6 @@ ELSEWHERE = {
     "eval": "sie_cli.evals:evals",
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
-    "mcp": "sie_cli.mcp:mcp",
     "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.replay.bench:bench",
@@ -151,7 +155,7 @@ ELSEWHERE = {
 
 @click.group(
     cls=_Program,
-    commands=Commands(ELSEWHERE),
+    commands=Commands(ELSEWHERE, "sie.commands"),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140},
 )
 @click.version_option(sie_contracts.__version__, prog_name="sie")
@@ -171,7 +175,6 @@ def main() -> None:
     sie try MODEL "text"       like `sie run`, but a missing model is an error
     sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
     sie migrate ALIAS MODEL    encode an index with another encoder, then move an alias to that encoder
-    sie mcp                    offer tools to agents, by the Model Context Protocol
     sie top                    show workers, models and queues, live
     sie dlq list               list work that was given up
     sie cache status           show cached answers; `erase` removes them

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import sys
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any, NoReturn, TypeVar, cast
 
 import click
@@ -136,15 +138,63 @@ class ManyOptions(click.Command):
 
 class Commands(UserDict[str, Any]):
     """Commands of a group, by name. A value is a command, or its `module:attribute`, which is imported when the command
-    is first used. So processes of the cluster do not import the modules of operators' commands.
+    is first used. So processes of the cluster do not import the modules of operators' commands. Commands of packages
+    are found by the entry points of `group`, which are read when a name is not among the values, or to list all names.
     """
 
+    def __init__(self, commands: Mapping[str, Any], group: str = "") -> None:
+        super().__init__(commands)
+        self._group = group
+
+    def _read_entry_points(self) -> None:
+        if self._group:
+            group, self._group = self._group, ""
+            found = importlib.metadata.entry_points(group=group)
+            self.data = {entry.name: entry for entry in found} | self.data
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self.data:
+            self._read_entry_points()
+        return name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        self._read_entry_points()
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        self._read_entry_points()
+        return len(self.data)
+
     def __getitem__(self, name: str) -> click.Command:
+        if name not in self:
+            raise KeyError(name)
         command = self.data[name]
         if isinstance(command, str):
             module, _, attribute = command.partition(":")
             command = self.data[name] = getattr(importlib.import_module(module), attribute)
+        elif isinstance(command, EntryPoint):
+            command = self.data[name] = _of_package(command)
         return cast(click.Command, command)
+
+
+def _of_package(entry: EntryPoint) -> click.Command:
+    """Return the command of an entry point. If it cannot be imported, return one that says why."""
+    try:
+        return cast(click.Command, entry.load())
+    except ModuleNotFoundError as error:
+        needed = (error.name or "").partition(".")[0]
+        package = entry.dist.name if entry.dist is not None else ""
+        extra = f"[{','.join(entry.extras)}]" if entry.extras else ""
+        cause = f"the package {needed} is not installed: pip install '{package}{extra}'"
+    except Exception as error:  # noqa: BLE001  code of another package may raise anything; the other commands still run
+        cause = f"{entry.value} cannot be imported: {type(error).__name__}: {error}"
+
+    @click.command(entry.name, short_help=cause, context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def unusable(arguments: tuple[str, ...]) -> None:
+        refuse(cause)
+
+    return unusable
 
 
 class AnyPosition(click.Group):

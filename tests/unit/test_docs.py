@@ -104,7 +104,7 @@ def test_each_method_that_a_page_names_exists() -> None:
             names.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
     references = [
         (page.name, *reference)
-        for page in (ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md"))
+        for page in (ROOT / "ARCHITECTURE.md", *pages.every_page())
         for reference in re.findall(r"`([A-Z]\w+)\.([a-z_]\w+)`", page.read_text("utf-8"))
         if reference[0] in names
     ]
@@ -143,8 +143,9 @@ def test_the_tables_of_the_readme_are_the_catalogue_and_the_results() -> None:
 
 
 def test_the_first_page_of_the_site_leads_to_every_page() -> None:
-    links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text("utf-8")))
-    assert links == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    links = set(re.findall(r"\]\(((?:\.\./extras/[\w-]+/)?[\w-]+\.md)\)", (DOCS / "index.md").read_text("utf-8")))
+    assert {DOCS / "index.md", *((DOCS / link).resolve() for link in links)} >= {*pages.every_page()}
+    assert all((DOCS / link).is_file() for link in links if "/" not in link)
 
 
 def test_the_readme_is_short_before_more() -> None:
@@ -171,7 +172,7 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
     )
     wrong = [
         (page.name, name)
-        for page in DOCS.glob("*.md")
+        for page in pages.every_page()
         for name in re.findall(r"`[^`\n]*?\b(sie_[a-z0-9_]+)", page.read_text("utf-8"))
         if name not in exported
         and not foreign_names.fullmatch(name)
@@ -183,7 +184,7 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
 def test_no_page_names_a_setting_that_does_not_exist() -> None:
     wrong = [
         (page.name, name)
-        for page in (*DOCS.glob("*.md"), README)
+        for page in (*pages.every_page(), README)
         for name in re.findall(r"\bSIE_[A-Z0-9]+(?:_[A-Z0-9]+)*\b(?!\*|_)", page.read_text("utf-8"))
         if name not in BY_NAME and name not in client_environment.NAMES
     ]
@@ -194,7 +195,7 @@ def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
     """Blocks without a mark, and those of servers, are run. tests/system/test_readme.py runs those of the README and of
     sdk.md, test_image_pages.py those of image-search.md, test_sounds.py those of sounds.md, test_docs.py all others.
     """
-    block_counts = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
+    block_counts = {page.name: dict(pages.marks(page)) for page in (*pages.every_page(), README)}
     assert {name: counts for name, counts in block_counts.items() if counts} == BLOCKS
     assert {mark for counts in BLOCKS.values() for mark in counts} <= {"", "server", *pages.ELSEWHERE}
 
@@ -203,7 +204,7 @@ def test_nothing_is_shown_of_what_is_not_run_and_measured_numbers_are_fractions_
     """A block that is not run shows no output, because no test would compare it. Output without measured fractions is
     the same on every machine, so a test can compare it.
     """
-    for page in (*DOCS.glob("*.md"), README):
+    for page in (*pages.every_page(), README):
         every = pages.blocks(page)
         assert [block.code for block in every if block.shown is not None and block.mark in pages.ELSEWHERE] == [], (
             page.name
@@ -216,7 +217,7 @@ def test_nothing_is_shown_of_what_is_not_run_and_measured_numbers_are_fractions_
 def test_no_command_hides_in_a_block_of_another_language() -> None:
     word = "sie|curl|pip|python|make|docker|kubectl|helm|export|import|from"
     command = re.compile(rf"^ *(?:\$ |(?:[A-Z_]+=\S+ )*(?:{word}) \S)", re.MULTILINE)
-    for page in (*DOCS.glob("*.md"), README):
+    for page in (*pages.every_page(), README):
         text = page.read_text("utf-8")
         every = pages.blocks(page)
         assert text.count("```") == 2 * len(every) + 2 * sum(block.shown is not None for block in every), page.name
@@ -229,7 +230,7 @@ def test_no_command_hides_in_a_block_of_another_language() -> None:
 def test_every_command_that_a_page_names_is_there() -> None:
     """Options are checked too, except those of `sie serve` after `sie airgap serve`."""
     wrong, command_count = [], 0
-    for page in (*DOCS.glob("*.md"), README, ROOT / "ARCHITECTURE.md"):
+    for page in (*pages.every_page(), README, ROOT / "ARCHITECTURE.md"):
         for words in re.findall(r"(?:`|^|[=(;] ?|\| )sie ([a-z][^`\n#|)]*)", page.read_text("utf-8"), re.MULTILINE):
             command: click.Command = main
             rest = words.split()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import measure
 import pytest
+from measure import CORE as CORE_PACKAGES
 from measure import FOLDERS
 
 import sie_client
@@ -32,7 +33,8 @@ BELOW = {
     "sie_adapter": ("sie_contracts", "sie_runtime", "sie_store"),
     "sie_config_service": SHARED,
     "sie_client": SHARED[:1],
-    "sie_cli": tuple(FOLDERS),
+    "sie_cli": tuple(CORE_PACKAGES),
+    **dict.fromkeys(FOLDERS.keys() - CORE_PACKAGES, tuple(CORE_PACKAGES)),  # the extras
 }
 WITHOUT_TORCH = (
     "sie_contracts",

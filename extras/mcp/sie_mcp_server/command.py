@@ -18,7 +18,7 @@ from sie_runtime.process import Stop, own_stderr
 from sie_runtime.process import run as run_process
 
 if TYPE_CHECKING:
-    from sie_cli.mcp.server import AgentServer
+    from sie_mcp_server.server import AgentServer
 
 STDIO_OWNER = "stdio"
 
@@ -74,12 +74,12 @@ def mcp(
 
     Status 0: ended. 2: an option or a setting is wrong.
     """
-    from sie_cli.mcp import config
-    from sie_cli.mcp.callers import AgentCaller, KeyNames
-    from sie_cli.mcp.http import caller_of, serve
-    from sie_cli.mcp.results import ResultStore
-    from sie_cli.mcp.server import AgentServer
-    from sie_cli.mcp.tools import AgentTools
+    from sie_mcp_server import config
+    from sie_mcp_server.callers import AgentCaller, KeyNames
+    from sie_mcp_server.http import caller_of, serve
+    from sie_mcp_server.results import ResultStore
+    from sie_mcp_server.server import AgentServer
+    from sie_mcp_server.tools import AgentTools
 
     if is_http and documents is not None:
         raise click.UsageError("--documents gives every caller the files of this machine: it does not go with --http")

@@ -4,7 +4,9 @@ import gc
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import public_certificates  # noqa: F401
@@ -33,6 +35,10 @@ def _attach(self: catching_logs[Any]) -> Any:
 
 
 catching_logs.__enter__ = _attach  # type: ignore[method-assign]
+
+
+# helper modules of the extras' tests, which import each other by name as those of tests/ do
+sys.path += [str(folder) for folder in sorted(Path(__file__).parent.glob("extras/*/tests"))]
 
 
 def pytest_configure(config: pytest.Config) -> None:

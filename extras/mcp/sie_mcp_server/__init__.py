@@ -13,7 +13,3 @@ sentences   errors of the gateway as sentences for an agent
 server      the handlers of the protocol: tools, and resources by URI
 http        the HTTP transport
 """
-
-from sie_cli.mcp.command import mcp
-
-__all__ = ["mcp"]

@@ -39,14 +39,14 @@ from mcp_types import (
     ToolAnnotations,
 )
 
-from sie_cli.mcp import schemas
-from sie_cli.mcp.callers import AgentCaller
-from sie_cli.mcp.sentences import sentence_of
-from sie_cli.mcp.tools import RESULT_URI, AgentTool, AgentTools, ToolRefused
 from sie_client import SIEError
 from sie_contracts import __version__
 from sie_contracts.plain import struct_of
 from sie_contracts.schema_faults import fault_line
+from sie_mcp_server import schemas
+from sie_mcp_server.callers import AgentCaller
+from sie_mcp_server.sentences import sentence_of
+from sie_mcp_server.tools import RESULT_URI, AgentTool, AgentTools, ToolRefused
 
 NAME = "sie"
 MAX_CALLS, MAX_CALLS_OF_CALLER = 256, 16

@@ -19,11 +19,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_cli.mcp import schemas
-from sie_cli.mcp.callers import AgentCaller
-from sie_cli.mcp.clients import GatewayClients
-from sie_cli.mcp.config import McpConfig, SearchCollection
-from sie_cli.mcp.results import (
+from sie_client import SIEAsyncClient
+from sie_client.types import Item
+from sie_contracts.media.documents import MAX_BYTES
+from sie_contracts.settings import Secret, SettingError
+from sie_mcp_server import schemas
+from sie_mcp_server.callers import AgentCaller
+from sie_mcp_server.clients import GatewayClients
+from sie_mcp_server.config import McpConfig, SearchCollection
+from sie_mcp_server.results import (
     TTL_S,
     Paged,
     PagedText,
@@ -33,10 +37,6 @@ from sie_cli.mcp.results import (
     ResultTooLarge,
     numbers,
 )
-from sie_client import SIEAsyncClient
-from sie_client.types import Item
-from sie_contracts.media.documents import MAX_BYTES
-from sie_contracts.settings import Secret, SettingError
 from sie_store.object_stores import RetryPolicy, StoreError
 from sie_store.sinks import opening
 from sie_store.sinks.sink import Sink

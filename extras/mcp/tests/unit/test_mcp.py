@@ -25,15 +25,15 @@ from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, s
 from mcp_types import INVALID_PARAMS
 
 from sie_broker import Write
-from sie_cli.mcp import clients, config, http, results, schemas, server, tools
-from sie_cli.mcp.callers import AWAY_S, CHECK_EVERY_S, AgentCaller, KeyNames
-from sie_cli.mcp.config import DefaultModels, McpConfig, SearchCollection
-from sie_cli.mcp.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
-from sie_cli.mcp.sentences import sentence_of
-from sie_cli.mcp.tools import ToolRefused
 from sie_client import AuthenticationError, SIEAsyncClient, SIEConnectionError
 from sie_client import errors as client_errors
 from sie_contracts.settings import SettingError
+from sie_mcp_server import clients, config, http, results, schemas, server, tools
+from sie_mcp_server.callers import AWAY_S, CHECK_EVERY_S, AgentCaller, KeyNames
+from sie_mcp_server.config import DefaultModels, McpConfig, SearchCollection
+from sie_mcp_server.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
+from sie_mcp_server.sentences import sentence_of
+from sie_mcp_server.tools import ToolRefused
 from sie_runtime import keys as records
 
 MODELS = DefaultModels(encode=DENSE, rerank=RANK, extract=FIND, redact=FIND, parse=PARSE)

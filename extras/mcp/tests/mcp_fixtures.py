@@ -19,16 +19,16 @@ from inprocess import GatewayProcess, InProcess, until, until_told
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from sie_cli.mcp.callers import KeyNames
-from sie_cli.mcp.config import McpConfig
-from sie_cli.mcp.http import caller_of, serve
-from sie_cli.mcp.results import ResultStore
-from sie_cli.mcp.server import AgentServer
-from sie_cli.mcp.tools import AgentTools
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import Secret
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import ArraySlice, Ok, WorkItem, WorkResult
+from sie_mcp_server.callers import KeyNames
+from sie_mcp_server.config import McpConfig
+from sie_mcp_server.http import caller_of, serve
+from sie_mcp_server.results import ResultStore
+from sie_mcp_server.server import AgentServer
+from sie_mcp_server.tools import AgentTools
 from sie_runtime.process import Stop
 
 DENSE, RANK, FIND, PARSE, HELD = "toy/one", "toy/rank", "toy/find", "toy/parse", "toy/held"

@@ -18,12 +18,12 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.streamable_http import MCP_SESSION_ID_HEADER, StreamableHTTPServerTransport
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
-from sie_cli.mcp.callers import AgentCaller, KeyNames
-from sie_cli.mcp.sentences import GATEWAY_AWAY, sentence_of
-from sie_cli.mcp.server import AgentServer
 from sie_client import AuthenticationError, InvalidInputError
 from sie_client import SIEError as ClientError
 from sie_contracts.errors import NotReady, PermissionDenied, SIEError, Unauthenticated
+from sie_mcp_server.callers import AgentCaller, KeyNames
+from sie_mcp_server.sentences import GATEWAY_AWAY, sentence_of
+from sie_mcp_server.server import AgentServer
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, refuse
 from sie_runtime.http.protocol import HostNames
 from sie_runtime.http.server import HttpServer, probes

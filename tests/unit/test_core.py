@@ -1,0 +1,113 @@
+"""The core answers encode, score and extract. It knows no extra, and what is optional in it leaves it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import measure
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
+EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in measure.CORE}
+# modules that are optional and still in the packages of the core, and the imports of them from the rest of the core.
+# A number may only fall; a row without imports leaves for extras/
+OPTIONAL = {
+    "sie_adapter.detectors": 0,
+    "sie_adapter.documents": 0,
+    "sie_adapter.engine.graph": 2,
+    "sie_adapter.engine.sglang_server": 2,
+    "sie_adapter.extractors": 0,
+    "sie_adapter.families.dual_encoder": 0,
+    "sie_adapter.families.sound_encoder": 0,
+    "sie_adapter.families.vision_language": 0,
+    "sie_adapter.pages": 0,
+    "sie_adapter.readers": 1,
+    "sie_cli.airgap": 0,
+    "sie_cli.cache": 0,
+    "sie_cli.dlq": 0,
+    "sie_cli.doctor": 0,
+    "sie_cli.evals": 0,
+    "sie_cli.jobs": 0,
+    "sie_cli.migrating": 0,
+    "sie_cli.models.compare": 1,
+    "sie_cli.recovery": 0,
+    "sie_cli.replay": 0,
+    "sie_cli.top": 0,
+    "sie_cli.topology": 0,
+    "sie_gateway.answers": 3,
+    "sie_gateway.dialects.cohere": 1,
+    "sie_gateway.dialects.contextual": 1,
+    "sie_gateway.dialects.guardrails": 1,
+    "sie_gateway.dialects.infinity": 1,
+    "sie_gateway.dialects.ollama": 2,
+    "sie_gateway.dialects.redact": 1,
+    "sie_gateway.dialects.tei": 2,
+    "sie_gateway.dialects.transcriptions": 1,
+    "sie_gateway.dialects.voyage": 2,
+    "sie_gateway.inference.cached": 2,
+    "sie_gateway.inference.image_urls": 2,
+    "sie_gateway.jobs": 3,
+    "sie_gateway.operations.cache_routes": 1,
+    "sie_gateway.operations.doctor": 2,
+    "sie_gateway.operations.history": 2,
+    "sie_gateway.operations.ollama": 1,
+    "sie_gateway.operations.overview": 1,
+    "sie_gateway.redaction": 0,
+    "sie_gateway.remotes": 2,
+    "sie_store.datasets": 0,
+    "sie_store.sinks": 0,
+}
+
+
+def _core() -> Iterator[measure.Module]:
+    for package in sorted(measure.CORE):
+        yield from measure.modules(measure.FOLDERS[package])
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _within(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
+
+
+def test_core_names_no_package_of_an_extra() -> None:
+    """Neither an import nor a string of the core, of its tests or of the tools names one."""
+    packages = [measure.PACKAGES[folder] for folder in EXTRAS]
+    assert packages
+    pattern = re.compile(rf"\b({'|'.join(packages)})\b")
+    folders = [*(measure.FOLDERS[package] for package in measure.CORE), "tests", "tools"]
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert [str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text("utf-8"))] == []
+
+
+def test_core_has_no_more_imports_of_what_is_optional() -> None:
+    edges = Counter(dict.fromkeys(OPTIONAL, 0))
+    for module in _core():
+        if not any(_within(module.name, room) for room in OPTIONAL):
+            imported = set(_imported(module.tree))
+            edges.update(room for room in OPTIONAL if any(_within(name, room) for name in imported))
+    assert dict(edges) == OPTIONAL
+
+
+def test_extra_has_its_code_its_tests_and_its_page() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    wheel = project["tool"]["hatch"]["build"]
+    for folder in EXTRAS:
+        place = ROOT / folder
+        assert any(place.glob("tests/**/test_*.py")), folder
+        assert any(place.glob("*.md")), folder
+        assert folder in wheel["dev-mode-dirs"]
+        assert f"{folder}/{measure.PACKAGES[folder]}" in wheel["targets"]["wheel"]["packages"]
