@@ -56,9 +56,9 @@ from sie_adapter.engine.engines import TORCH, Choice
 from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.packing import Items
-from sie_cli.evals import outputs, quality, tasks
-from sie_cli.evals.packages import STSB_PACKAGE
-from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
+from sie_evals import outputs, quality, tasks
+from sie_evals.packages import STSB_PACKAGE
+from sie_evals.steps import EvalStep, EvalWork, ResultCache
 
 BATCH = 32
 MAX_TOKENS = 256

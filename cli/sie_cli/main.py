@@ -127,28 +127,19 @@ EXTRAS = {
     "config": "config",
     "sidecar": "sidecar",
     "adapter": "adapter",
-    "eval": "evals",
 }
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
     "airgap": "sie_cli.airgap:airgap",
-    "backup": "sie_cli.recovery:backup",
     "cache": "sie_cli.cache:cache",
-    "dlq": "sie_cli.dlq:dlq",
-    "doctor": "sie_cli.doctor:doctor",
-    "eval": "sie_cli.evals:evals",
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
-    "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.replay.bench:bench",
     "pull": "sie_cli.models.pull:pull",
-    "repair": "sie_cli.recovery:repair",
-    "restore": "sie_cli.recovery:restore",
     "run": "sie_cli.trying:run_model",
     "top": "sie_cli.top.command:top",
     "try": "sie_cli.trying:try_model",
-    "topology": "sie_cli.topology:topology",
     "weights": "sie_cli.models.weights:weights",
 }
 
@@ -171,23 +162,16 @@ def main() -> None:
     sie run MODEL "text"       print a model's answer; a missing model is added to the running server
     sie pull MODEL             add a model to the catalogue, and its weights to this disk
     sie settings               all settings, with value and origin
-    sie doctor                 find the faults of a cluster and their remedies
     sie try MODEL "text"       like `sie run`, but a missing model is an error
     sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
-    sie migrate ALIAS MODEL    encode an index with another encoder, then move an alias to that encoder
     sie top                    show workers, models and queues, live
-    sie dlq list               list work that was given up
     sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there
     sie weights push MODEL     copy weights to the bucket that all workers share; `list`, `verify`, `rm`
     sie airgap create          pack models into a file for a site without a network; `load` and `serve` there
-    sie eval MODEL -t TASK     measure a model, and compare it with other servers and with targets
     sie bench replay TRACE     predict the effect of settings on recorded or generated traffic
-    sie backup FILE            save keys, catalogue and jobs in a file; `sie restore FILE` writes them back
-    sie repair STREAM          create a damaged stream again; `sie doctor` names the damaged streams
-    sie topology show          show streams and consumers of the broker; `check` compares, `migrate` changes
     """
 
 

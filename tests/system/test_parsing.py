@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distribution
 import documents_oracle
-import extras
 import httpx
 import measure
 import psutil
@@ -43,7 +43,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     if source := os.environ.get("DOCUMENTS_PYTHON"):
         return source
     folder = tmp_path_factory.mktemp("documents")
-    (folder / "constraints.txt").write_text(extras.constraints("documents"))
+    (folder / "constraints.txt").write_text(distribution.constraints("documents"))
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     created = str(venv / "bin" / "python")

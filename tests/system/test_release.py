@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import audit
-import extras
+import distribution
 import helm
 import jsonschema_rs
 import measure
@@ -31,7 +31,7 @@ CHART = f"sie-cluster-{NOW}.tgz"
 BILL = f"sie-cluster-{NOW}.cdx.json"
 SUMS = "SHA256SUMS"
 # as in the Makefile: what pip would choose by itself brings CUDA
-TORCH = next(requirement for requirement in extras.EXTRAS["adapter"] if requirement.startswith("torch=="))
+TORCH = next(requirement for requirement in distribution.EXTRAS["adapter"] if requirement.startswith("torch=="))
 # what a user of the extra runs first; {sie} is its command line, {python} its Python
 FIRST = {
     "cli": ["{sie}", "--help"],
@@ -166,7 +166,7 @@ def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("extra", extras.FOR)
+@pytest.mark.parametrize("extra", distribution.FOR)
 def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tmp_path: Path) -> None:
     """The extra is installed from the wheel. No requirement is missing or in conflict, and all modules of the extra are
     imported.
@@ -176,18 +176,18 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
     python = str(venv / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     batches = [[f"{dist / WHEEL}[{extra}]"]]
-    if "torch" in extras.named(extra):
+    if "torch" in distribution.named(extra):
         batches.insert(0, [TORCH])
     environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
     pins = tmp_path / "constraints.txt"
-    pins.write_text(extras.constraints(extra))
+    pins.write_text(distribution.constraints(extra))
     for batch in batches:
         argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *batch]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
     checked = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)
     assert checked.returncode == 0, checked.stdout
-    code = f"import importlib\nfor name in {extras.modules_of(extra)!r}: importlib.import_module(name)"
+    code = f"import importlib\nfor name in {distribution.modules_of(extra)!r}: importlib.import_module(name)"
     commands = [[python, "-W", "ignore", "-c", code]]
     if extra in FIRST:
         commands.append([word.format(sie=venv / "bin" / "sie", python=python) for word in FIRST[extra]])
@@ -196,7 +196,7 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
         assert done.returncode == 0, done.stderr
     listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, text=True, check=True, timeout=60)
     installed = {canonicalize_name(package["name"]) for package in json.loads(listed.stdout)}
-    assert extras.named(extra) <= installed
+    assert distribution.named(extra) <= installed
     if extra == "cli":
         run = subprocess.run([venv / "bin" / "sie", "gateway"], env=environ, capture_output=True, text=True, timeout=60)
         assert run.returncode == 2

@@ -1,19 +1,14 @@
-"""The options of all commands: one name for one thing, in any position; and commands that `sie doctor` tells people to
-run.
-"""
+"""The options of all commands: one name for one thing, in any position."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
-from diagnosis import commands as commands_of
-from diagnosis import doctor_templates
 
 from sie_cli import access
 from sie_cli.access import Access
@@ -186,19 +181,6 @@ def test_ten_options_of_serve_come_before_all_others_in_a_terminal_of_any_width(
     assert tuple(shown[:10]) == FIRST
     assert not set(FIRST) & set(shown[10:]), "each stands once"
     assert result.output.index("Most used options:") < result.output.index("\nOptions:")
-
-
-def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
-    """Each name and each option of every command in backticks in the texts of `sie doctor` is checked."""
-    lines = {line for text in doctor_templates() for line in commands_of(text)}
-    assert {line.split()[1] for line in lines} >= {"keys", "topology", "serve", "settings"}
-    for line in lines:
-        command: click.Command = main
-        words = shlex.split(line)[1:]
-        while words and isinstance(command, click.Group):
-            command = command.commands[words.pop(0)]
-        for word in words:
-            assert not word.startswith("--") or word in options(command), line
 
 
 def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:

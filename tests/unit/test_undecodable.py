@@ -5,10 +5,8 @@ usual answer to them, whether they are cut off, not UTF-8, or nested too deeply.
 from __future__ import annotations
 
 import ast
-import asyncio
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ import httpx
 import measure
 import msgspec
 import pytest
+from undecodable import FAULTS, MARK, check, damages_of, json, msgpack, of_file
 
 from sie_broker import BrokerError, CoreMessage, Entry, StreamMessage
 from sie_broker.dead_letters import Letters
@@ -26,12 +25,9 @@ from sie_broker.nats.jetstream import JetStream, publish_ack
 from sie_broker.owner import own
 from sie_broker.record import Record, UnreadableRecord
 from sie_broker.tables import read_lane
-from sie_cli import access, recovery
+from sie_cli import access
 from sie_cli.airgap import archive
-from sie_cli.doctor.probe import Heartbeats, ProbeResult
-from sie_cli.evals import results as evaluations
 from sie_cli.gateway_client import AdminClient
-from sie_cli.migrating.migration import has_files
 from sie_cli.models import service
 from sie_cli.refusal import CommandRefused
 from sie_cli.replay import trace
@@ -61,9 +57,6 @@ from sie_store.sinks import qdrant
 from sie_store.weights import listing, manifest
 
 pytestmark = pytest.mark.xdist_group("sources")
-MARK = "stranger"
-DEPTH = 5000
-json, msgpack = msgspec.json.encode, msgspec.msgpack.encode
 
 Reader = Callable[[bytes], Any]
 
@@ -127,21 +120,6 @@ def config_source_of(data: bytes) -> feed.HttpConfigSource:
     return source
 
 
-def of_file(read: Callable[[Path], Any], name: str) -> Callable[[bytes, Path], Any]:
-    """Return a reader of a file with this name."""
-
-    def reader(data: bytes, folder: Path) -> Any:
-        (folder / name).write_bytes(data)
-        return read(folder / name)
-
-    return reader
-
-
-def of_backup(data: bytes, folder: Path) -> Any:
-    (folder / "backup").write_bytes(recovery.FORMAT + hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
-    return recovery.read_backup(folder / "backup")
-
-
 # name -> message that is valid up to a field that it lacks, its encoding, the reader, and the error that the reader
 # raises; None: it logs the fault, or returns that there is nothing
 READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Exception] | None]] = {
@@ -160,8 +138,6 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     ),
     "heartbeat, gateway": ({"type": "heartbeat/1", "worker": MARK}, msgpack, of_handler(Fleet._on_heartbeat), None),
     "gateway, gateway": ({"type": "gateway/1", "gateway": MARK}, msgpack, of_handler(Peers._on_beat), None),
-    "heartbeat, doctor": ({"type": "heartbeat/1", "worker": MARK}, msgpack, of_handler(Heartbeats.on_worker), None),
-    "gateway, doctor": ({"type": "gateway/1", "gateway": MARK}, msgpack, of_handler(Heartbeats.on_gateway), None),
     "result": ({"type": "result/1", "request": MARK}, msgpack, of_inbox, None),
     "parts of a result": (
         {"type": "result/1", "request": MARK},
@@ -270,7 +246,6 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         lambda data: config_source_of(data).epoch(),
         feed.ConfigUnavailable,
     ),
-    "health, doctor": ({"name": MARK}, json, lambda data: ProbeResult("u", 200, data).decoded(dict), None),
     "pools of a worker": (
         {"worker": MARK},
         json,
@@ -327,13 +302,6 @@ FILES: dict[
         lambda data, _: archive.decode(data),
         CommandRefused,
     ),
-    "result of an evaluation": ({"model": MARK}, json, of_file(evaluations.read, "a.json"), CommandRefused),
-    "manifest of a job": (
-        {"job": MARK},
-        json,
-        of_file(lambda file: has_files(file.parent, "j"), "manifest.json"),
-        CommandRefused,
-    ),
     "manifest of a job, client": (
         {"job": MARK},
         json,
@@ -342,42 +310,18 @@ FILES: dict[
     ),
     "manifest of weights": ({"repository": MARK}, json, lambda data, _: manifest.decode(data), manifest.ManifestError),
     "header of weights": ({MARK: {}}, json, of_file(listing._wrong_with, "a.safetensors"), None),
-    "backup": ({"version": MARK}, msgpack, of_backup, CommandRefused),
     "trace": ({"model": MARK}, json, lambda data, _: trace.read([data]), trace.TraceError),
 }
 
 
-def damages_of(sample: dict[str, Any], encode: Callable[[Any], bytes]) -> dict[str, bytes]:
-    """Return the message in three forms that its decoder refuses, each with another exception."""
-    deep = b"[" * DEPTH + b"]" * DEPTH if encode is json else b"\x91" * DEPTH + b"\xc0"
-    return {
-        "cut off": encode(sample)[:-1],
-        "not UTF-8": encode(sample).replace(MARK.encode(), b"\xff" * len(MARK)),
-        "nested": encode({"unknown": msgspec.Raw(deep), **sample}),
-    }
-
-
-def check(read: Callable[[], Any], error: type[Exception] | None) -> None:
-    async def run() -> None:
-        answer = read()
-        if inspect.isawaitable(answer):
-            await answer
-
-    if error is None:
-        asyncio.run(run())
-        return
-    with pytest.raises(error):
-        asyncio.run(run())
-
-
-@pytest.mark.parametrize("fault", ["cut off", "not UTF-8", "nested"])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_message_that_cannot_be_decoded_gets_the_usual_answer(reader: str, fault: str) -> None:
     sample, encode, read, error = READERS[reader]
     check(functools.partial(read, damages_of(sample, encode)[fault]), error)
 
 
-@pytest.mark.parametrize("fault", ["cut off", "not UTF-8", "nested"])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("reader", FILES)
 def test_a_file_that_cannot_be_decoded_gets_the_usual_answer(reader: str, fault: str, tmp_path: Path) -> None:
     sample, encode, read, error = FILES[reader]

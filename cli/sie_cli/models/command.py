@@ -7,13 +7,16 @@ import click
 from sie_cli.models import catalogue, residency
 from sie_cli.models.add import add
 from sie_cli.models.alias import alias
-from sie_cli.models.compare import compare
 from sie_cli.models.importing import import_command
 from sie_cli.models.inspect import inspect
-from sie_cli.options import AnyPosition
+from sie_cli.options import AnyPosition, Commands
 
 
-@click.group(cls=AnyPosition, short_help="Look at models, add and change them.")
+@click.group(
+    cls=AnyPosition,
+    commands=Commands({}, "sie.commands.models"),
+    short_help="Look at models, add and change them.",
+)
 def models() -> None:
     """Inspect models, add them to the catalogue of a running cluster, and change them there.
 
@@ -39,10 +42,9 @@ def models() -> None:
     sie models history my/model                list its revisions; `rollback my/model 3` restores revision 3,
                                                `rm my/model` removes the model
     sie models status my/model                 show which gateways and workers serve which revision
-    sie models alias search my/model           send requests for `search` to my/model; `compare A B` shows what another
-                                               model would change
+    sie models alias search my/model           send requests for `search` to my/model
     """
 
 
-for _command in (inspect, add, import_command, *catalogue.COMMANDS, alias, compare, *residency.COMMANDS):
+for _command in (inspect, add, import_command, *catalogue.COMMANDS, alias, *residency.COMMANDS):
     models.add_command(_command)

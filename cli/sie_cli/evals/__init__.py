@@ -1,5 +1,0 @@
-"""Command `sie eval`: measure the quality and the speed of a model, and compare several sources of its answers."""
-
-from sie_cli.evals.command import evals
-
-__all__ = ["evals"]

@@ -1,0 +1,176 @@
+"""`sie eval -t mteb/NAME`: the library mteb for real, with datasets of a hub on loopback, and a folder that is used
+without a hub.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import shared
+from click.testing import CliRunner
+from cluster import MODEL, Cluster
+from dockerfiles import ROOT
+from hub_stub import HubStub
+
+from sie_cli.main import main
+from sie_evals import tasks
+
+RUN_S = 200.0
+ROWS = 60  # documents
+STSB = ("datasets/mteb/stsbenchmark-sts", "b0fddb56ed78048fa8b90373c8a3cfc37b684831")
+NFCORPUS = ("datasets/mteb/nfcorpus", "ec0fa4fe99da2ff19ca1214b7966684033a58814")
+RERANKING = ("datasets/mteb/AskUbuntuDupQuestions", "c5691e3c48741d5f83b5cc8e630653d7a8cfc048")
+pytestmark = [
+    shared.OPEN,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:The task 'STSBenchmark' is superseded:UserWarning"),  # mteb warns
+]
+
+
+def parquet(**columns: Sequence[Any]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), file)
+    return file.getvalue()
+
+
+def retrieval(**more: bytes) -> dict[str, bytes]:
+    """Return a dataset in the format of mteb, made of the shipped pairs."""
+    pairs = tasks.stsb()
+    numbers = range(ROWS)
+    files = {
+        "corpus": parquet(id=[f"d{number}" for number in numbers], title=[""] * ROWS, text=pairs.right[:ROWS]),
+        "queries": parquet(id=[f"q{number}" for number in numbers], text=pairs.left[:ROWS]),
+        "qrels": parquet(
+            **{
+                "query-id": [f"q{number}" for number in numbers],
+                "corpus-id": [f"d{number}" for number in numbers],
+                "score": [1] * ROWS,
+            }
+        ),
+        **more,
+    }
+    configs = [f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}.parquet\n" for name in files]
+    card = f"---\nconfigs:\n{''.join(configs)}---\n"
+    return {"README.md": card.encode(), **{f"{name}.parquet": data for name, data in files.items()}}
+
+
+@pytest.fixture
+def hub() -> Iterator[HubStub]:
+    with HubStub().serving() as serving:
+        yield serving
+
+
+def evaluated(
+    folder: Path, endpoint: str, *arguments: str, status: int = 0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `sie eval` in a process of its own, which reads the environment as it imports the libraries."""
+    argv = [sys.executable, "-m", "sie_cli", "eval", *arguments, "--results", str(folder / "results")]
+    environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environ.pop("HF_HUB_OFFLINE", None)
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S, env=environ, cwd=cwd)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran
+
+
+@pytest.fixture
+def at_hub(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubStub:
+    """Point the libraries of this process to the hub: a new import of them, with its address, takes 8 s."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    before = constants.ENDPOINT
+    for module in (constants, datasets.config):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, str) and value.startswith(before):
+                monkeypatch.setattr(module, name, value.replace(before, hub.url))
+            elif name.endswith("_CACHE"):
+                monkeypatch.setattr(module, name, str(tmp_path / "hf" / name))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return hub
+
+
+def figures(*arguments: str) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        ran = CliRunner().invoke(main, ["eval", *arguments, "--json", "--results", folder])
+    assert ran.exit_code == 0, ran.output + repr(ran.exception)
+    return {row["source"]: row["scores"] for row in json.loads(ran.stdout)["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("count", "figure"), [(200, None), pytest.param(1379, 0.8203, marks=pytest.mark.long, id="all, MTEB has 82.03")]
+)
+def test_a_similarity_of_the_library_is_that_of_sentence_transformers(
+    open_cluster: Cluster, at_hub: HubStub, count: int, figure: float | None
+) -> None:
+    repository, at_hub.commit = STSB
+    pairs = tasks.stsb()
+    data = parquet(sentence1=pairs.left[:count], sentence2=pairs.right[:count], score=pairs.gold[:count])
+    at_hub.repositories[repository] = {"data/test-00000-of-00001.parquet": data}
+    by_source = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
+    assert by_source["sie"]["cosine_spearman"] == pytest.approx(by_source["st"]["cosine_spearman"], abs=1e-4)
+    assert figure is None or by_source["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
+
+
+def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, at_hub: HubStub) -> None:
+    where = ("--url", open_cluster.url)
+    at_hub.repositories[NFCORPUS[0]], at_hub.commit = retrieval(), NFCORPUS[1]
+    by_source = figures(MODEL, "-t", "mteb/NFCorpus", "-s", "sie,st", *where)
+    assert next(iter(by_source["sie"])) == "ndcg_at_10"
+    assert by_source["sie"] == pytest.approx(by_source["st"], abs=1e-3)
+    numbers = [f"q{number}" for number in range(ROWS)]
+    ranked = [[f"d{(number + step) % ROWS}" for step in range(10)] for number in range(ROWS)]
+    top = parquet(**{"query-id": numbers, "corpus-ids": ranked})
+    at_hub.repositories[RERANKING[0]], at_hub.commit = retrieval(top_ranked=top), RERANKING[1]
+    vectors = figures(MODEL, "-t", "mteb/AskUbuntuDupQuestions", *where)["sie"]
+    scores = figures("test/cross", "-t", "mteb/AskUbuntuDupQuestions", *where)["sie"]
+    main = next(iter(vectors))
+    assert next(iter(scores)) == main
+    assert vectors[main] > scores[main] > 0  # the weights of test/cross are random
+
+
+def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_the_documents_run(
+    open_cluster: Cluster, at_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "NFCorpus"
+    (folder / "qrels").mkdir(parents=True)
+    pairs = tasks.stsb()
+    for name, texts in (("corpus", pairs.right), ("queries", pairs.left)):
+        lines = [json.dumps({"_id": str(number), "text": text}) for number, text in enumerate(texts[:ROWS])]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "qrels" / "test.tsv").write_text("\n".join(f"{number}\t{number}\t1" for number in range(ROWS)))
+    run = tomllib.loads((ROOT / "mise.toml").read_text("utf-8"))["tasks"]["eval"]["run"]
+    assert run.endswith("&& .venv/bin/sie eval")  # mise adds its arguments to the end
+    arguments = (MODEL, "-t", "mteb/NFCorpus", "--type", "perf")
+    where = ("--url", open_cluster.url, "--seconds", "2", "--warm-up", "0.5")
+    nowhere = "http://127.0.0.1:1"
+    file = tmp_path / "targets.yaml"
+    saved = ("-s", "sie", *where, "--save-targets", str(file))
+    first = evaluated(tmp_path, nowhere, *arguments, *saved, cwd=tmp_path)
+    notice = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the task comes from the folder NFCorpus/"
+    assert first.stderr.splitlines()[0] == notice
+    for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
+        assert word in first.stdout
+    assert "NFCorpus@cpu clients=16" in file.read_text()
+    monkeypatch.chdir(tmp_path)
+    at_hub.repositories.clear()
+    results = ("--results", str(tmp_path / "results"))
+    # the speed of this machine does not matter here
+    second = CliRunner().invoke(main, ["eval", *arguments, "-s", "sie,targets", *where, *results])
+    assert second.exit_code in (0, 1), second.output
+    assert second.exit_code == ("target missed" in second.stdout)
+    assert "targets are the values measured at" in second.stdout
+    for name, message in (("SciFact", "there is no folder mteb/SciFact/ or SciFact/"), ("NoSuchTask", "NoSuchTask")):
+        refused = CliRunner().invoke(main, ["eval", MODEL, "-t", f"mteb/{name}", *where[:2], *results])
+        assert (refused.exit_code, message in refused.stderr) == (1, True), refused.output

@@ -1,0 +1,245 @@
+"""Load of `sie eval --type perf`: closed and open loops against senders whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fake_adapter import toy_entry
+from inprocess import InProcess, free_port, until_told
+from simulation.virtual import VirtualLoop, in_virtual_time, virtual_time
+
+from sie_cli.main import main
+from sie_client import SIEAsyncClient
+from sie_evals import load, perf, report
+from sie_evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadReply, LoadRequest, Send, WorkerWatch
+from sie_evals.outputs import DENSE
+from sie_evals.perf import LoadPlan, LoadPoint
+from sie_evals.tasks import Retrieval, Similarity, Texts
+from sie_gateway.operations import status
+
+TASK = Texts("words", ["one", "two", "three"])
+
+
+class Sender:
+    """A source whose answers come from `send`."""
+
+    name, is_here, scores_pairs, main, identity = "made", False, False, DENSE, ()
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[Send]:
+        yield self._send
+
+
+def points(
+    send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel, seconds: float = 0.5
+) -> list[LoadPoint]:
+    measured_levels = perf.measure(TASK, [Sender(send)], LoadPlan(levels, seconds, 0.1), {}, lambda: None)  # type: ignore[list-item]
+    return [point for level in measured_levels for point in level]
+
+
+def points_in_virtual_time(send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel) -> list[LoadPoint]:
+    """Return the points of a sender whose requests take virtual time."""
+    loop = VirtualLoop()
+    runner = functools.partial(asyncio.Runner, loop_factory=lambda: loop)
+    with pytest.MonkeyPatch.context() as patched, virtual_time(loop, seed=0):
+        patched.setattr(asyncio, "Runner", runner)
+        return points(send, *levels)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_closed_loop_has_as_many_requests_under_way_as_it_has_clients(clients: int) -> None:
+    under_way = most = 0
+
+    async def send(request: LoadRequest) -> LoadReply:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.005)
+        under_way -= 1
+        return LoadReply(7, {"inference": 5.0})
+
+    (point,) = points_in_virtual_time(send, LoadLevel(clients=clients))
+    assert (most, under_way) == (clients, 0)
+    assert point.tokens == 7 * point.items
+    assert point.stages_ms == {"inference": 5.0}
+    assert point.scores["p50_ms"] == pytest.approx(5.0)
+    assert point.items <= clients * (0.5 / 0.005 + 1)
+
+
+@in_virtual_time
+async def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
+    """A stall in the first half of the window delays many requests of an open loop, and one of a closed loop."""
+    answered = asyncio.Event()
+
+    async def send(request: LoadRequest) -> LoadReply:
+        await answered.wait()
+        return LoadReply()
+
+    async def stalled(level: LoadLevel) -> list[float]:
+        answered.clear()
+        requests = itertools.repeat(LoadRequest(["text"]))
+        start_s = time.perf_counter()
+        asyncio.get_running_loop().call_later(0.5, answered.set)
+
+        async def quick(request: LoadRequest) -> LoadReply:
+            await send(request)
+            await asyncio.sleep(0.002)
+            return LoadReply()
+
+        calls = await level.run(quick, requests, start_s + 1.0)
+        return sorted(call.latency_s for call in calls)
+
+    opened, closed = await stalled(LoadLevel(rate=200)), await stalled(LoadLevel(clients=1))
+    assert len([latency for latency in opened if latency > 0.1]) > 0.2 * len(opened)
+    assert opened[-1] >= 0.4
+    assert len([latency for latency in closed if latency >= 0.4]) == 1
+
+
+def test_what_is_due_beyond_the_bound_is_counted_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MAX_IN_FLIGHT", 5)
+    sent = 0
+
+    async def never(request: LoadRequest) -> LoadReply:
+        nonlocal sent
+        sent += 1
+        await asyncio.sleep(60)
+        return LoadReply()
+
+    async def run() -> list[load.SentRequest]:
+        monkeypatch.setattr(load, "PATIENCE_S", 0.5)
+        return await LoadLevel(rate=300).run(never, itertools.repeat(LoadRequest(["text"])), time.perf_counter() + 0.3)
+
+    calls = asyncio.run(run())
+    codes = [call.code for call in calls]
+    assert sent == 5
+    assert codes.count(load.NO_ANSWER) == 5
+    assert codes.count(NOT_SENT) == len(codes) - 5 > 5
+
+
+def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
+    counter = itertools.count()
+
+    async def send(request: LoadRequest) -> LoadReply:
+        await asyncio.sleep(0.001)
+        if next(counter) % 10 == 0:
+            raise LoadFailure("QUEUE_FULL")
+        return LoadReply()
+
+    (point,) = points_in_virtual_time(send, LoadLevel(clients=2))
+    assert set(point.errors) == {"QUEUE_FULL"}
+    assert point.items > point.errors["QUEUE_FULL"] > 0
+    assert "QUEUE_FULL" in report.of_perf("a/b", "t", "", [point], {}, []).markdown()
+
+    async def nobody(request: LoadRequest) -> LoadReply:
+        raise LoadFailure(NOBODY)
+
+    (only,) = points(nobody, LoadLevel(clients=2), LoadLevel(clients=4))
+    assert only.lost_its_server
+    perf_report = report.of_perf("a/b", "t", "", [only], {}, [])
+    assert "the server stopped answering" in perf_report.notes[0]
+    assert perf_report.figures()["rows"][0]["scores"]["p50_ms"] is None
+
+
+def test_a_client_that_is_the_limit_is_told_of() -> None:
+    async def send(request: LoadRequest) -> LoadReply:
+        end_s = time.thread_time() + 0.002
+        while time.thread_time() < end_s:
+            pass
+        return LoadReply()
+
+    async def idle(request: LoadRequest) -> LoadReply:
+        await asyncio.sleep(0.02)
+        return LoadReply()
+
+    began_s = time.perf_counter()
+    (busy,) = points(send, LoadLevel(clients=1))
+    longest_s = time.perf_counter() - began_s  # longer than what was measured if the machine pauses
+    (calm,) = points(idle, LoadLevel(clients=1))
+    assert calm.client_cores is not None
+    assert busy.client_cores is not None
+    # a machine that pauses for the whole window leaves nothing to measure
+    assert busy.items > 10 or longest_s > 1.0
+    assert busy.client_cores >= 0.9 * busy.items * 0.002 / longest_s
+    assert calm.items == 0 or calm.client_cores < 0.5
+    busy = LoadPoint("sie", LoadLevel(clients=1), 1.0, 1, [1.0], client_cores=0.9)
+    assert "this client used 90% of a core" in report.of_perf("a/b", "t", "", [busy], {}, []).notes[0]
+
+
+def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() -> None:
+    documents = {str(number): "word " * number for number in range(1, 100)}
+    task = Retrieval("made", documents, {"q": "query"}, {"q": {"1": 1}})
+    texts = perf.texts_of(task)
+    assert sorted(texts) == sorted([*documents.values(), "query"])
+    assert texts == perf.texts_of(task)
+    lengths = [len(text) for text in texts]
+    assert lengths != sorted(lengths)
+    first = list(itertools.islice(perf.requests_of(task, 8), 30))
+    assert all(len(payload.texts) == 8 and payload.query == payload.texts[0] for payload in first)
+    assert perf.texts_of(Similarity("pairs", ["a"], ["b"], [1.0])) in (["a", "b"], ["b", "a"])
+
+
+def test_a_sweep_is_drawn() -> None:
+    levels = [LoadLevel(clients=1), LoadLevel(clients=4)]
+    load_points = [LoadPoint("a $ b $", level, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for level in levels]
+    perf_report = report.of_perf("a/b", "t", "", load_points, {}, [])
+    assert len(perf_report.pictures) == 2
+    assert perf_report.html().count("<svg") == 2
+    assert [row["load"] for row in perf_report.figures()["rows"]] == ["clients=1", "clients=4"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--rate inf",
+        "--rate nan",
+        "--sweep rate=inf",
+        "--sweep clients=0",
+        "--sweep clients=4097",
+        "--sweep clients=2,2",
+        "--sweep pace=3",
+        "--seconds nan",
+        "--warm-up inf",
+    ],
+)
+def test_a_load_without_an_end_and_a_load_of_nothing_are_refused(options: str) -> None:
+    """With an infinite rate, each request is due at the time of the one before, so the level would never end."""
+    ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "stsb", "--type", "perf", "-s", "st", *options.split()])
+    assert ran.exit_code == 1
+    assert "finite" in ran.output
+
+
+async def test_a_watch_of_devices_goes_on_after_a_frame_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two other websockets of the client take its seats, until the watch was refused once."""
+    monkeypatch.setattr(status, "MAX_SOCKETS", 8)
+    monkeypatch.setattr(load, "EVERY_S", 0.1)
+    port = str(free_port())
+    async with InProcess(tmp_path, toy_entry()) as cluster:
+        gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
+        await cluster.sidecar(await cluster.adapter(), SIE_WORKER_METRICS_PORT=port)
+
+        async def is_refused() -> bool:
+            return bool(await gateway.metric("sie_gateway_requests_total", endpoint="ws", status="503"))
+
+        start_s = time.perf_counter()
+        async with SIEAsyncClient(gateway.url) as client:
+            sockets = [client.watch("/ws/status") for _ in range(2)]
+            assert [len((await anext(frames))["gpus"]) for frames in sockets] == [1, 1]
+            watch = asyncio.create_task(WorkerWatch(gateway.url, None, is_local=False).run(start_s, start_s + 3))
+            await until_told(is_refused, "the refusal")
+            for frames in sockets:
+                await frames.aclose()
+            usage = await watch
+    assert usage.name
