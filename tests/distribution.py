@@ -60,7 +60,7 @@ for _folder, _package in measure.PACKAGES.items():
         _name = Path(_folder).name if Path(_folder).name in EXTRAS else "cli"
         FOR[_name] = (*FOR.get(_name, ()), _package)
 # modules that a process never imports, or only with another extra
-_HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", "sie_cli.models.inspect")
+_HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
 _COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
 # databases whose clients are extras

@@ -53,7 +53,7 @@ _BLOCK = re.compile(
     r"(?:\n+(?P<measured><!-- measured -->\n)?^```text\n(?P<shown>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
-_SERVE = re.compile(r"\bsie (airgap )?serve\b")
+_SERVE = re.compile(r"\bsie serve\b")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
@@ -179,7 +179,7 @@ class Reader:
         """Run a server in a terminal of its own, after the end of the one before."""
         self._leave()
         self._serves = command
-        argv = _SERVE.sub(lambda match: f"exec {SIE} {match[1] or ''}serve {self._options}", command)
+        argv = _SERVE.sub(f"exec {SIE} serve {self._options}", command)
         assert argv != command, command
         self._cluster.argv = ["bash", "-euc", f"cd {shlex.quote(str(self._folder))}\n{argv}"]
         self._cluster.lines.clear()

@@ -4,7 +4,7 @@
         ├──────► wheel                         the import package sie_sdk, another name of the client
         ├──────► chart                         helm package
         ├──────► images.txt                    names and ids of the images, if a builder is installed
-        ├──────► bill of materials             CycloneDX, of the packages that the wheel needs with the extra `serve`
+        ├──────► bill of materials             CycloneDX, of an environment with the wheel and its extra `serve`
         └──────► SHA256SUMS                    of all these files
 
 Images stay in the store of their builder; push them from this store. The script ends with a list of the parts that were
@@ -19,17 +19,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import installation
 import version
-
-from sie_cli.airgap import sbom
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILDERS = ("docker", "podman", "buildah")
 IMAGES = ("gateway", "config", "sidecar", "adapter-cpu")
 SUMS = "SHA256SUMS"
+BILL_COMMAND = "cyclonedx-bom==7.5.0"  # as in docker/Dockerfile
 
 
 class ReleaseError(Exception):
@@ -76,8 +77,23 @@ def chart(out: Path) -> None:
 
 
 def bill(out: Path, of: str) -> None:
-    packages = sbom.software(sbom.SOFTWARE)
-    (out / f"sie-cluster-{of}.cdx.json").write_bytes(sbom.software_bill(packages, of))
+    """Write the bill of materials of an environment that has only the wheel with the extra `serve`. The command that
+    writes it has an environment of its own, so that it is not in the bill. Raise ReleaseError, and StepFailed if pip
+    fails.
+    """
+    constraints = ("--constraint", str(ROOT / "constraints.txt"))
+    with tempfile.TemporaryDirectory() as folder:
+        served, command = Path(folder) / "served", Path(folder) / "command"
+        run(sys.executable, "-m", "venv", "--without-pip", served)
+        run(sys.executable, "-m", "venv", command)
+        installer = installation.Installer(served, os.environ)
+        installer.pip = (str(command / "bin/python"), "-m", "pip", "--python", str(served / "bin/python"))
+        installer.install_torch(installation.torch_version(ROOT))
+        installer.run("the wheel and its libraries", *constraints, f"{out}/sie_cluster-{of}-py3-none-any.whl[serve]")
+        run(command / "bin/pip", "install", "--quiet", *constraints, BILL_COMMAND)
+        bill_file = out / f"sie-cluster-{of}.cdx.json"
+        write = ("environment", "--pyproject", ROOT / "pyproject.toml", "--output-reproducible")
+        run(command / "bin/cyclonedx-py", *write, "--output-file", bill_file, served / "bin/python")
 
 
 def images(out: Path, of: str) -> list[str]:
@@ -121,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
         left_out = ["images: --without-images"] if options.without_images else images(out, release_version)
         sums(out)
         tagged = f"v{release_version}" in run("git", "tag", "--points-at", "HEAD").split()
-    except ReleaseError as error:
+    except (ReleaseError, installation.StepFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print((out / SUMS).read_text(), end="")

@@ -130,7 +130,6 @@ EXTRAS = {
 }
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
-    "airgap": "sie_cli.airgap:airgap",
     "cache": "sie_cli.cache:cache",
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
@@ -170,7 +169,6 @@ def main() -> None:
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there
     sie weights push MODEL     copy weights to the bucket that all workers share; `list`, `verify`, `rm`
-    sie airgap create          pack models into a file for a site without a network; `load` and `serve` there
     sie bench replay TRACE     predict the effect of settings on recorded or generated traffic
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import audit
 import distribution
 import helm
-import jsonschema_rs
 import measure
 import pytest
 import release
@@ -135,34 +133,15 @@ def test_the_packaged_chart_renders_what_the_checkout_renders(dist: Path) -> Non
 
 
 @pytest.mark.long
-def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
-    """The oracle is the schema of CycloneDX 1.6 in its own Python library."""
+def test_bill_names_the_pinned_versions(dist: Path) -> None:
     bill: dict[str, Any] = json.loads((dist / BILL).read_text())
-    folder = importlib.resources.files("cyclonedx") / "schema" / "_res"
-    schemas = {
-        f"http://cyclonedx.org/schema/{name}.SNAPSHOT.schema.json": json.loads(
-            (folder / f"{name}.SNAPSHOT.schema.json").read_text()
-        )
-        for name in ("bom-1.6", "spdx", "jsf-0.82")
-    }
     subject = bill["metadata"]["component"]
     assert (subject["type"], subject["name"], subject["version"]) == ("application", "sie-cluster", NOW)
-    short = {
-        f"http://cyclonedx.org/schema/{name}.schema.json": schemas[
-            f"http://cyclonedx.org/schema/{name}.SNAPSHOT.schema.json"
-        ]
-        for name in ("spdx", "jsf-0.82")
-    }
-    registry = jsonschema_rs.Registry([*schemas.items(), *short.items()])
-    validator = jsonschema_rs.validator_for(
-        schemas["http://cyclonedx.org/schema/bom-1.6.SNAPSHOT.schema.json"], registry=registry
-    )
-    assert [str(error) for error in validator.iter_errors(bill)] == []
     pins = audit.pinned(audit.CONSTRAINTS.read_text())
     versions = {component["name"]: component["version"].partition("+")[0] for component in bill["components"]}
     assert {name: number for name, number in versions.items() if name in pins and number != str(pins[name])} == {}
     assert {"torch", "nats-py", "fastapi", "transformers"} <= versions.keys()
-    assert "sie-cluster" not in versions
+    assert not versions.keys() & {"sie-cluster", "pip", "pytest", "cyclonedx-bom"}
 
 
 @pytest.mark.long

@@ -26,7 +26,6 @@ from sie_broker.owner import own
 from sie_broker.record import Record, UnreadableRecord
 from sie_broker.tables import read_lane
 from sie_cli import access
-from sie_cli.airgap import archive
 from sie_cli.gateway_client import AdminClient
 from sie_cli.models import service
 from sie_cli.refusal import CommandRefused
@@ -295,12 +294,6 @@ FILES: dict[
         json,
         of_file(lambda file: access.read(file.parent), access.FILE),
         SettingError,
-    ),
-    "index of an archive": (
-        {"bundles": [{"id": MARK}], "version": archive.VERSION},
-        json,
-        lambda data, _: archive.decode(data),
-        CommandRefused,
     ),
     "manifest of a job, client": (
         {"job": MARK},

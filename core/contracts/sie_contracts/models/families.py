@@ -47,7 +47,6 @@ class Family:
     separates_pairs: bool = False  # the tokenizer must put a special token, such as [SEP], between the texts of a pair
     # weights may be in pytorch_model.bin, which torch.load reads with weights_only=True
     has_pickled_weights: bool = False
-    names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
     files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the default patterns
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
     # pip extra of sie-cluster that the family needs; `built-in` in a bundle means the families that need no extra
@@ -145,7 +144,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             config_file="gliner_config.json",
             needs_labels=True,
             has_pickled_weights=True,
-            names_backbones=True,
         ),
         "gliner-relations": Family(
             implementation="sie_adapter.extractors.gliner_relations:GlinerRelationModel",
@@ -153,7 +151,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             config_file="gliner_config.json",
             needs_labels=True,
             has_pickled_weights=True,
-            names_backbones=True,
         ),
         "gliner2": Family(
             implementation="sie_adapter.extractors.gliner2:Gliner2Model",
@@ -169,7 +166,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             needs_labels=True,
             reads_mentions=True,
             has_pickled_weights=True,
-            names_backbones=True,
         ),
         "gliclass": Family(
             implementation="sie_adapter.extractors.gliclass:GliclassModel",
