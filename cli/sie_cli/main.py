@@ -137,7 +137,7 @@ ELSEWHERE = {
     "bench": "sie_cli.replay.bench:bench",
     "pull": "sie_cli.models.pull:pull",
     "run": "sie_cli.trying:run_model",
-    "top": "sie_cli.top.command:top",
+    "status": "sie_cli.status:status",
     "try": "sie_cli.trying:try_model",
     "weights": "sie_cli.models.weights:weights",
 }
@@ -163,7 +163,7 @@ def main() -> None:
     sie settings               all settings, with value and origin
     sie try MODEL "text"       like `sie run`, but a missing model is an error
     sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
-    sie top                    show workers, models and queues, live
+    sie status                 show workers, models and queues, once
     sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`

@@ -229,7 +229,6 @@ READS_ENVIRON = {
     "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment to a server",
     "core/runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
-    "cli/sie_cli/top/command.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 WRITES_ENVIRON = {

@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from fake_adapter import toy_entry
 from inprocess import GatewayProcess, InProcess, SidecarProcess, closing_code, free_port, until, until_told
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
 import sie_contracts
+from sie_cli.main import main
 from sie_contracts.api.operations import DeviceInfo
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.wire import heartbeats, messages, topology
@@ -123,6 +125,31 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
         "models_loaded": 1,
     }
     assert health["live_gpu_types"] == ["l4"]
+
+
+async def test_status_command_prints_one_frame_of_the_gateway(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
+    await cluster.sidecar(SIE_MACHINE_PROFILE="t4", SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
+
+    async def run(*options: str) -> str:
+        result = await asyncio.to_thread(CliRunner().invoke, main, ["status", "--url", gateway.url, *options])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    asking = asyncio.create_task(gateway.encode("x", **{"X-SIE-MACHINE-PROFILE": "l4"}))
+    try:
+        async with asyncio.timeout(60):
+            while not json.loads(await run("--json"))["model_queues"]:
+                pass
+        text = await run()
+    finally:
+        asking.cancel()
+    assert re.search(rf"(?m)^{re.escape(gateway.url)}, .*: 1 healthy worker, 0 models loaded, ", text), text
+    assert re.search(r"(?m)^w0 +_default\.t4\.default +ready +0 +0 ", text), text
+    assert re.search(r"(?m)^toy/one +available +1 +\d+ s +0$", text), text
+    assert re.search(r"(?m)^_default\.l4\.default +interactive +1 +\d+ s$", text), text
+    assert "toy/two" not in text
+    assert "\n1 model neither loaded nor requested\n" in text
 
 
 async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InProcess) -> None:

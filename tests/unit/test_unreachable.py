@@ -20,7 +20,7 @@ COMMANDS = {
     "try": ("try", "m", "a"),
     "jobs": ("jobs", "list"),
     "load": ("models", "load", "m"),
-    "top": ("top", "--once"),
+    "status": ("status",),
 }
 
 
