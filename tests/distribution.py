@@ -62,7 +62,7 @@ for _folder, _package in measure.PACKAGES.items():
 # modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
-_COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
+_COMPONENTS = ("sie_cli.serve.standalone", "sie_cli.serve.processes")
 # databases whose clients are extras
 _SINKS = ("sie_store.sinks.pgvector", "sie_store.sinks.lance", "sie_store.sinks.lance_live")
 APART: dict[str, tuple[str, ...]] = {

@@ -52,7 +52,7 @@ ENTRIES: dict[Kind, str] = {
 }
 # the second line has modules that the first connection to the broker, HTTP client or HTTP server imports
 _PROCESSES = (
-    *("sie_gateway.process", "sie_config_service.process", "sie_sidecar.process", "sie_sidecar.device.recording"),
+    *("sie_gateway.process", "sie_config_service.process", "sie_sidecar.process"),
     *("sie_broker.nats", "anyio._backends._asyncio", "uvloop", "uvicorn.lifespan.on", "public_certificates"),
 )
 # modules that `sie adapter` has imported before it forks the process that serves; they start no thread

@@ -134,7 +134,6 @@ ELSEWHERE = {
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",
-    "bench": "sie_cli.replay.bench:bench",
     "pull": "sie_cli.models.pull:pull",
     "run": "sie_cli.trying:run_model",
     "status": "sie_cli.status:status",
@@ -169,7 +168,6 @@ def main() -> None:
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there
     sie weights push MODEL     copy weights to the bucket that all workers share; `list`, `verify`, `rm`
-    sie bench replay TRACE     predict the effect of settings on recorded or generated traffic
     """
 
 
@@ -228,30 +226,16 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
 
 @main.command(cls=ManyOptions)
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on, for probes and metrics.")
-@click.option(
-    "--record-trace",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Append each request and batch to this file, a trace for `sie bench replay`.",
-)
 @click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: 9]")
 @settings_options("sidecar")
-def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **values: Any) -> None:
+def sidecar(host: str, drain_s: float | None, **values: Any) -> None:
     """Run the sidecar of a worker. It pulls work, tokenises it, sends batches to the adapter, and publishes the
     results.
     """
-    from sie_sidecar.device import recording
     from sie_sidecar.process import run
 
     settings = loaded(values).settings
-    if record_trace is not None:
-        try:
-            recording.begin(record_trace, settings)
-        except OSError as error:
-            refuse(error)
-    try:
-        _run(settings.log_json, lambda stop: run(settings, stop, host=host, drain_s=drain_s))
-    finally:
-        recording.end()
+    _run(settings.log_json, lambda stop: run(settings, stop, host=host, drain_s=drain_s))
 
 
 @main.command(cls=ManyOptions)

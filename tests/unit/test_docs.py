@@ -60,7 +60,6 @@ BLOCKS = {
     "quickstart.md": {"install": 1, "server": 1, "": 6, "hub": 1},
     "rag.md": {"file": 4},
     "redaction.md": {"": 2},
-    "replay.md": {"machine": 1, "": 1},
     "request-lifecycle.md": {"": 1},
     "routing.md": {"": 1},
     "runbook.md": {"kubernetes": 1, "machine": 1},
@@ -68,7 +67,7 @@ BLOCKS = {
     "schemas.md": {"": 1},
     "security.md": {"server": 1, "": 2},
     "status.md": {"": 1},
-    "tuning.md": {"server": 2, "": 6},
+    "tuning.md": {"server": 2, "": 5},
     "upgrade.md": {"kubernetes": 1},
     "weights.md": {"": 1},
 }

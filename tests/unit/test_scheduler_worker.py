@@ -1,4 +1,4 @@
-"""The scheduler inside a running sidecar: gathering of deliveries, recording, and the figures of heartbeats."""
+"""The scheduler inside a running sidecar: gathering of deliveries, and the figures of heartbeats."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from fake_adapter import SPECIAL, toy_entry
-from inprocess import InProcess, settings_of, until
+from inprocess import InProcess, until
 
 from sie_broker import Delivery, Pulls
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_cli.replay.replay import Machine, Replay, plan_of
-from sie_cli.replay.trace import read
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_contracts.wire.ipc import BatchDone
-from sie_contracts.wire.messages import BatchNote
 from sie_sidecar.batching.sizing import Quantum
-from sie_sidecar.device import recording
 from sie_sidecar.intake.intake import WorkIntake
 
 TURNS = 20  # of the event loop between two deliveries: the sidecar is done with one before the next arrives
@@ -155,56 +147,6 @@ async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             for number in range(5):
                 assert (await gateway.encode(str(number))).status_code == 200
-
-
-def test_an_empty_text_is_recorded_as_a_token_and_a_batch_with_all_its_times(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A model without a tokenizer has no tokens for an empty text. A replay accepts no request without a token."""
-    monkeypatch.setattr(recording, "runnable", lambda work: ([SimpleNamespace(cost=0), SimpleNamespace(cost=7)], []))
-    lease = SimpleNamespace(delivery=SimpleNamespace(sent_s=1.0))
-    work = SimpleNamespace(item=SimpleNamespace(priority="bulk"), lease=lease)
-    batch: Any = SimpleNamespace(
-        entries=[SimpleNamespace(work=work)], key=SimpleNamespace(residency="toy/one", lora="")
-    )
-    trace_file = recording.Recording(tmp_path / "trace.jsonl", settings_of())
-    trace_file.ran(batch, BatchNote(tokens=7, attention=49), BatchDone("b", (), b"", 20.0, preprocess_ms=5.0), 1)
-    trace_file.close()
-    trace = read((tmp_path / "trace.jsonl").read_bytes().splitlines())
-    assert trace.requests[0].tokens == (1, 7)
-    assert trace.ran[0].seconds == 0.025
-
-
-async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(
-    cluster: InProcess, tmp_path: Path
-) -> None:
-    """The recording has no text. It has a request for each message, with its time and the tokens of its rows, and each
-    batch that the device ran.
-    """
-    path = tmp_path / "trace.jsonl"
-    gateway = await cluster.gateway()
-    adapter = await cluster.adapter(lanes=2)
-    sidecar = await cluster.sidecar(adapter)
-    before_s = time.time()
-    recording.begin(path, sidecar.settings)
-    try:
-        assert (await gateway.encode("secret", "secrets")).status_code == 200
-        assert (await gateway.encode("xyz", model="toy/two", X_SIE_Priority="bulk")).status_code == 200
-    finally:
-        recording.end()
-    raw = path.read_bytes()
-    assert b"secret" not in raw
-    assert b"xyz" not in raw
-    trace = read(raw.splitlines())
-    first, second = trace.requests
-    assert (first.tokens, first.model, first.priority) == ((6 + SPECIAL, 7 + SPECIAL), "toy/one", "interactive")
-    assert (second.tokens, second.model, second.priority) == ((3 + SPECIAL,), "toy/two", "bulk")
-    assert first.at == 0 < second.at < time.time() - before_s
-    assert [(ran.tokens, ran.attention) for ran in trace.ran] == [(17, 8**2 + 9**2), (5, 5**2)]
-    plan = replace(plan_of(sidecar.settings), **trace.settings)
-    assert plan == replace(plan_of(sidecar.settings), lanes=2)
-    assert len(trace.settings) == 9
-    assert Replay(trace.requests, plan, Machine(0.001, 0.0)).run().latency_s == pytest.approx([0.001, 0.001])
 
 
 async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_device_is(cluster: InProcess) -> None:

@@ -29,7 +29,6 @@ from sie_cli import access
 from sie_cli.gateway_client import AdminClient
 from sie_cli.models import service
 from sie_cli.refusal import CommandRefused
-from sie_cli.replay import trace
 from sie_client import core as client_core
 from sie_client import jobs as client_jobs
 from sie_client.errors import InvalidInputError, ServerError
@@ -303,7 +302,6 @@ FILES: dict[
     ),
     "manifest of weights": ({"repository": MARK}, json, lambda data, _: manifest.decode(data), manifest.ManifestError),
     "header of weights": ({MARK: {}}, json, of_file(listing._wrong_with, "a.safetensors"), None),
-    "trace": ({"model": MARK}, json, lambda data, _: trace.read([data]), trace.TraceError),
 }
 
 

@@ -23,7 +23,6 @@ from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import ModelDescription, described
 from sie_cli.refusal import CommandRefused
-from sie_cli.replay.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import public_url
 from sie_runtime.ranks import spearman
@@ -39,6 +38,9 @@ SHOWN = (1, 5, 10, 50)
 # documents. The numbers are small, because a reranker runs once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
+# size of a panel of the plot and its margins, in pixels
+COLOURS = ("#1b6ca8", "#c8553d")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 70, 20, 30, 50
 # vectors, [texts, width], each row a unit vector (L2 norm 1) or zero; or similarities, [queries, texts]
 Matrix = NDArray[np.float32]
 

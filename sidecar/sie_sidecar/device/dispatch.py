@@ -41,7 +41,6 @@ from sie_runtime.process import Tasks, wait_set
 from sie_sidecar.batching import batch as batches
 from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
 from sie_sidecar.batching.sizing import DeviceForecast, Quantum, Rate
-from sie_sidecar.device import recording
 from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
@@ -529,8 +528,6 @@ class Dispatch:
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.entries[0].work.hosted
         device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
-        if recording.current is not None:
-            recording.current.ran(batch, note, done, device.lanes)
         view, start = memoryview(done.block), 0
         for entry in batch.entries:
             count = len(runnable(entry.work)[1])

@@ -1,1 +1,0 @@
-"""Command `sie bench`: run a recorded trace through the scheduler in virtual time."""
