@@ -22,7 +22,7 @@ from sie_evals.sources import Patterns, Sie
 from sie_evals.steps import EvalStep, EvalWork, ResultCache
 from sie_evals.targets import ScoreTarget
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[4]
 
 
 class Answers(Patterns):
@@ -168,7 +168,7 @@ def test_a_shipped_task_is_equal_in_each_run_and_its_facts_are_in_its_texts(name
 
 
 def test_the_tasks_stand_in_the_docs_with_their_sizes() -> None:
-    page = (DOCS / "evals.md").read_text("utf-8")
+    page = (ROOT / "extras" / "evals" / "evals.md").read_text("utf-8")
     for name in labelled_tasks.SHIPPED:
         task = tasks.find(name)
         (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
@@ -184,7 +184,7 @@ def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
     for name, scores in scores_by_kind(measurement).items():
         kind, _, form = name.rpartition(" (")[0].partition(", ")
         rows.setdefault(kind, []).append((form, 1 - scores[LEAK]))
-    page = (DOCS / "redaction.md").read_text("utf-8")
+    page = (ROOT / "docs" / "redaction.md").read_text("utf-8")
     for kind in labelled_tasks.FORMATS:
         ranked = sorted(rows[kind], key=lambda row: (-row[1], list(labelled_tasks.FORMATS[kind]).index(row[0])))
         every = "; ".join(form for form, share in ranked if share == 1)
