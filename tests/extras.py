@@ -52,7 +52,6 @@ FOR = {
     "evals": ("sie_cli.evals",),
     "mteb": ("sie_cli.evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
-    "lancedb": ("sie_store.sinks.lance",),
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
@@ -60,8 +59,8 @@ FOR = {
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", "sie_cli.models.inspect")
 # commands that run components in their own process
 _COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
-# databases whose clients are extras
-_SINKS = ("sie_store.sinks.pgvector", "sie_store.sinks.lance", "sie_store.sinks.lance_live")
+# the database whose client is an extra
+_SINKS = ("sie_store.sinks.pgvector",)
 APART: dict[str, tuple[str, ...]] = {
     # the client reads no configuration, and cuts texts only with the extra `chunker`
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
@@ -77,7 +76,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector and lancedb add their indexes
+    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes
     "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", *_SINKS),
     "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", *_SINKS),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_cli.mcp", "sie_store.datasets"),

@@ -50,7 +50,7 @@ BLOCKS = {
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "mcp.md": {"machine": 2},
-    "migration.md": {"server": 1, "": 4, "machine": 5},
+    "migration.md": {"server": 1, "": 4, "machine": 3},
     "models.md": {"server": 1, "": 3},
     "objects.md": {"": 1},
     "parsing.md": {"vision": 1, "install": 1},

@@ -152,7 +152,7 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_JOBS_URLS": Documented(UNSET, "s3://bucket/a,/mnt/jobs", (",", "ftp://host/x", "s3://a,gs://")),
         "SIE_JOBS_SINKS": Documented(
             UNSET,
-            f"main=qdrant://host:6333,pg=postgresql://user:{CANARY}@host/db,lance=lancedb:///vectors",
+            f"main=qdrant://host:6333,pg=postgresql://user:{CANARY}@host/db",
             (
                 ",",
                 "main",
@@ -162,7 +162,6 @@ DOCUMENTED = _DocumentedSettings(
                 "a=qdrant://h,a=qdrant://h",
                 "a=qdrant://h:x",
                 "a=postgresql:///db",
-                "a=lancedb:///",
             ),
         ),
         "SIE_JOBS_AT_ONCE": Documented("4", "0", ("-1", "x", "")),

@@ -214,9 +214,7 @@ def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
         _ = pieces.port  # reading the port raises ValueError if it is out of range
         if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
-        # the URL of a LanceDB database has the path of a folder, but no host
-        has_place = pieces.path.strip("/") if pieces.scheme == "lancedb" else pieces.hostname
-        if not pieces.scheme or not has_place:
+        if not pieces.scheme or not pieces.hostname:
             raise ValueError
         sinks[name] = Secret(url)
     return tuple(sinks.items())
