@@ -227,7 +227,7 @@ def _socket_path(text: str) -> str:
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
-    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe", "redact")
+    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe")
     pairs = []
     for part in _list_of(text):
         operation, equals, model = part.partition("=")
@@ -297,7 +297,7 @@ ORIGINS = (
 HOSTS = "a comma-separated list of host names, *.suffixes or *", _checked_list(pattern("", _HOST, lower=True)[1])
 SOCKET = "an absolute path of at most 100 bytes", _socket_path
 DEFAULT_MODELS = (
-    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict, transcribe or redact",
+    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict or transcribe",
     _pairs,
 )
 SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of secret values, which are never shown
