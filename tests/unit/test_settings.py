@@ -142,7 +142,6 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_IMAGE_URL_HOSTS": Documented(
             UNSET, "a.example.com,*.example.org:8443,*", (",", "http://a", "a/b", "a:port")
         ),
-        "SIE_REMOTES": Documented(UNSET, "/etc/sie/remotes.yaml"),
         "SIE_ROOT_PATH": Documented(UNSET, "/sie", ("sie", "/sie/", "/", "//")),
         "SIE_DEFAULT_MODELS": Documented(UNSET, "embed=a/b,rerank=c/d", ("embed", "chat=a/b", "embed=", ",")),
         "SIE_POOL_WRITE_ROLE": Documented("user", "admin", ("root", "")),

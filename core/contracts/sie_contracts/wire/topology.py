@@ -39,7 +39,6 @@ KEYS_BUCKET = "sie_keys"
 KEYS_COPY_BUCKET = "sie_keys_copy"
 JOBS_BUCKET = "sie_jobs"
 SHARDS_BUCKET = "sie_shards"
-REMOTES_BUCKET = "sie_remotes"
 BUCKETS = frozenset(
     {
         CATALOGUE_BUCKET,
@@ -53,7 +52,6 @@ BUCKETS = frozenset(
         KEYS_COPY_BUCKET,
         JOBS_BUCKET,
         SHARDS_BUCKET,
-        REMOTES_BUCKET,
     }
 )
 POISON_LIFETIME_S = 3600.0  # seconds after which the record of an input that crashed an adapter expires
