@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,11 @@ FILES = (
 # Values that enable every part and fill every list and map, so that each key has an effect.
 EVERYTHING = Path(__file__).parent / "chart" / "everything.yaml"
 CHOSEN = {"auth": {"mode": "static", "secretName": SECRET}}
+# What templates look up, by group and version: the name in paths of each kind.
+LOOKED_UP = {
+    "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
+    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
+}
 
 Object = dict[str, Any]
 
@@ -56,6 +64,50 @@ def arguments(file: str) -> list[str]:
 def template(file: str = "values.yaml", values: Mapping[str, Any] | None = None, *args: str) -> str:
     """Return the output of `helm template`. Raise HelmError if it fails."""
     return helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *arguments(file), *args, values=values)
+
+
+@contextlib.contextmanager
+def api_server(live: Iterable[Object]) -> Iterator[str]:
+    """Yield the URL of an API server that has the objects `live`, as far as templates look them up."""
+    answers: dict[str, Object] = {}
+    for version, kinds in LOOKED_UP.items():
+        resources = [
+            {"name": name, "kind": kind, "namespaced": True, "verbs": ["get", "list"]} for kind, name in kinds.items()
+        ]
+        answers[f"/apis/{version}"] = {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
+        for kind, name in kinds.items():
+            path = f"/apis/{version}/namespaces/{NAMESPACE}/{name}"
+            items = [manifest for manifest in live if manifest["kind"] == kind]
+            answers[path] = {"kind": f"{kind}List", "apiVersion": version, "items": items}
+            answers |= {f"{path}/{manifest['metadata']['name']}": manifest for manifest in items}
+    absent = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = answers.get(self.path.partition("?")[0])
+            body = json.dumps(answer or absent).encode()
+            self.send_response(200 if answer else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def upgraded(live: Iterable[Object], values: Mapping[str, Any], file: str = "values.yaml") -> list[Object]:
+    """Return the objects that `helm upgrade` renders on a cluster that has the objects `live`. Raise HelmError if it
+    fails.
+    """
+    with api_server(list(live)) as url:
+        online = ("--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", url)
+        return objects(template(file, values, *online))
 
 
 def objects(text: str) -> list[Object]:

@@ -186,6 +186,7 @@ class Device:
     slots: int = 0
     width: int = WIDTH  # the width of a vector
     devices: int = 1
+    pool: str = ""  # the worker's own pool, if it is not that of the plan's environment
 
     def argv(self, path: Path) -> list[str]:
         own_loads = (word for model, load_s in self.load_s_of.items() for word in ("--load-s-of", f"{model}={load_s}"))
@@ -426,7 +427,7 @@ class Stack:
             "sidecar",
             f"sidecar {number}",
             self._sie("sidecar", "--host", "127.0.0.1"),
-            self._environ(**own),
+            self._environ(**own) | ({"SIE_POOL": device.pool} if device and device.pool else {}),
             sidecar_ready,
         )
         if device is None:

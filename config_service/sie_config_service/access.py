@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
-from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
+from sie_contracts.errors import MethodNotAllowed, NotFound, NotReady, PermissionDenied, Unauthenticated
 from sie_contracts.settings import Settings
 from sie_runtime.http.routes import Match, bearer
 from sie_runtime.keys import Key, Keys
@@ -35,7 +33,7 @@ class ConfigGate:
         """Check whether a request may use its route. Return the caller's name, which a model's history shows.
 
         Raises Unauthenticated, PermissionDenied, and NotReady while the keys have not been read. A caller with read
-        access gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a wrong method.
+        access gets NotFound for an unknown path, and MethodNotAllowed for a wrong method.
         """
         row = match.route(method)
         token = bearer(authorization)
@@ -63,7 +61,7 @@ class ConfigGate:
         if not match.methods:
             raise NotFound("no such path; see /docs")
         if row is None:
-            raise HTTPException(405, headers={"Allow": ", ".join(match.methods)})
+            raise MethodNotAllowed(f"this path takes {match.allow}", allow=match.allow)
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str) -> Key | None:

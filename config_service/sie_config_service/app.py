@@ -28,7 +28,18 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire import configs
-from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, App, Receive, Scope, Send, documented, error_headers, headers_of
+from sie_runtime.http.asgi import (
+    REQUEST_ID,
+    TRACE_ID,
+    App,
+    Receive,
+    Scope,
+    Send,
+    documented,
+    error_headers,
+    headers_of,
+    reply_to_options,
+)
 from sie_runtime.http.coding import decoded
 from sie_runtime.http.routes import check_type, plain_path
 from sie_runtime.http.server import probes
@@ -82,11 +93,10 @@ def create_app(service: ConfigService) -> App:
             if ".." in path.split("/"):
                 raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
             assert route is not None, "a path without a route is not let in"
+            scope["method"] = route.method  # a HEAD is a GET; the HTTP server omits the reply's body
             if route.handler is None:
                 page = documented(tagged, PAGE_FILES)
                 await app(scope, receive, page)
-            elif scope["method"] != route.method:
-                raise HTTPException(405, headers={"Allow": route.method})
             else:
                 if route.body is not None:
                     check_type(headers, route.body.media)
@@ -96,12 +106,15 @@ def create_app(service: ConfigService) -> App:
         except ClientDisconnect:  # the client disconnected before it had sent the whole body
             status = CLIENT_GONE
         except Exception as error:  # noqa: BLE001 outermost handler; FastAPI raises an error again after its reply
-            if not status:
+            # no row of the table has the method OPTIONS: the gate raises this error for a caller with access
+            if connection["method"] == "OPTIONS" and isinstance(error, MethodNotAllowed):
+                await reply_to_options(tagged, error.allow)
+            elif not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
             # no status: the request was cancelled, because this process ends
             status = status or InternalFailure.status
-            service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
+            service.metrics.answered(endpoint, connection["method"], status, time.perf_counter() - received_s)
             if span is not None:
                 end_request(span, "configs", status, code.decode())
 
@@ -117,9 +130,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-        allowed = headers.get("Allow", headers.get("allow", "another one"))
-        is_method = error.status_code == 405
-        error = MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; see /docs")
+        error = NotFound("no such path; see /docs")
     elif isinstance(error, BrokerError):
         _logger.warning("request %s: %s", request_id, error)
         error = QueueUnavailable("the config service could not reach the broker: try again")

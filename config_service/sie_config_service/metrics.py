@@ -25,6 +25,7 @@ class ConfigMetrics(Collector):
         self._requests = make.counters("sie_config_requests")
         self._seconds = make.histograms("sie_config_request_seconds")
         self.refused = make.counters("sie_config_refused_below_routes")
+        self.foreign_key_records = make.counter("sie_config_foreign_key_records")
         for reason in REFUSED:
             self.refused.labels(reason)
         self._scrape = Scrape("config")

@@ -6,11 +6,12 @@ bucket, the process seeds again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sie_broker import Broker, BrokerError
+from sie_broker import Broker, BrokerError, BrokerUnavailable
 from sie_broker.owner import own
 from sie_broker.record import retry_conflicts
 from sie_config_service.app import create_app
@@ -21,14 +22,15 @@ from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
 from sie_contracts.errors import NotReady, ValidationFailed
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.wire import topology
+from sie_contracts.wire import records, topology
 from sie_runtime import tracing
 from sie_runtime.clock import BrokerClock
 from sie_runtime.connection import connected
 from sie_runtime.http.server import HttpServer
-from sie_runtime.keys import Keys
-from sie_runtime.process import Stop, Tasks, retry
+from sie_runtime.keys import Keys, remove_foreign
+from sie_runtime.process import Stop, Tasks, Trouble, retry
 
+CLEAN_S = 30.0  # seconds between two looks for records in the buckets of keys that are no keys
 _logger = logging.getLogger("sie.config")
 
 
@@ -143,13 +145,38 @@ async def seeded(
     return prepared
 
 
-async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Create the streams and buckets that other processes request, until `stop`, as the broker's user `streams`."""
-    password = settings.nats_streams_password
+async def has_pool(service: ConfigService, settings: Settings, name: str) -> bool:
+    """Return whether a pool exists: that of the installation, or a reservation. Raises BrokerError."""
+    if name in (topology.DEFAULT_POOL, settings.pool):
+        return True
+    if service.broker is None:
+        raise BrokerUnavailable("the config service is not connected to the broker yet")
+    replicas = settings.stream_replicas
+    bucket = await service.broker.key_value(topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=replicas)
+    entry = await bucket.get(topology.RESERVATIONS_KEY)
+    pools = records.decode_reservations(entry.value).pools if entry is not None and entry.value else {}
+    return name in pools and len(pools) <= topology.MAX_RESERVATIONS
+
+
+async def _own_streams(service: ConfigService, settings: Settings, stop: Stop) -> None:
+    """Act as the broker's user `streams` until `stop`: create the streams and buckets that other processes request, and
+    remove from the buckets of API keys what is no key.
+    """
+    password, is_pool = settings.nats_streams_password, functools.partial(has_pool, service, settings)
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
-        if broker is not None:
-            await retry(lambda: own(broker), errors=(BrokerError,), stop=stop, logger=_logger, task="owning streams")
-            await stop.wait()
+        if broker is None:
+            return
+        await retry(
+            lambda: own(broker, is_pool), errors=(BrokerError,), stop=stop, logger=_logger, task="owning streams"
+        )
+        trouble = Trouble(_logger, "records in the buckets of keys that are no keys are not removed")
+        while not await stop.wait_for(CLEAN_S):
+            if service.broker is None or settings.auth_mode != "token":  # without keys there may be no bucket of keys
+                continue
+            with trouble.logged(BrokerError):
+                if removed := await remove_foreign(service.broker, broker, settings.stream_replicas):
+                    service.metrics.foreign_key_records.inc(removed)
+                    _logger.warning("%d records in the buckets of API keys were no keys and were removed", removed)
 
 
 async def run(
@@ -186,7 +213,7 @@ async def run(
     served = Stop()  # never set: the tasks run until `cancel`, which follows the last request
     try:
         if settings.nats_streams_password is not None:
-            tasks.start(_make_streams(settings, served), "streams")
+            tasks.start(_own_streams(service, settings, served), "streams")
         async with connected(settings.nats_url, "sie-config", stop, password=settings.nats_password) as broker:
             service.broker = broker
             if broker is not None:

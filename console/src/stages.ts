@@ -5,7 +5,6 @@ const STAGES: Record<string, [string, string]> = {
   load_time: ["model load", "#e0584f"],
   preprocess_time: ["prepare", "#19a3a3"],
   batch_wait_time: ["batch wait", "#9a6bff"],
-  device_wait_time: ["device wait", "#c05fb0"],
   inference_time: ["inference", "#4c8dff"],
   postprocess_time: ["postprocess", "#2a9d4a"],
   unattributed_time: ["rest", "#888888"],

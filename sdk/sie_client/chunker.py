@@ -15,9 +15,9 @@ from sie_contracts.wire.messages import ChunkRule
 
 def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking]) -> list[tuple[int, int]]:
     """Return the start and the end of each chunk of `text`, in code points. `rule`: the fields of `Chunking`. `ends`:
-    the end of each token in code points, ascending; for a Hugging Face tokenizer, the second number of each pair in
-    `offset_mapping`. Raises InvalidInputError for an invalid rule, and ModuleNotFoundError without the packages of the
-    extra `chunker`.
+    the end of each token in code points, ascending: the second number of each pair in `encode(text).offsets` of
+    `tokenizers.Tokenizer.from_file("tokenizer.json")`, which reads texts like the server. Raises InvalidInputError
+    for an invalid rule, and ModuleNotFoundError without the packages of the extra `chunker`.
     """
     try:
         from sie_contracts import chunker
@@ -33,4 +33,4 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking
             )
     except msgspec.ValidationError as error:
         raise invalid(f"rule: {fault_line(ChunkRule, error)}", reason="schema") from error
-    return chunker.spans(text, ends, checked)
+    return list(chunker.spans(text, ends, checked))

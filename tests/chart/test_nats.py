@@ -9,19 +9,18 @@ import contextlib
 import os
 import re
 import subprocess
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import httpx
 import msgspec
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from helm import CHOSEN, NAMESPACE, HelmError, container, objects, of_kind, rendered, template, variables
+from helm import CHOSEN, HelmError, container, objects, of_kind, rendered, template, upgraded, variables
 from inprocess import settings_of, until
 from nats_server import NatsServer, binary
 
@@ -167,6 +166,7 @@ THREE, LARGER, FAST = {"replicas": 3}, {"storage": {"size": "30Gi"}}, {"storage"
         ({"storage": {"size": "1Ti"}}, {"storage": {"size": "1024Gi"}}, ""),
         (FAST, {**FAST, "maxPayloadBytes": 1 << 20}, ""),
         (THREE, {"replicas": 5}, ""),
+        ({"replicas": 5}, THREE, r"nats\.replicas: 3 would leave the volumes of 2 servers"),
     ],
 )
 def test_an_upgrade_that_the_broker_cannot_follow_is_refused(
@@ -175,36 +175,27 @@ def test_an_upgrade_that_the_broker_cannot_follow_is_refused(
     """A server that becomes one of several deletes the streams that it has stored alone. Kubernetes changes no claims
     of a StatefulSet.
     """
+    live = objects(template(values={**CHOSEN, "nats": before}))
+    with pytest.raises(HelmError, match=refusal) if refusal else contextlib.nullcontext():
+        upgraded(live, {**CHOSEN, "nats": after})
 
-    def values(nats: dict[str, Any]) -> dict[str, Any]:
-        return {**CHOSEN, "nats": nats}
 
-    kinds = {"resources": [{"name": "statefulsets", "kind": "StatefulSet", "namespaced": True, "verbs": ["get"]}]}
-    answers = {
-        "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1", **kinds},
-        f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets/sie-nats": of_kind(
-            "StatefulSet", objects(template(values=values(before)))
-        )["sie-nats"],
-    }
-
-    class Kubernetes(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = msgspec.json.encode(answers[self.path.partition("?")[0]])
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes) as api:
-        threading.Thread(target=api.serve_forever, daemon=True).start()
-        online = ("--dry-run=server", "--disable-openapi-validation", "--kube-apiserver")
-        with pytest.raises(HelmError, match=refusal) if refusal else contextlib.nullcontext():
-            template("values.yaml", values(after), *online, f"http://127.0.0.1:{api.server_port}")
-        api.shutdown()
+async def test_a_server_that_listens_for_ipv6_takes_both_families(tmp_path: Path) -> None:
+    manifests = objects(template("values-kind.yaml", {"network": {"host": "::"}}))
+    ports = {4222: free_port(), 8222: free_port()}
+    config = config_of(manifests, tmp_path, {f'"[::]:{port}"': f'"[::]:{here}"' for port, here in ports.items()})
+    environ = {"PATH": os.environ["PATH"], **environ_of(manifests)}
+    argv = command_of(manifests, config)
+    running = await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            url = f"nats://config:{PASSWORDS['config']}@{host}:{ports[4222]}"
+            await (await connect(url, name="test-config", timeout_s=60)).close()
+            async with httpx.AsyncClient(trust_env=False) as client:
+                assert (await client.get(f"http://{host}:{ports[8222]}/varz")).json()["server_name"] == "sie-nats-0"
+    finally:
+        running.kill()
+        await asyncio.wait_for(running.wait(), 60)
 
 
 @pytest.mark.long
@@ -237,7 +228,7 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
         broker = await connect(url, name="test-config", timeout_s=60)
         streams = await connect(url, name="test-streams", password=Secret(PASSWORDS["streams"]), user="streams")
         try:
-            await own(streams)
+            await own(streams, AsyncMock(return_value=True))
             end_s = time.monotonic() + 60
             while True:
                 try:
@@ -298,7 +289,7 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
 async def owner(server: NatsServer) -> AsyncIterator[None]:
     """Own the streams as the config service does, which creates them for other processes."""
     async with connected(server, "streams") as broker:
-        await own(broker)
+        await own(broker, AsyncMock(return_value=True))
         yield
 
 

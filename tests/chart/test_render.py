@@ -124,6 +124,7 @@ def test_hooks_are_not_used() -> None:
 
 
 CPU = {"machineProfile": "cpu"}
+SCALED = {"autoscaling": {"enabled": True}}
 
 
 def groups(**own: Any) -> dict[str, Any]:
@@ -233,7 +234,7 @@ def groups(**own: Any) -> dict[str, Any]:
         (groups(gpu={"gpu": True}), "machineProfile is required"),
         (
             groups(gpu={"machineProfile": "a100"}),
-            'machineProfile: "a100" is none of machineProfiles (a100-80gb, cpu, h100, l4)',
+            'machineProfile: "a100" is none of machineProfiles (a100-80gb, cpu, h100, l4, l4-spot)',
         ),
         (groups(gpu={"machineProfile": "l4", "device": "cpu"}), "workers.groups.gpu.device: cpu leaves the GPU idle"),
         (groups(cpu={**CPU, "device": "cuda"}), "workers.groups.cpu.device: cuda needs a GPU; set gpu: true"),
@@ -241,6 +242,18 @@ def groups(**own: Any) -> dict[str, Any]:
         (
             groups(cpu={**CPU, "autoscaling": {"enabled": True, "minReplicas": 5}}),
             "minReplicas: 5 is more than maxReplicas, 4",
+        ),
+        (
+            groups(cpu={**CPU, **SCALED}, more={"machineProfile": "CPU", "gpu": False, **SCALED}),
+            "workers.groups.more: the group cpu serves the same lane, _default.cpu.default",
+        ),
+        (
+            groups(cpu=CPU, more=CPU, most={**CPU, **SCALED}),
+            "workers.groups.most: the group more serves the same lane",
+        ),
+        (
+            groups(cpu={**CPU, **SCALED}, more=CPU, most=CPU),
+            "for spot nodes cpu-spot, which requests for cpu match too",
         ),
         (
             {**groups(**{"a" * 32: {**CPU, "autoscaling": {"enabled": True}}}), "fullnameOverride": "b" * 32},
@@ -372,7 +385,7 @@ def test_the_page_names_the_keys_of_the_secret() -> None:
 
 
 def test_the_page_s_groups_render_as_it_says() -> None:
-    block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the second block is about placement of models
+    block = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]  # the others are about placement and spot nodes
     manifests = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
     assert of_kind("ScaledObject", manifests)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
     environ = helm.variables(helm.container(manifests, "sie-worker-reranking", "worker-sidecar"))

@@ -102,6 +102,40 @@ def langchain_cohere_rerank(url: str, key: str, model: str, retries: int, inputs
     return [[rank["index"], rank["relevance_score"]] for rank in ranking]
 
 
+def mistral(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    from mistralai.client import Mistral
+
+    answer = Mistral(api_key=key, server_url=url, timeout_ms=30_000).embeddings.create(model=model, inputs=inputs)
+    return [entry.embedding for entry in answer.data]
+
+
+def together(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    from together import Together
+
+    client = Together(api_key=key, base_url=url, max_retries=retries, timeout=30)
+    return [entry.embedding for entry in client.embeddings.create(model=model, input=inputs).data]
+
+
+def together_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    from together import Together
+
+    query, *documents = inputs
+    client = Together(api_key=key, base_url=url, max_retries=retries, timeout=30)
+    results = client.rerank.create(model=model, query=query, documents=documents, return_documents=True).results
+    assert [result.document.text for result in results] == [documents[result.index] for result in results]
+    return [[result.index, result.relevance_score] for result in results]
+
+
+def mixedbread_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    from mixedbread import Mixedbread
+
+    query, *documents = inputs
+    client = Mixedbread(api_key=key, base_url=url, max_retries=retries, timeout=30)
+    answer = client.rerank(model=model, query=query, input=documents, top_k=len(documents), return_input=True)
+    assert [result.input for result in answer.data] == [documents[result.index] for result in answer.data]
+    return [[result.index, result.score] for result in answer.data]
+
+
 CLIENTS = {
     "llama-index": llama_index,
     "litellm": litellm_embedding,
@@ -114,6 +148,10 @@ CLIENTS = {
     "litellm-nvidia-rerank": litellm_nvidia_rerank,
     "langchain-cohere": langchain_cohere,
     "langchain-cohere-rerank": langchain_cohere_rerank,
+    "mistral": mistral,
+    "together": together,
+    "together-rerank": together_rerank,
+    "mixedbread-rerank": mixedbread_rerank,
 }
 
 

@@ -26,6 +26,7 @@ from sie_contracts.stages import STAGES
 TIMING_KEYS = {
     *STAGES,
     "total_time",
+    "device_wait_time",
     "queue_ms",
     "tokenization_ms",
     "inference_ms",
@@ -362,7 +363,7 @@ def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) 
     assert client.get("/v1/nope").json()["code"] == "NOT_FOUND"
     answer = client.get(f"/v1/encode/{MODEL}")
     assert (answer.status_code, answer.json()["code"]) == (405, "METHOD_NOT_ALLOWED")
-    assert answer.headers["allow"] == "POST"
+    assert answer.headers["allow"] == "POST, OPTIONS"
     assert post(client, {"items": ["a"]}, "../../etc/passwd").status_code in (400, 404)
 
 

@@ -36,7 +36,7 @@ class Application:
 
     @property
     def ranks(self) -> bool:
-        return "query" in self.body
+        return not {"query", "text_1", "queries"}.isdisjoint(self.body)
 
 
 def of_openai(reply: Any) -> list[Any]:
@@ -72,6 +72,14 @@ def by_data(reply: Any) -> list[Any]:
     return [entry["relevance_score"] for entry in sorted(reply["data"], key=lambda entry: entry["index"])]
 
 
+def of_pooling(reply: Any) -> list[Any]:
+    return [entry["data"] for entry in reply["data"]]
+
+
+def by_score(reply: Any) -> list[Any]:
+    return [entry["score"] for entry in sorted(reply["data"], key=lambda entry: entry["index"])]
+
+
 def tei_ranks(reply: Any) -> list[Any]:
     return [entry["score"] for entry in sorted(reply, key=lambda entry: entry["index"])]
 
@@ -85,6 +93,13 @@ def logits(reply: Any) -> list[Any]:
 OPENAI: dict[str, Any] = {"input": TEXTS, "model": MINI}
 RERANK: dict[str, Any] = {"model": CROSS, "query": QUERY, "documents": DOCUMENTS, "top_n": COUNT}
 TEI_RERANK: dict[str, Any] = {"query": QUERY, "texts": DOCUMENTS}
+PASSAGES: dict[str, Any] = {
+    "model": CROSS,
+    "query": {"text": QUERY},
+    "passages": [{"text": text} for text in DOCUMENTS],
+    "truncate": "END",
+}
+XINFERENCE: dict[str, Any] = {**RERANK, "return_documents": "true", "return_len": "true"}
 APPLICATIONS = [
     Application("Open WebUI, engine openai", "/v1/embeddings", OPENAI, of_openai),
     Application("Open WebUI, engine ollama", "/api/embed", OPENAI, of_ollama),
@@ -92,14 +107,22 @@ APPLICATIONS = [
     Application("Dify, OpenAI-API-compatible", "/v1/embeddings", {**OPENAI, "encoding_format": "float"}, of_openai),
     Application("Dify, OpenAI-API-compatible rerank", "/v1/rerank", {**RERANK, "return_documents": True}, with_texts),
     Application("Dify, Ollama", "/api/embed", {"model": MINI, "input": TEXTS}, of_ollama),
+    Application("Dify, Ollama rerank", "/api/rerank", {**RERANK, "model": f"{CROSS}:latest"}, by_results),
+    Application("Dify, Text Embeddings Inference", f"/tei/{MINI}/v1/embeddings", {"input": TEXTS}, of_openai),
+    Application("Dify, Text Embeddings Inference rerank", f"/tei/{CROSS}/rerank", TEI_RERANK, tei_ranks),
+    Application("Dify, Xinference", "/v1/embeddings", OPENAI, of_openai),
+    Application("Dify, Xinference rerank", "/v1/rerank", {**RERANK, "return_documents": True}, with_texts),
     Application("RAGFlow, OpenAI-API-Compatible", "/v1/embeddings", {**OPENAI, "encoding_format": "float"}, of_openai),
     Application("RAGFlow, OpenAI-API-Compatible rerank", "/v1/rerank", RERANK, by_results),
+    Application("RAGFlow, NVIDIA rerank", "/v1/reranking", {**PASSAGES, "top_n": COUNT}, logits),
+    Application("RAGFlow, Xinference rerank", "/v1/rerank", XINFERENCE, with_texts),
     Application("AnythingLLM, generic OpenAI", "/v1/embeddings", {**OPENAI, "encoding_format": "base64"}, of_base64),
     Application("AnythingLLM, Ollama", "/api/embed", {**OPENAI, "options": {"num_ctx": 8192}}, of_ollama),
     Application("LibreChat, reranker jina", "/v1/rerank", {**RERANK, "return_documents": True}, with_texts),
     Application("Continue, rerank", "/v1/rerank", {name: RERANK[name] for name in RERANK if name != "top_n"}, by_data),
     Application("Weaviate, text2vec-openai", "/v1/embeddings", {**OPENAI, "dimensions": 384}, of_openai),
     Application("Weaviate, text2vec-ollama", "/api/embed", {"model": MINI, "input": TEXTS}, of_ollama),
+    Application("Weaviate, text2vec-databricks", f"/tei/{MINI}/v1/embeddings", {"input": TEXTS}, of_openai),
     Application(
         "Weaviate, reranker-cohere",
         "/v2/rerank",
@@ -119,17 +142,16 @@ APPLICATIONS = [
     Application("OpenSearch, connector of Cohere rerank", "/v1/rerank", RERANK, by_results),
     Application("pgai, openai_embed", "/v1/embeddings", {**OPENAI, "encoding_format": "float"}, of_openai),
     Application("pgai, ollama_embed", "/api/embeddings", {"model": MINI, "prompt": TEXTS[0]}, lambda reply: []),
+    Application("NVIDIA, ranking", "/v1/ranking", PASSAGES, logits),
+    Application("vLLM, pooling", "/pooling", OPENAI, of_pooling),
+    Application("vLLM, score", "/v1/score", {"model": CROSS, "text_1": QUERY, "text_2": DOCUMENTS}, by_score),
     Application(
-        "NVIDIA, ranking",
-        "/v1/ranking",
-        {
-            "model": CROSS,
-            "query": {"text": QUERY},
-            "passages": [{"text": text} for text in DOCUMENTS],
-            "truncate": "END",
-        },
-        logits,
+        "vLLM, score of pairs",
+        "/score",
+        {"model": CROSS, "queries": [QUERY] * COUNT, "documents": DOCUMENTS},
+        by_score,
     ),
+    Application("llama.cpp, reranking", "/v1/reranking", RERANK, by_results),
 ]
 
 # these clients drop the path of the configured address, so the default models answer

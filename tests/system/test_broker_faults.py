@@ -26,7 +26,7 @@ from tcp_proxy import TcpProxy
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
 from sie_broker.nats import connect, connection
-from sie_contracts.errors import ErrorInfo, QueueUnavailable
+from sie_contracts.errors import ErrorInfo, GatewayTimeout, QueueUnavailable
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Failed, WorkResult
 from sie_gateway.inference.results import ResultInbox
@@ -227,7 +227,7 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
 async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(server: NatsServer) -> None:
     """At a delay of 0.5 s each way, a message is stored at the first attempt. At a round trip longer than an attempt,
     it is repeated under the same id and stored at most once. At a delay longer than the budget, the publish fails with
-    503. Without a delay, the next request is stored.
+    504. Without a delay, the next request is stored.
     """
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
@@ -244,7 +244,7 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
 
         proxy.delay_s = 1.2  # a round trip above gateway_queue.PUBLISH_TIMEOUT_S
         assert 2 * proxy.delay_s > gateway_queue.PUBLISH_TIMEOUT_S
-        with pytest.raises(QueueUnavailable):
+        with pytest.raises(GatewayTimeout):
             await queue.publish(LANE, [item("toy/a", "slower")], time.perf_counter() + 3.0)
         proxy.delay_s = 0.0
         await broker.flush(WAIT_S)
@@ -252,7 +252,7 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
 
         proxy.delay_s = 4.0
         started_s = time.monotonic()
-        with pytest.raises(QueueUnavailable):
+        with pytest.raises(GatewayTimeout):
             await queue.publish(LANE, [item("toy/a", "late")], time.perf_counter() + 1.0)
         assert time.monotonic() - started_s < 2 * proxy.delay_s  # the broker's reply would take that long
         proxy.delay_s = 0.0

@@ -417,6 +417,12 @@ CLIENTS = [
         Client(f"node {name}", node(name), long=True, comes_back=False)
         for name in ("ollama", "ai-sdk", "langchain-ollama", "langchain-openai")
     ),
+    Client("node togetherai rerank", node("togetherai-rerank"), gives="scores", long=True, comes_back=False),
+    *(Client(name, heavy(name), long=True, comes_back=False) for name in ("mistral", "together")),
+    *(
+        Client(f"{name} rerank", heavy(f"{name}-rerank"), gives="scores", long=True, comes_back=False)
+        for name in ("together", "mixedbread")
+    ),
     *(
         Client(f"litellm {name}", heavy(f"litellm-{name}"), long=True, comes_back=False)
         for name in ("infinity", "jina")

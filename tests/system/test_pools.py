@@ -1,10 +1,11 @@
-"""Reservations at a real broker and with real processes: two gateways, two workers, fixed costs. All tests share one
-cluster.
+"""Reservations at a real broker and with real processes: two gateways, two workers, fixed costs. All tests but
+the last share one cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -143,3 +144,27 @@ def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(sta
     until(lambda: pool_of(stack, dead_worker) == "_default", 60, "the first worker serves the default pool")
     assert workers_of(stack, "team") == [left]
     assert encode(stack, "").headers["x-sie-worker"] == dead_worker
+
+
+def test_plain_requests_and_reservations_go_to_the_pool_of_the_installation(tmp_path: Path) -> None:
+    """The gateways and one worker have the pool `blue`, another worker has the pool `_default`."""
+    plan = Plan(workers=[Device(), Device(pool="default")], environ={**FAST, "SIE_POOL": "blue"})
+    with Stack(tmp_path, plan) as stack:
+        until(
+            lambda: (pool_of(stack, "w0"), pool_of(stack, "w1")) == ("blue", "_default"), 60, "both workers are known"
+        )
+        answers = [encode(stack, pool) for pool in ("", "blue", "default", "")]
+        assert [(answer.status_code, answer.headers.get("x-sie-worker")) for answer in answers] == [
+            (200, "w0"),
+            (200, "w0"),
+            (200, "w1"),
+            (200, "w0"),
+        ]
+        assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
+        until(lambda: workers_of(stack, "team") == ["w0"], 60, "the reservation has the worker of the installation")
+        assert encode(stack, "team").headers["x-sie-worker"] == "w0"
+        assert call(stack, "GET", "/v1/scaling/blue.cpu.default").json()["reserved"] == 1
+        assert encode(stack, "default").headers["x-sie-worker"] == "w1"
+        assert call(stack, "DELETE", "/v1/pools/team").status_code == 200
+        until(lambda: pool_of(stack, "w0") == "blue", 60, "the worker serves the installation again")
+        assert encode(stack, "").headers["x-sie-worker"] == "w0"

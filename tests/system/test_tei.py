@@ -230,7 +230,7 @@ def test_what_cannot_be_served_is_told_in_words_of_tei(
 
 def test_a_method_that_a_route_does_not_take(client: httpx.Client) -> None:
     answer = client.get("/tei/test/dense/embed")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
 
 
 def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:

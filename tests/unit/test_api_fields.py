@@ -11,12 +11,15 @@ from fake_adapter import WIDTH, toy_entry
 from inprocess import GatewayProcess, InProcess
 
 from sie_contracts.api import dialects, inference
+from sie_contracts.api.operations import PoolRequest
+from sie_contracts.errors import InvalidInput
 from sie_contracts.models import entries, options
 from sie_contracts.models.families import FAMILIES
-from sie_gateway.dialects import cohere, vocabulary
+from sie_gateway.dialects import cohere, openai, vocabulary
 from sie_gateway.http.routes import DIALECTS, OLLAMA, TEI
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
+from sie_gateway.operations import handlers
 from sie_runtime.http.routes import FORM
 
 # fields that are declared because clients send them, and that have no effect
@@ -32,6 +35,14 @@ MODELS = {
     "classify": "toy/classes",
     "embed_sparse": "toy/wide",
     "extract": "toy/find",
+}
+WIDE = {"dense": WIDTH, "sparse": 10, "multivector": WIDTH}
+UNCHECKED = {"max_chunks_per_doc"}  # a warning says that it is ignored
+# fields that are read only beside others
+BESIDE: dict[str, dict[str, Any]] = {
+    "chunk_size": {"enable_auto_chunking": True, "inputs": [["a"]], "input_type": "document"},
+    "chunk_overlap": {"enable_auto_chunking": True, "inputs": [["a"]], "input_type": "document"},
+    "top_k": {"top_n": None},
 }
 ROUTES = [
     route
@@ -59,7 +70,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
     async with InProcess(tmp_path) as cluster:
         cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
         cluster.source.put(toy_entry("toy/classes", family="text-classifier", outputs={"classifications": 0}))
-        cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs={"dense": WIDTH, "sparse": 10}))
+        cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs=WIDE))
         cluster.source.put(toy_entry("toy/find", family="gliner", outputs={"entities": 0}))
         # without a worker each request ends with 503, after its body was read
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
@@ -83,6 +94,73 @@ async def test_dialects_read_the_fields_that_are_declared_and_no_others(
         for name, below in body.below.items():
             (inner,) = (struct for struct in _types(declared, name) if hasattr(struct, "__struct_fields__"))
             assert below.asked == _fields(inner), (route.path, name)
+
+
+def whole_fields(struct: Any) -> list[str]:
+    hints = get_type_hints(struct)
+    return [name for name, hint in hints.items() if int in (hint, *get_args(hint))]
+
+
+async def test_a_whole_number_written_as_a_float_is_a_whole_number_on_every_route(gateway: GatewayProcess) -> None:
+    """JSON has only one type of numbers, and some clients write each as a float. Bounds and fractions stay refused."""
+    cases: list[tuple[str, dict[str, Any], str]] = []
+    for route in ROUTES:
+        assert route.body is not None
+        declared = getattr(route.body.type, "__origin__", route.body.type)
+        model = MODELS.get(route.endpoint, "toy/wide")
+        path = route.path.replace("{model:path}", model)
+        cases += [
+            (path, {**declared.EXAMPLE, **BESIDE.get(name, {}), "model": model}, name)
+            for name in whole_fields(declared)
+            if name not in UNCHECKED
+        ]
+    reranks = ("/v1/reranking", "/api/rerank", "/rerank")
+    cases += [(path, {**dialects.Rerank.EXAMPLE, "model": "toy/score"}, "top_n") for path in reranks]
+    cases += [("/reranking", {**dialects.MixedbreadRerank.EXAMPLE, "model": "toy/score"}, "top_k")]
+    native = {"dimensions": WIDTH, "max_seq_length": 8}
+    cases += [("/v1/encode/toy/wide", {"items": ["a"]}, name) for name in native]
+    assert len(cases) > 30
+    for path, body, name in cases:
+        ints, floats, fraction, low = [
+            await gateway.client.post(path, json={**body, name: value}) for value in (WIDTH, float(WIDTH), 8.5, -1.0)
+        ]
+        assert (ints.status_code, floats.status_code) == (503, 503), (path, name, floats.text)
+        assert {fraction.status_code, low.status_code} <= {400, 422}, (path, name)
+        assert name in fraction.text, (path, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"model": "toy/wide", "input": [[9906.0, 4435]]}),
+        ("/v1/embeddings", {"model": "toy/wide", "input": [9906.0]}),
+        ("/embed", {"model": "toy/wide", "inputs": [[1.0, 2.0]]}),
+        ("/decode", {"model": "toy/wide", "ids": [1.0]}),
+        ("/api/embed", {"model": "toy/wide", "input": "a", "options": {"num_ctx": 2048.0}}),
+        ("/v1/encode/toy/wide", {"items": [{"text": "abc", "chunks": {"max_tokens": 8.0}}]}),
+        ("/v1/encode/toy/wide", {"items": [{"text": "abc", "chunks": [[0.0, 2.0]]}]}),
+    ],
+)
+async def test_a_list_of_whole_numbers_may_have_floats(gateway: GatewayProcess, path: str, body: Any) -> None:
+    answer = await gateway.client.post(path, json=body)
+    assert answer.status_code == 503, answer.text
+    refused = await gateway.client.post(path, json=_with_fractions(body))
+    assert refused.status_code in (400, 422), refused.text
+
+
+def _with_fractions(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_fractions(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_fractions(entry) for entry in value]
+    return value + 0.5 if isinstance(value, float) else value
+
+
+def test_a_body_that_becomes_a_struct_may_have_floats_for_whole_numbers() -> None:
+    body = {"name": "a", "gpus": {"cpu": 2.0}}
+    assert handlers.converted(body, PoolRequest).gpus == {"cpu": 2}
+    with pytest.raises(InvalidInput, match=r"gpus"):
+        handlers.converted({**body, "gpus": {"cpu": 2.5}}, PoolRequest)
 
 
 def _fields(struct: Any) -> set[str]:
@@ -116,6 +194,6 @@ def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
     assert values(inference.EncodeParams, "pooling") == set(entries.POOLING_OPTIONS)
     assert values(inference.ScoreParams, "score_mode") == set(options.SCORE_MODES)
     assert set(get_args(inference.Dtype)) == set(reply.WIRE_DTYPES)
-    (embeddings,) = (route.body.type for route in DIALECTS if route.path == "/v1/embeddings" and route.body is not None)
     assert values(dialects.EmbedV1, "input_type") == set(cohere.INPUT_TYPES)
-    assert values(embeddings, "token_encoding") == {"model", *vocabulary.NAMES}
+    assert values(dialects.PoolingRequest, "task") == set(openai.POOLING_TASKS)
+    assert values(dialects.EmbeddingsRequest, "token_encoding") == {"model", *vocabulary.NAMES}

@@ -14,18 +14,18 @@ import pytest
 from click.testing import CliRunner
 from inprocess import GatewayProcess, InProcess, clock_at, settings_of, until
 from msgspec.structs import replace
-from starlette.exceptions import HTTPException
 
 from sie_broker import Write
 from sie_broker.memory import MemoryServer
 from sie_cli.serve.standalone import standalone
-from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.errors import MethodNotAllowed, NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import SettingError
 from sie_gateway.admission.grant import Grant
 from sie_gateway.http.auth import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
 from sie_runtime.clock import BrokerClock
+from sie_runtime.http.config_routes import CONFIG_ROUTES
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, Route, Table
 from sie_runtime.keys import KeyLimits, Keys
 from sie_runtime.process import Stop
@@ -133,7 +133,7 @@ async def keys_of(*key_records: records.Key, clock: BrokerClock | None = None) -
 def outcome(gate: Gate, method: str, path: str, token: str) -> type[Exception] | Grant:
     try:
         return gate.check(method, path, f"Bearer {token}" if token else "")
-    except (SIEError, HTTPException) as error:
+    except SIEError as error:
         return type(error)
 
 
@@ -205,10 +205,10 @@ def test_another_method_than_a_path_has_is_refused_with_those_it_has(method: str
         methods = Table(ROUTES).match(path).methods
         if method in methods:
             continue
-        with pytest.raises(HTTPException) as caught:
+        with pytest.raises(MethodNotAllowed) as caught:
             gate.check(method, path, ADMIN)
-        allowed = ", ".join(name for name, row in methods.items() if row.served)
-        assert (caught.value.status_code, caught.value.headers) == (405, {"Allow": allowed}), path
+        served = [name for name, row in methods.items() if row.served]
+        assert caught.value.allow.split(", ") == [*served, *(["HEAD"] if "GET" in served else []), "OPTIONS"], path
 
 
 async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else() -> None:
@@ -240,18 +240,36 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
                 if row.reader and token == READER:
                     scopes = frozenset({row.scope})
                 if row.scope == OPEN or (mode == "none" and row.scope not in ("config", "admin")):
-                    expected = HTTPException if not row.served else Grant
+                    expected = MethodNotAllowed if not row.served else Grant
                 elif scopes is None:
                     expected = Unauthenticated
                 elif row.scope not in (ANY, *scopes):
                     expected = PermissionDenied
                 else:
-                    expected = HTTPException if not row.served else Grant
+                    expected = MethodNotAllowed if not row.served else Grant
                 verdict = outcome(gate, method, path, token)
                 verdict = type(verdict) if isinstance(verdict, Grant) else verdict
                 assert verdict is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
                 count += 1
     assert count > 3000
+
+
+def test_a_gateway_serves_reads_of_the_catalogue_and_neither_its_writes_nor_its_export() -> None:
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
+    served = {"models", "model", "status", "bundles", "bundle", "resolve"}
+    for route in CONFIG_ROUTES:
+        is_served = route.endpoint in served and route.scope == "read"
+        path = route.path.replace("{id:path}", "org/name")
+        expected = MethodNotAllowed if not is_served else Grant
+        outcomes = [outcome(gate, route.method, path, token) for token in (USER, ADMIN)]
+        kinds = [type(verdict) if isinstance(verdict, Grant) else verdict for verdict in outcomes]
+        assert kinds == [expected if route.scope == "read" else PermissionDenied, expected], path
+    read = {
+        path
+        for row, method, path in calls()
+        if row.scope != OPEN and isinstance(outcome(gate, method, path, READER), Grant)
+    }
+    assert read == {"/v1/whoami", "/v1/pools/assignments"}
 
 
 def test_the_doctor_needs_no_token_where_only_this_machine_reaches_a_gateway_without_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from parity import tokenizer_recipes as recipes
 from text_rows import text_rows
 
+from sie_contracts import chunker
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks, WorkItem
@@ -132,6 +134,22 @@ def test_chunks_that_cannot_be_run_are_refused_alone(
     rows = made(Input("fine"), item, layout=layout, **options)
     assert {index: error.reason for index, error in rows.unfit.items()} == {1: reason}
     assert len(rows.rows) == 2
+
+
+def test_a_rule_makes_no_chunk_after_the_first_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_chunks = 0
+
+    def counted(*arguments: Any) -> Iterator[tuple[int, int]]:
+        nonlocal made_chunks
+        for span in spans_of_rule(*arguments):
+            made_chunks += 1
+            yield span
+
+    spans_of_rule = chunker.spans
+    monkeypatch.setattr(chunker, "spans", counted)
+    rows = made(Input("a " * 20_000, chunks=TextChunks(ChunkRule(1))))
+    assert [(error.reason, error.param) for error in rows.unfit.values()] == [("too_many_chunks", "chunks.max_tokens")]
+    assert made_chunks == chunk_rows.MAX_CHUNKS + 1
 
 
 def test_a_pooling_other_than_the_mean_has_chunks_without_context_or_of_other_outputs() -> None:

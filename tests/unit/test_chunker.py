@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from sie_client import InvalidInputError
 from sie_client import chunker as client_chunker
 from sie_contracts import chunker
 from sie_contracts.wire.messages import BOUNDARIES, Boundary, ChunkRule
+from sie_sidecar.prepare.chunk_rows import MAX_CHUNKS
 
 PROSE = (
     "Dr. Smith met Mr. Jones at 3 p.m. on Monday. He paid $3.50, i.e. too much. They left.\n\n"
@@ -134,7 +137,7 @@ def test_white_space_outside_of_ascii_ends_a_sentence_like_a_space(space: str) -
 
 
 def test_a_text_without_tokens_has_no_chunks() -> None:
-    assert chunker.spans("  \n ", [], ChunkRule(8)) == []
+    assert list(chunker.spans("  \n ", [], ChunkRule(8))) == []
 
 
 TEXTS = st.lists(
@@ -151,6 +154,7 @@ TEXTS = st.lists(
                 "# h\n",
                 "你好。",
                 "👩‍👩‍👧",
+                "🇩",
                 "\u0301",
                 " ",
                 "e.g. ",
@@ -170,13 +174,14 @@ TEXTS = st.lists(
     overlap=st.integers(0, 6),
     least=st.integers(0, 12),
 )
+@example(text="🇩🇪🇩🇪🇩\u0301🇪\u0600🇩🇪🇩 🇩🇪\u200d🇩🇪", most=1, boundary="token", overlap=0, least=0)
 @example(text="\u0301\r\n👩‍👩‍👧 a", most=1, boundary="token", overlap=0, least=0)
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_chunks_of_any_text_hold_their_rule(text: str, most: int, boundary: Boundary, overlap: int, least: int) -> None:
     ends = ends_of(text)
     rule = ChunkRule(most, min(overlap, most // 2), boundary, min(least, most))
-    chunks = chunker.spans(text, ends, rule)
-    assert chunks == chunker.spans(text, ends, rule)
+    chunks = list(chunker.spans(text, ends, rule))
+    assert chunks == list(chunker.spans(text, ends, rule))
     if not ends:
         assert chunks == []
         return
@@ -207,11 +212,86 @@ def test_the_time_of_a_hostile_text_grows_with_its_length(piece: str) -> None:
         times_s = []
         for _ in range(5):
             began_s = time.thread_time()
-            chunker.spans(text, ends, ChunkRule(64))
+            list(chunker.spans(text, ends, ChunkRule(64)))
             times_s.append(time.thread_time() - began_s)
         return min(times_s)
 
     assert seconds(32_000) < 20 * seconds(4000)
+
+
+HOSTILE = (
+    *(
+        "你好。",
+        "กขค ",
+        "م؟ ",
+        "\u1100",
+        "\u0915\u094d",
+        "\U0001f1e9",
+        "👩\u200d",
+        "e\u0301",
+        "\u0301",
+        "\u0600",
+        "\u00a0",
+    ),
+    *(
+        "a",
+        "a ",
+        "A. ",
+        "e.g. ",
+        "... ",
+        "1.2.3 ",
+        ". ",
+        "!",
+        '"a. b" ',
+        "(",
+        "`",
+        "\t",
+        "\n",
+        "\r\n",
+        "http://a.b/c?d=e ",
+    ),
+    *("# h\n", "a\n=\n", "---\n", "```\n", "~~~\n\n", "- a\n", "1. a\n", "- ", "> ", "> - ", "- a\n  - b\n", "a b\n"),
+    *("[a]: b\n", "[a]:\n", "[", "| a | b |\n", "|", "<div>\n", "<!--", "    a\n", "* * *\n"),
+)
+RULES = tuple(
+    ChunkRule(most, overlap, boundary, least)
+    for most, overlap, least in ((1, 0, 0), (2, 1, 2), (64, 0, 0), (64, 32, 64), (4096, 2048, 0))
+    for boundary in BOUNDARIES
+)
+
+
+def draws() -> Iterator[tuple[str, Sequence[int], ChunkRule]]:
+    """Yield 160 texts of 16,384 code points with the ends of their tokens, and a rule. Each piece is in 3 of them."""
+    chance = random.Random(69)
+    pieces = [[piece] for piece in HOSTILE * 3] + [chance.sample(HOSTILE, 2) for _ in range(160 - 3 * len(HOSTILE))]
+    for number, parts in enumerate(pieces):
+        text = ("".join(parts) * 16_384)[:16_384]
+        yield (
+            text,
+            range(1, len(text) + 1) if chance.random() < 0.5 else (ends_of(text) or [len(text)]),
+            RULES[number % 15],
+        )
+
+
+def test_no_text_and_no_rule_costs_many_times_what_prose_costs() -> None:
+    """A code point costs at most 40 times the processor time that one of prose costs: some ten times are measured for
+    blocks of Markdown, 150 times if the work grows with the square.
+    """
+
+    def seconds(text: str, ends: Sequence[int], rule: ChunkRule) -> float:
+        began_s = time.thread_time()
+        list(itertools.islice(chunker.spans(text, ends, rule), MAX_CHUNKS + 1))
+        return (time.thread_time() - began_s) / len(text)
+
+    prose = (PROSE * 100)[:16_384]
+    bound_s = 40 * min(seconds(prose, ends_of(prose), ChunkRule(64)) for _ in range(5))
+    cases = list(draws())
+    slow = [
+        (text[:20], rule)
+        for text, ends, rule in cases
+        if seconds(text, ends, rule) > bound_s and min(seconds(text, ends, rule) for _ in range(3)) > bound_s
+    ]
+    assert (len(cases), slow) == (160, [])
 
 
 @pytest.mark.parametrize(

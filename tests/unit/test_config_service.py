@@ -18,6 +18,8 @@ from sie_broker import BrokerUnavailable, Write
 from sie_broker.memory import MemoryServer
 from sie_config_service import access
 from sie_config_service.handlers import MAX_BODY_BYTES
+from sie_config_service.process import has_pool
+from sie_config_service.state import ConfigService
 from sie_config_service.store import (
     REPLIES_PER_SLOT,
     REPLY_KEPT_S,
@@ -33,8 +35,9 @@ from sie_config_service.store import (
 from sie_config_service.writes import WriteReply, WriteRequest
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_entry
-from sie_contracts.wire import topology
+from sie_contracts.wire import messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
 from sie_runtime import keys as records
 from sie_runtime.failpoints import arm
 from sie_runtime.feed import snapshot
@@ -465,7 +468,11 @@ async def test_writes_to_what_is_not_there_and_bodies_without_bounds_are_refused
     for path in ("/v1/configs/none", "/v1/configs"):
         await api.call("GET", path, status=404)
     answer = await api.client.put("/v1/configs/models", json={})
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST, HEAD, OPTIONS")
+    answer = await api.client.options("/v1/configs/models")
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, "GET, POST, HEAD, OPTIONS", b"")
+    head, get = await api.client.head("/v1/configs/models"), await api.client.get("/v1/configs/models")
+    assert (head.status_code, head.headers["content-type"], head.content) == (200, get.headers["content-type"], b"")
 
 
 async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
@@ -701,3 +708,21 @@ async def test_a_change_of_bundle_is_told_to_both(api: Api) -> None:
     assert CatalogueChange("org/one", HeldModel(), {**held.entry, "bundle": "gone"}, "api", "put").bundles(BUNDLES) == {
         "default"
     }
+
+
+async def test_a_queue_is_made_for_the_pool_of_the_installation_and_for_reservations_up_to_their_limit() -> None:
+    settings, server = settings_of(SIE_POOL="blue"), MemoryServer()
+    service = ConfigService(settings)
+    with pytest.raises(BrokerUnavailable):
+        await has_pool(service, settings, "r0")
+    service.broker = server.connect("config")
+
+    async def exist() -> list[bool]:
+        return [await has_pool(service, settings, name) for name in ("blue", "_default", "r0", "green")]
+
+    assert await exist() == [True, True, False, False]
+    bucket = await service.broker.key_value(topology.POOLS_BUCKET)
+    for count, is_pool in ((topology.MAX_RESERVATIONS, True), (topology.MAX_RESERVATIONS + 1, False)):
+        pools = {f"r{n}": Reservation(ReservationSpec(f"r{n}", {"l4": 1}), 1.0, 1.0) for n in range(count)}
+        await bucket.write([Write(topology.RESERVATIONS_KEY, messages.encode(Reservations(pools)))])
+        assert await exist() == [True, True, is_pool, False]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import settings_of, until
 
-from sie_broker import Broker, BrokerError, ConsumerState, Delivery
+from sie_broker import Broker, BrokerError, BrokerUnavailable, ConsumerState, Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_contracts.errors import PoolNotFound, QueueFull
+from sie_contracts.errors import GatewayTimeout, PoolNotFound, QueueFull, QueueUnavailable, SIEError
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import StreamSpec
@@ -369,6 +369,39 @@ async def test_one_full_model_does_not_block_the_others() -> None:
         await queue.publish(LANE, [item("toy/full", "more")], deadline_s)
     await queue.publish(LANE, [item("toy/other", "other")], deadline_s)
     assert server.streams[STREAM].state().messages == limit + 1
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "patience_s", "is_connected", "refusal"),
+    [
+        (0.001, 10.0, True, GatewayTimeout),  # less than one attempt: it says nothing about the broker
+        (0.3, 10.0, True, GatewayTimeout),
+        (0.001, 10.0, False, QueueUnavailable),
+        (0.3, 10.0, False, QueueUnavailable),
+        (60.0, 0.05, True, QueueUnavailable),  # the broker had its time, and the request has more
+    ],
+)
+async def test_a_publish_that_fails_names_the_broker_unless_the_budget_was_too_short(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, patience_s: float, is_connected: bool, refusal: type[SIEError]
+) -> None:
+    """The broker stores nothing in time. The connection is there, or is lost."""
+    server = MemoryServer()
+    broker = server.connect("gateway")
+    queue = work_queue(broker)
+    await queue.publish(LANE, [item("toy/a", "earlier")], time.perf_counter() + 5.0)
+    monkeypatch.setattr(life, "PUBLISH_PATIENCE_S", patience_s)
+
+    async def unanswered(_subject: str, _data: bytes, _id: str, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        raise BrokerUnavailable("no reply in time")
+
+    monkeypatch.setattr(broker, "publish", unanswered)
+    if not is_connected:
+        server.disconnect()
+    with pytest.raises(refusal):
+        await queue.publish(LANE, [item("toy/a", "late")], time.perf_counter() + budget_s)
+    server.reconnect()
+    await queue.consumers.close()
 
 
 async def test_the_first_work_of_a_pool_makes_its_stream() -> None:

@@ -97,7 +97,7 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": "a", "output_dtype": "float16"}, "unsupported_dtype", "output_dtype"),
     ({"model": ONE, "input": "a", "output_dimension": 3}, "bad_dimensions", "output_dimension"),
     ({"model": ONE, "input": "a", "dimensions": 8, "output_dimension": 4}, "schema", "output_dimension"),
-    ({"model": ONE, "input": "a", "return_multivector": True}, "schema", "return_multivector"),
+    ({"model": ONE, "input": "a", "return_multivector": True}, "unsupported_output", "model"),
     ({"model": ONE, "input": "a", "late_chunking": 1}, "schema", "late_chunking"),
     ({"model": ONE, "input": [[1, 2]], "token_encoding": "model", "late_chunking": True}, "schema", "late_chunking"),
     ({"model": ONE, "input": "a", "task": "retrieval.query", "late_chunking": True}, "schema", "late_chunking"),
@@ -120,6 +120,43 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "input": "a"}, "unsupported_output", "model"),
     ({"model": "toy/wide", "input": "a"}, "unsupported_output", "model"),
     ({"model": ONE, "input": ["data:image/png;base64,aGk="], "modality": "image"}, "unsupported_modality", "input[0]"),
+]
+USER = {"role": "user", "content": "a"}
+CHAT: list[tuple[Any, str, str]] = [
+    ({"model": ONE, "messages": []}, "schema", "input"),
+    ({"model": ONE, "messages": ["a"]}, "schema", "messages[0]"),
+    ({"model": ONE, "messages": [USER, {"role": "user"}]}, "schema", "messages[1].content"),
+    ({"model": ONE, "messages": [{"role": "system", "content": "a"}]}, "empty_item", "messages"),
+    ({"model": ONE, "messages": [USER, {"content": [{"type": "x"}]}]}, "schema", "messages[1].content[0].type"),
+    ({"model": ONE, "messages": [USER] * 2049}, "too_many_items", "messages"),
+]
+MULTI_VECTOR: list[tuple[Any, str, str]] = [
+    *CHAT,
+    ({"model": ONE, "input": "a"}, "unsupported_output", "model"),
+    ({"model": ONE, "input": "a", "embedding_type": "binary"}, "unsupported_dtype", "embedding_type"),
+    ({"model": "toy/score", "input": "a"}, "unsupported_output", "model"),
+]
+POOLING: list[tuple[Any, str, str]] = [
+    *CHAT,
+    ({"model": ONE, "input": "a", "task": "classify"}, "schema", "task"),
+    ({"model": ONE, "input": "a", "task": "token_embed"}, "unsupported_output", "model"),
+    ({"model": ONE, "input": "a", "encoding_format": "bytes"}, "schema", "encoding_format"),
+]
+SCORE: list[tuple[Any, str, str]] = [
+    ({"model": "toy/score", "text_1": "q"}, "schema", "text_2"),
+    ({"model": "toy/score", "text_2": "a"}, "schema", "text_1"),
+    ({"model": "toy/score", "queries": ["q", 3], "documents": ["a", "b"]}, "schema", "queries[1]"),
+    ({"model": "toy/score", "queries": ["q", "r"], "documents": ["a", "b"]}, "schema", "queries"),
+    ({"model": "toy/score", "text_1": ["q", "q"], "text_2": ["a", "b", "c"]}, "schema", "text_1"),
+    ({"model": "toy/score", "text_1": "q", "text_2": "a", "use_activation": 1}, "schema", "use_activation"),
+    ({"model": ONE, "text_1": "q", "text_2": "a"}, "unsupported_task", "model"),
+]
+MIXEDBREAD: list[tuple[Any, str, str]] = [
+    ({"model": "toy/score", "input": ["a"]}, "schema", "query"),
+    ({"model": "toy/score", "query": "q", "input": []}, "empty_items", "input"),
+    ({"model": "toy/score", "query": "q", "input": ["a", {"title": "b"}]}, "schema", "input[1].text"),
+    ({"model": "toy/score", "query": "q", "input": ["a"], "top_k": -1}, "schema", "top_k"),
+    ({"model": ONE, "query": "q", "input": ["a"]}, "unsupported_task", "model"),
 ]
 CONTEXTUAL: list[tuple[Any, str, str]] = [
     ({"model": ONE}, "schema", "inputs"),
@@ -168,8 +205,8 @@ RERANK: list[tuple[Any, str, str]] = [
         "schema",
         "documents[0]",
     ),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": 0}, "schema", "top_n"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": 0}, "schema", "top_k"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": -1}, "schema", "top_n"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": -1}, "schema", "top_k"),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "schema", "max_tokens_per_doc"),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "priority": 1000}, "schema", "priority"),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "return_documents": "yes"}, "schema", "return_documents"),
@@ -197,6 +234,7 @@ COHERE: list[tuple[Any, str, str]] = [
     ({"model": ONE, "texts": ["a"], "input_type": "query"}, "schema", "input_type"),
     ({"model": ONE, "input_type": "search_query"}, "empty_items", "texts"),
     ({"model": ONE, "input_type": "search_query", "texts": ["a"], "images": ["b"]}, "schema", "texts"),
+    ({"model": ONE, "input_type": "search_query", "texts": [], "images": []}, "empty_items", "texts"),
     ({"model": ONE, "input_type": "search_query", "texts": ["a", 1]}, "schema", "texts[1]"),
     (
         {"model": ONE, "input_type": "image", "images": ["data:image/png;base64,aGk="]},
@@ -231,9 +269,15 @@ CLASSIFY: list[tuple[Any, str, str]] = [
     ({"model": "default/not-specified", "input": ["a"]}, "model_required", "model"),
 ]
 REFUSED = [
+    *((path, *case) for path in ("/v1/embeddings", f"/tei/{ONE}/embeddings") for case in CHAT),
     *(("/v1/embeddings", *case) for case in EMBEDDINGS),
-    *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank") for case in RERANK),
+    *(("/v1/multi-vector", *case) for case in MULTI_VECTOR),
+    *(("/pooling", *case) for case in POOLING),
+    *((path, *case) for path in ("/v1/score", "/score") for case in SCORE),
+    *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking") for case in RERANK),
+    *((path, *case) for path in ("/v1/ranking", "/v1/reranking") for case in RANKING if "passages" in case[0]),
     *(("/v1/ranking", *case) for case in RANKING),
+    *(("/reranking", *case) for case in MIXEDBREAD),
     *(("/v1/contextualizedembeddings", *case) for case in CONTEXTUAL),
     *(("/v2/embed", *case) for case in COHERE),
     *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version requires no input type
@@ -276,8 +320,9 @@ TOO_LARGE: dict[str, tuple[str, Any, str]] = {
 # members of an error's body beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients
 # the others
 MEMBERS = {
-    "/v1/embeddings": "detail",
-    "/v1/ranking": "detail",
+    **dict.fromkeys(("/v1/embeddings", f"/tei/{ONE}/embeddings", "/v1/ranking"), "detail"),
+    **dict.fromkeys(("/pooling", "/v1/score", "/score"), "detail"),
+    **dict.fromkeys(("/v1/multi-vector", "/v1/reranking", "/reranking"), "detail message id"),
     "/v1/contextualizedembeddings": "detail error_details",
     "/v1/rerank": "detail message id",
     "/v1/embed": "message id",
@@ -295,7 +340,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
     for path, body, reason, param in REFUSED:
         answer = await post(gateway, path, body)
         report = answer.json()
-        code = "invalid_input" if path in ("/v1/embeddings", "/v1/ranking") else "INVALID_INPUT"
+        code = "invalid_input" if MEMBERS[path] == "detail" else "INVALID_INPUT"
         error = report.get("error_details") or report["error"]
         assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
             path,
@@ -567,6 +612,55 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
     }
 
 
+async def test_a_flag_may_be_a_text(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Clients of Xinference send texts. `truncate: "false"` is no truth."""
+    await cluster.sidecar()
+    for value, status in ((True, 200), ("true", 200), ("True", 200), (False, 400), ("false", 400)):
+        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
+        assert (answer.status_code, "the limit is" in answer.text) == (status, status == 400), answer.text
+    for value in ("", "yes", 1):
+        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
+        assert (answer.status_code, answer.json()["detail"]["param"]) == (400, "truncate")
+
+
+async def test_a_chat_is_one_input_and_its_system_message_the_instruction(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    """The assistant's empty message that clients of vLLM append is left out."""
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": [{"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": ""}]},
+    ]
+    answer = await post(gateway, "/v1/embeddings", {"model": ONE, "messages": chat})
+    assert vectors(answer).tolist() == [vector_of(ids_of("one\ntwo")).tolist()]
+    instructed = [{"role": "system", "content": "Find it"}, *chat]
+    await post(gateway, "/v1/embeddings", {"model": ONE, "messages": instructed})
+    assert adapter.batches[-1].groups[0].options.instruction == "Find it"
+
+
+async def test_an_empty_list_beside_the_inputs_is_as_if_absent(cluster: InProcess, gateway: GatewayProcess) -> None:
+    await cluster.sidecar()
+    body = {"model": ONE, "texts": ["a"], "images": [], "inputs": [], "input_type": "search_document"}
+    for path in ("/v1/embed", "/v2/embed"):
+        assert (await post(gateway, path, body)).status_code == 200
+    chat = {"model": ONE, "input": "a", "messages": []}
+    assert (await post(gateway, "/v1/embeddings", chat)).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "choice"), [("task", "encode"), ("output", "dense")])
+async def test_a_list_of_models_is_refused_for_a_word_that_no_model_can_match(
+    gateway: GatewayProcess, name: str, choice: str
+) -> None:
+    """An empty list would mean that no model does it."""
+    refused = await gateway.client.get("/v1/models", params={name: "null"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert choice in refused.json()["error"]["message"]
+    assert (await gateway.client.get("/v1/models", params={name: choice})).json()["data"]
+
+
 # token ids and counts
 
 
@@ -583,6 +677,10 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
             answer = await post(gateway, "/v1/embeddings", {**model_fields, "input": [token_ids.tolist()]})
             assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
             assert "warnings" not in answer.json()
+    for path, read in ((f"/tei/{ONE}/v1/embeddings", "embedding"), ("/pooling", "data")):
+        answer = await post(gateway, path, {"model": ONE, "input": [own.tolist()]})
+        (entry,) = answer.json()["data"]
+        assert np.array_equal(np.array(entry[read], np.float32), vector_of(own))
     unsaid = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [15339]})
     (warning,) = unsaid.json()["warnings"]
     assert warning.startswith("token_encoding: ids were read as cl100k_base")
@@ -607,6 +705,7 @@ async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_q
     assert counted.json()["usage"] == {
         "prompt_tokens": 60 * 512,
         "total_tokens": 60 * 512,
+        "completion_tokens": 0,
         "truncated_items": list(range(60)),
     }
     before = len(cluster.adapters[0].batches)

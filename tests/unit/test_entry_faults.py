@@ -105,6 +105,39 @@ def test_more_tokens_than_positions_are_a_fault_that_nothing_accepts(
             assert (wrong.loc if wrong else "") == ("$.max_tokens" if tokens > limit else "")
 
 
+SIDES: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"tokenizer.json": {"truncation": {"direction": "Left"}}}, True),
+    ({"tokenizer.json": {"truncation": {"direction": "Right"}}}, False),
+    ({"tokenizer.json": {"truncation": None}, "tokenizer_config.json": {"truncation_side": "left"}}, True),
+    (
+        {
+            "tokenizer.json": {"truncation": {"direction": "Left"}},
+            "tokenizer_config.json": {"truncation_side": "right"},
+        },
+        False,
+    ),
+    ({"sentence_bert_config.json": {"processor_kwargs": {"truncation_side": "left"}}}, True),
+]
+
+
+@pytest.mark.parametrize(("files", "cuts_start"), SIDES)
+def test_fault_truncation_side_of_the_files_must_be_stated(
+    files: dict[str, Any], cuts_start: bool, folder: Path
+) -> None:
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
+    for run, load in (
+        ({}, {}),
+        ({"truncate": "START"}, {}),
+        ({"truncate": "END"}, {}),
+        ({}, {"accept_unproven": True}),
+    ):
+        model_entry = entry(folder, run=run, load=load)
+        wrong = fault(folder, model_entry, model_entry.load)
+        assert (wrong.loc if wrong else "") == ("$.run.truncate" if cuts_start and not run and not load else "")
+
+
 # the config service
 
 

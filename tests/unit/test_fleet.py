@@ -274,6 +274,17 @@ def test_a_request_goes_where_its_model_and_the_operator_want_it(
     assert placed(live, **options) == expected
 
 
+@pytest.mark.parametrize(("own", "pool"), [("blue", "blue"), ("default", "_default"), ("_default", "_default")])
+def test_a_request_that_names_no_pool_goes_to_that_of_the_installation(own: str, pool: str) -> None:
+    fleet = Fleet(MemoryServer().connect("gateway"), load(environ={"SIE_POOL": own}).settings)
+    for name in ("_default", "blue", "green"):
+        fleet.note(Heartbeat(name, name, "cpu", "default", True, ""))
+    lanes = [
+        fleet.lane(resolved("m"), pool=named, machine_profile="", known_pools=("green",)) for named in ("", "green")
+    ]
+    assert lanes == [Lane(pool, "cpu", "default"), Lane("green", "cpu", "default")]
+
+
 @pytest.mark.parametrize(
     ("options", "param", "names"),
     [

@@ -195,6 +195,9 @@ class Delivered:
         self.acks += 1
 
 
+CONFIRMED = messages.encode(messages.Confirmation("unknown"))
+
+
 class Side:
     """A gateway's inbox and a worker's settlement, each on a connection of its own."""
 
@@ -268,6 +271,27 @@ async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: S
     await collector.wait(WAIT_S)
     assert collector.results == [result_of("r", 40)]
     assert (delivery.acks, side.outcomes("taken"), side.outcomes("damaged")) == (1, 1, 0)
+
+
+async def test_a_gateway_that_confirms_no_results_is_logged_once_until_it_confirms_one(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Results of a dead gateway and of a live one alternate."""
+
+    def warnings() -> int:
+        return sum("confirms no results" in record.message for record in caplog.records)
+
+    dead = f"sie.result.{'d' * 32}"
+    for number in range(20):
+        side.inbox.open(f"r{number}", 1)
+        await side.answer(result_of("gone", 1), reply=f"{dead}.gone{number}", budget_s=0.0)
+        await side.answer(result_of(f"r{number}", 1))
+    assert (warnings(), side.outcomes("taken")) == (1, 20)
+    returned = await side.worker.subscribe(f"{dead}.*", lambda message: side.worker.send(message.reply, CONFIRMED))
+    await side.answer(result_of("gone", 1), reply=f"{dead}.gone")
+    await returned.stop()
+    await side.answer(result_of("gone", 1), reply=f"{dead}.gone", budget_s=0.0)
+    assert warnings() == 2
 
 
 async def relayed(side: Side, harm: list[bytes]) -> str:

@@ -20,7 +20,8 @@ from sie_config_service.store import REVISIONS_KEPT
 from sie_contracts.jobs import MAX_RECORD_BYTES
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
-from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS, MAX_RESERVATIONS_OF_A_KEY
+from sie_contracts.wire.topology import MAX_RESERVATIONS
+from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS_OF_A_KEY
 from sie_gateway.operations.history import MAX_LINES
 from sie_gateway.operations.pools import MAX_SPEC_BYTES
 from sie_sidecar.device.poison import MAX_MARKS

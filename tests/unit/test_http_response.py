@@ -12,18 +12,20 @@ import re
 import socket
 from asyncio.selector_events import _SelectorSocketTransport
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 
 import pytest
 
 from sie_runtime.http import protocol
-from sie_runtime.http.asgi import REQUEST_ID, App, Receive, Scope, Send, common_headers, reply
+from sie_runtime.http.asgi import REQUEST_ID, App, Receive, Scope, Send, common_headers, reply, uuid7
 from sie_runtime.http.protocol import MAX_HEAD_BYTES
-from sie_runtime.http.server import HttpServer
+from sie_runtime.http.server import HttpServer, probes
 
-_ID = re.compile(rb"(?<=request-)id: [0-9a-f-]{36}")
+_VARYING = re.compile(rb"(?<=request-)id: [0-9a-f-]{36}|date: [^\r]*")
 STREAMED = b"x" * 40_000
 COMMON = b"".join(
-    b"%b: %b\r\n" % pair for pair in common_headers({REQUEST_ID: "ID", "headers": ()})
+    b"%b: %b\r\n" % pair for pair in common_headers({REQUEST_ID: uuid7(), "headers": ()})
 )  # headers of a reply to a request with this id
 LARGE = 16 << 20  # more than the socket buffers hold
 
@@ -119,7 +121,7 @@ async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 10\r\nx-made:"
         b" yes\r\nvary: Accept-Encoding\r\n" + COMMON + b"\r\n0123456789"
     )
-    assert [_ID.sub(b"id: ID", reply) for reply in written] == [whole] * 3
+    assert [_VARYING.sub(b"", reply) for reply in written] == [_VARYING.sub(b"", whole)] * 3
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
@@ -250,20 +252,156 @@ async def refused(reader: asyncio.StreamReader) -> dict[str, object]:
     return dict(envelope["error"])
 
 
-NO_HTTP = {
-    "text": b"hello\r\n\r\n",
-    "tls": bytes.fromhex("16030100c8010000c40303") + b"\0" * 100,
-    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a space in a name": ask("/whole", "GET", "bad name: x"),
-    "nul in a value": ask("/whole", "GET", "x: a\0b"),
-    "bare line feed in a value": b"GET /whole HTTP/1.1\r\nhost: localhost\r\nx: a\rb\r\n\r\n",
-    "two lengths": ask("/whole", "POST", "content-length: 3", "content-length: 4") + b"abcd",
-    "length and chunks": ask("/whole", "POST", "content-length: 4", "transfer-encoding: chunked") + b"0\r\n\r\n",
-    "a length that is none": ask("/whole", "POST", "content-length: +4") + b"abcd",
-    "a chunk that is none": ask("/echo", "POST", "transfer-encoding: chunked") + b"zz\r\nabc\r\n",
-    "no path": b"GET whole HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    "a path of other bytes": b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    "connect": b"CONNECT somewhere:443 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+def raw(*lines: str) -> bytes:
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def put(*headers: str, path: str = "/echo") -> bytes:
+    return ask(path, "POST", *headers)
+
+
+CHUNKS, CHUNKED = b"3\r\nabc\r\n0\r\n\r\n", "transfer-encoding: chunked"
+UPGRADE = ("upgrade: websocket", "connection: upgrade", "sec-websocket-version: 13")
+NO_HTTP = "no HTTP"
+# what is sent -> status; and the body of a reply with status 200, the header Allow of 204 and 405, or the faulty part
+PROBED: dict[str, tuple[bytes, int, str]] = {
+    # what a server takes
+    "a path": (ask("/whole"), 200, "0123456789"),
+    "a query": (ask("/whole?a=b&c=%2F"), 200, "0123456789"),
+    "empty lines before": (b"\r\n\r\n" + ask("/whole"), 200, "0123456789"),
+    "HTTP/1.0 without a host": (raw("GET /whole HTTP/1.0"), 200, "0123456789"),
+    "an empty host": (raw("GET /whole HTTP/1.1", "host:"), 200, "0123456789"),
+    "a host with a port": (raw("GET /whole HTTP/1.1", "host: localhost:80"), 200, "0123456789"),
+    "an address as host": (raw("GET /whole HTTP/1.1", "host: [::1]:80"), 200, "0123456789"),
+    "a listed host": (raw("GET /whole HTTP/1.1", "host: SIE.example.com"), 200, "0123456789"),
+    "a length": (put("content-length: 3") + b"abc", 200, "abc"),
+    "chunks": (put(CHUNKED) + CHUNKS, 200, "abc"),
+    "chunks in capitals": (put("transfer-encoding: CHUNKED") + CHUNKS, 200, "abc"),
+    "chunks and trailers": (put(CHUNKED) + b"3;a=b\r\nabc\r\n0\r\nhost: x\r\nhost: y\r\n\r\n", 200, "abc"),
+    "an unknown expectation": (ask("/whole", "GET", "expect: 200-ok"), 200, "0123456789"),
+    "an upgrade to nothing known": (
+        put("upgrade: h2c", "connection: upgrade", "content-length: 3") + b"abc",
+        200,
+        "abc",
+    ),
+    "headers that are lists": (
+        ask("/whole", "GET", "accept: a/b", "accept: c/d", "x-any: 1", "x-any: 2"),
+        200,
+        "0123456789",
+    ),
+    "headers for others": (
+        ask("/whole", "GET", "user-agent: a", "user-agent: b", "x-siege: 1", "x-siege: 1"),
+        200,
+        "0123456789",
+    ),
+    "a URL": (ask("http://localhost/whole?a=b"), 200, "0123456789"),
+    "a URL in capitals": (ask("HTTP://LOCALHOST:8080/whole"), 200, "0123456789"),
+    "a URL with https": (ask("https://sie.example.com/whole"), 200, "0123456789"),
+    "a URL, whose host counts": (raw("GET http://localhost/whole HTTP/1.1", "host: evil.example"), 200, "0123456789"),
+    "a URL of HTTP/1.0": (raw("GET http://localhost/whole HTTP/1.0"), 200, "0123456789"),
+    "a URL without a path": (ask("http://localhost"), 404, ""),
+    "a URL with a query alone": (ask("http://localhost?a=b"), 404, ""),
+    "two slashes are no host": (ask("//evil.example/whole"), 404, ""),
+    "the whole server": (ask("*", "OPTIONS"), 204, ""),
+    # methods of a probe
+    "HEAD": (ask("/healthz", "HEAD"), 200, ""),
+    "OPTIONS": (ask("/healthz", "OPTIONS"), 204, "GET, HEAD, OPTIONS"),
+    **{
+        f"{method} of a probe": (ask(f"/{probe}", method), 405, "GET, HEAD, OPTIONS")
+        for method, probe in (
+            ("POST", "healthz"),
+            ("PUT", "livez"),
+            ("DELETE", "ping"),
+            ("TRACE", "readyz"),
+            ("QUERY", "readyz"),
+        )
+    },
+    # the host
+    "no host": (raw("GET /whole HTTP/1.1"), 400, "Host"),
+    "no host beside a URL": (raw("GET http://localhost/whole HTTP/1.1"), 400, "Host"),
+    "no host at a probe": (raw("GET /healthz HTTP/1.1"), 400, "Host"),
+    "no host, with a body": (raw("POST /echo HTTP/1.1", "content-length: 3") + b"abc", 400, "Host"),
+    "no host of a websocket": (raw("GET /whole HTTP/1.1", *UPGRADE), 400, "Host"),
+    "two hosts": (ask("/whole", "GET", "host: 127.0.0.1"), 400, "Host"),
+    "one host twice": (ask("/whole", "GET", "Host: localhost"), 400, "Host"),
+    "a second host that is foreign": (ask("/whole", "GET", "host: evil.example"), 400, "Host"),
+    "a host with a space": (raw("GET /whole HTTP/1.1", "host: a b"), 400, "Host"),
+    "a host with a path": (raw("GET /whole HTTP/1.1", "host: localhost/whole"), 400, "Host"),
+    "a host with a user": (raw("GET /whole HTTP/1.1", "host: a@localhost"), 400, "Host"),
+    "a host with other bytes": (raw("GET /whole HTTP/1.1", "host: localh\xf6st"), 400, "Host"),
+    "a port that is none": (raw("GET /whole HTTP/1.1", "host: localhost:http"), 400, "Host"),
+    "a foreign host": (raw("GET /whole HTTP/1.1", "host: evil.example"), 403, "Host"),
+    "a foreign host of HTTP/1.0": (raw("GET /whole HTTP/1.0", "host: evil.example"), 403, "Host"),
+    # the target
+    "a URL with a foreign host": (ask("http://evil.example/whole"), 403, "Host"),
+    "a URL with a foreign host, for a change": (ask("http://evil.example/echo", "POST"), 403, "Host"),
+    "a URL with a foreign host, for the whole server": (ask("http://evil.example", "OPTIONS"), 403, "Host"),
+    "a URL with a foreign host of a websocket": (ask("http://evil.example/whole", "GET", *UPGRADE), 403, "Host"),
+    "a URL with a user": (ask("http://a@localhost/whole"), 400, "target"),
+    "a URL without a host": (ask("http:///whole"), 400, "target"),
+    "a URL of another scheme": (ask("ftp://localhost/whole"), 400, "target"),
+    "an authority": (ask("localhost:80"), 400, NO_HTTP),
+    "connect": (ask("somewhere:443", "CONNECT"), 400, "target"),
+    "the whole server by GET": (ask("*"), 400, "target"),
+    "no path": (ask("whole"), 400, NO_HTTP),
+    "a fragment": (ask("/whole#a"), 400, "target"),
+    "a fragment of a URL": (ask("http://localhost/whole#a"), 400, "target"),
+    "a path of other bytes": (b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, NO_HTTP),
+    # headers that may occur once
+    **{
+        f"{name} twice": (put(f"{name}: a", f"{name.lower()}: a", "content-length: 0"), 400, name)
+        for name in (
+            "Authorization",
+            "Content-Type",
+            "Idempotency-Key",
+            "If-Match",
+            "Origin",
+            "Sec-Fetch-Site",
+            "Mcp-Session-Id",
+            "X-Sie-Pool",
+            "X-Sie-Timeout-Ms",
+            "X-Sie-Sdk-Version",
+            "X-Sie-New",
+        )
+    },
+    "one token, then none": (ask("/whole", "GET", "authorization: a", "authorization:"), 400, "Authorization"),
+    # the body
+    "two lengths": (put("content-length: 3", "content-length: 4") + b"abcd", 400, NO_HTTP),
+    "one length twice": (put("content-length: 3", "content-length: 3") + b"abc", 400, NO_HTTP),
+    "a list of lengths": (put("content-length: 3, 3") + b"abc", 400, NO_HTTP),
+    "an empty length": (put("content-length:") + b"abc", 400, NO_HTTP),
+    "a length that is none": (put("content-length: +4") + b"abcd", 400, NO_HTTP),
+    "length and chunks": (put("content-length: 4", CHUNKED) + b"0\r\n\r\n", 400, NO_HTTP),
+    "chunks and length": (put(CHUNKED, "content-length: 4") + b"0\r\n\r\n", 400, NO_HTTP),
+    "a chunk that is none": (put(CHUNKED) + b"zz\r\nabc\r\n", 400, NO_HTTP),
+    "gzip and chunks": (put("transfer-encoding: gzip, chunked") + CHUNKS, 501, "Transfer-Encoding"),
+    "gzip and chunks in two lines": (put("transfer-encoding: gzip", CHUNKED) + CHUNKS, 501, "Transfer-Encoding"),
+    "identity and chunks": (put("transfer-encoding: identity, chunked") + CHUNKS, 501, "Transfer-Encoding"),
+    "an unknown coding and chunks": (put("transfer-encoding: x;a=b, Chunked") + CHUNKS, 501, "Transfer-Encoding"),
+    "gzip without chunks": (put("transfer-encoding: gzip") + CHUNKS, 400, "Transfer-Encoding"),
+    "chunks, then gzip": (put("transfer-encoding: chunked, gzip") + CHUNKS, 400, NO_HTTP),
+    "chunks twice": (put("transfer-encoding: chunked, chunked") + CHUNKS, 400, NO_HTTP),
+    "chunks in two lines": (put(CHUNKED, CHUNKED) + CHUNKS, 400, NO_HTTP),
+    "chunks with a parameter": (put("transfer-encoding: chunked;a=b") + CHUNKS, 400, "Transfer-Encoding"),
+    "chunks after a tab": (put("transfer-encoding: x\x0bchunked") + CHUNKS, 400, NO_HTTP),
+    "no coding": (put("transfer-encoding:") + CHUNKS, 400, NO_HTTP),
+    "a space before the colon": (put("transfer-encoding : chunked") + CHUNKS, 400, NO_HTTP),
+    "chunks of HTTP/1.0": (raw("POST /echo HTTP/1.0", "host: a", CHUNKED) + CHUNKS, 400, "Transfer-Encoding"),
+    # what is no HTTP/1.1
+    "text": (b"hello\r\n\r\n", 400, NO_HTTP),
+    "tls": (bytes.fromhex("16030100c8010000c40303") + b"\0" * 100, 400, NO_HTTP),
+    "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, NO_HTTP),
+    "HTTP/2.0": (raw("GET /whole HTTP/2.0", "host: localhost"), 400, "version"),
+    "HTTP/0.9": (raw("GET /whole"), 400, "version"),
+    "HTTP/1.2": (raw("GET /whole HTTP/1.2", "host: localhost"), 400, NO_HTTP),
+    "an unknown method": (ask("/whole", "BREW"), 400, NO_HTTP),
+    "a method in small letters": (ask("/whole", "get"), 400, NO_HTTP),
+    "a space in the path": (ask("/whole or half"), 400, NO_HTTP),
+    "a space in a name": (ask("/whole", "GET", "bad name: x"), 400, NO_HTTP),
+    "a folded header": (ask("/whole", "GET", "x: a", " b"), 400, NO_HTTP),
+    "nul in a value": (ask("/whole", "GET", "x: a\0b"), 400, NO_HTTP),
+    "bare carriage return in a value": (ask("/whole", "GET", "x: a\rb"), 400, NO_HTTP),
+    "bare line feeds": (b"GET /whole HTTP/1.1\nhost: localhost\n\n", 400, NO_HTTP),
 }
 
 
@@ -275,16 +413,58 @@ async def patient(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, send)
 
 
-async def test_what_is_no_http_gets_the_envelope_and_a_closed_connection() -> None:
-    """The answer is no plain text, and repeats nothing of the request."""
-    async with connected(patient) as (_, _, server):
-        for name, sent in NO_HTTP.items():
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(ask("/whole"))
-            assert (await response(reader))[1] == b"0123456789", name
-            writer.write(sent)
-            assert (await refused(reader))["message"] == "this is no HTTP/1.1 request", name
-            writer.close()
+@pytest.mark.parametrize("name", PROBED)
+async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112(name: str) -> None:
+    """A reply has a date. A refused head closes its connection, and its reply repeats nothing of the request."""
+    sent, status, expected = PROBED[name]
+    probed = probes(lambda: None, None)
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        is_own = scope["path"] in ("/whole", "/echo")
+        await (app if is_own else probed)(scope, receive, send)
+
+    server = HttpServer(application, "127.0.0.1", 0, setting="--port", allowed_hosts=["sie.example.com"])
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(ask("/whole"))
+        assert (await response(reader))[1] == b"0123456789"
+        writer.write(sent)
+        writer.write_eof()
+        async with asyncio.timeout(30):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    finally:
+        await server.stop()
+    lines = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
+    assert int(head.split()[1]) == status
+    age = datetime.now(UTC) - parsedate_to_datetime(lines["date"])
+    assert (timedelta(0) <= age < timedelta(minutes=1), lines["date"][-4:]) == (True, " GMT")
+    if status == 200:
+        assert body.decode() == expected
+    elif status == 204:
+        assert (body, "content-length" in lines, lines.get("allow", "")) == (b"", False, expected)
+    else:
+        error = json.loads(body)["error"]
+        if status == 405:
+            assert lines["allow"] == expected
+        elif expected == NO_HTTP:
+            assert (error["message"].partition(": ")[0], error["param"]) == ("this is no HTTP/1.1 request", None)
+        else:
+            assert (error["param"] or "") == expected
+        assert (
+            error["code"]
+            == {
+                400: "INVALID_INPUT",
+                403: "PERMISSION_DENIED",
+                404: "NOT_FOUND",
+                405: "METHOD_NOT_ALLOWED",
+                501: "UNSUPPORTED_MEDIA_TYPE",
+            }[status]
+        )
+        is_closed = status in (400, 501) or b"HTTP/1.0" in sent
+        assert ("connection" in lines) == is_closed, "an unclear head ends the connection"
+        assert b"evil" not in body
 
 
 async def test_a_fault_of_ours_gets_the_envelope_and_the_connection_stays() -> None:

@@ -111,6 +111,8 @@ async def test_without_the_setting_nothing_is_fetched(server: ImageServer) -> No
         (HOST, "file:///etc/passwd", False),
         (HOST, "http:///a", False),
         (HOST, f"http://{HOST}:99999/a", False),
+        (HOST, f"http://{HOST}:0/a", False),
+        ("*", "https://anything.test:0/a", False),
         (HOST, f"http://{HOST}/{'a' * 9000}", False),
         ("*", "http://anything.test/a", True),
         ("*", "http://anything.test:6379/a", False),

@@ -96,6 +96,8 @@ def test_each_field_of_a_client_has_a_bound_and_the_record_of_the_largest_reques
     assert len(encode(bounded(failed(full)))) < MAX_RECORD_BYTES
     with pytest.raises(InvalidInput, match="params"):
         check_request(replace(full, params={"a": "x" * spare}))
+    with pytest.raises(InvalidInput, match=r"^params: .*64 bits"):
+        check_request(replace(full, params={"a": 1 << 64}))
 
 
 def failed(request: JobRequest | BatchRequest) -> JobRecord:

@@ -283,6 +283,26 @@ async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(clust
     assert (embedded.status_code, embedded.json()["error"]["param"]) == (413, "input")
 
 
+async def test_a_text_costs_a_key_at_least_its_bytes_divided_by_16(cluster: InProcess) -> None:
+    """The model reads 512 tokens of a text of 16,000 bytes, which costs 1,000. A text that the worker refuses costs as
+    much.
+    """
+    token = await limited(cluster, tokens_per_minute=2500)
+    gateway = await cluster.gateway(SIE_AUTH_MODE="token")
+    await cluster.sidecar()
+
+    async def sent(**params: str) -> httpx.Response:
+        body = {"items": [{"text": "x" * 16_000}], "params": params}
+        return await gateway.client.post("/v1/encode/toy/one", json=body, headers={"authorization": token})
+
+    used = await sent()
+    assert (used.status_code, used.json()["usage"]["total_tokens"]) == (200, 512)
+    refused = await sent(truncate="NONE")
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "input_too_long")
+    over = await sent()
+    assert (over.status_code, over.json()["error"]["code"]) == (429, "RATE_LIMITED")
+
+
 async def test_what_a_gateway_could_not_do_costs_no_quota(cluster: InProcess) -> None:
     """A lane without workers answers 503, or 202 to old SDKs, and the quota stays whole."""
     token = await limited(cluster, tokens_per_minute=20)

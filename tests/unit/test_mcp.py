@@ -22,6 +22,7 @@ import pytest
 from inprocess import GatewayProcess, InProcess, inference_of, until, until_told
 from mcp.shared.exceptions import MCPError
 from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, served, started
+from mcp_types import INVALID_PARAMS
 
 from sie_broker import Write
 from sie_cli.mcp import clients, config, http, results, schemas, server, tools
@@ -248,7 +249,8 @@ async def test_pages_of_other_origins_and_foreign_hosts_are_refused(running: Doo
     key = {"authorization": f"Bearer {keys['both']}", "accept": "application/json, text/event-stream"}
     async with httpx2.AsyncClient(trust_env=False, timeout=30) as client:
         for method in ("POST", "GET", "DELETE"):
-            for wrong in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+            tls = running.url.removesuffix(http.PATH).replace("http:", "https:")
+            for wrong in ({"origin": "https://evil.example"}, {"origin": tls}, {"host": "evil.example"}):
                 answer = await client.request(method, running.url, json={}, headers={**key, **wrong})
                 assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED"), (method, wrong)
         own = {"origin": running.url.removesuffix(http.PATH)}
@@ -505,11 +507,21 @@ async def test_arguments_that_do_not_fit_name_the_field(running: Door, keys: dic
             ("parse_document", {"data": "é"}, "is not base64"),
             ("parse_document", {"path": "/etc/passwd"}, "reads no files by path"),
             ("parse_document", {"file": "../x"}, "file: expected a string matching regex"),
-            ("no_such_tool", {}, "There is no such tool"),
         ):
             text = sentence(await client.call_tool(name, arguments))
             assert says in text, (name, text)
             assert secret not in text
+
+
+async def test_an_unknown_tool_is_an_error_of_the_protocol_that_names_the_tools(
+    running: Door, keys: dict[str, str]
+) -> None:
+    """The specification has a result with `isError` only for faults of a tool that exists."""
+    async with running.client(keys["both"]) as client:
+        with pytest.raises(MCPError) as unknown:
+            await client.call_tool("no_such_tool", {})
+    assert unknown.value.error.code == INVALID_PARAMS == -32602
+    assert "encode" in unknown.value.error.message
 
 
 async def test_a_model_that_leads_to_another_route_is_a_sentence_and_is_not_sent(
@@ -558,7 +570,8 @@ async def test_no_argument_and_no_key_is_logged(
         async with running.client(keys["both"], mode) as client:
             await client.call_tool("encode", {"texts": [secret]})
             await client.call_tool("encode", {"texts": [secret], "model": f"no/{secret}"})
-            await client.call_tool(secret, {secret: secret})
+            with pytest.raises(MCPError):
+                await client.call_tool(secret, {secret: secret})
             with pytest.raises(MCPError):
                 await client.read_resource(f"sie://models/{secret}")
     own = [record.getMessage() for record in caplog.records if record.name.startswith(("sie.mcp", "mcp.server"))]

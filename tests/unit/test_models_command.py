@@ -659,7 +659,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
         422,
         ("$.id: id 'org/status' is not of the form", "or ends with /status"),
     ),
-    "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST",)),
+    "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST, HEAD, OPTIONS",)),
     "another path": ("GET", "/none", {}, b"", 404, ("no such path; see /docs",)),
     "steps up": ("GET", "/models/a/%2e%2e/b", {}, b"", 400, ("`..`",)),
     "another bundle": ("GET", "/bundles/ears", {}, b"", 404, ("no bundle named 'ears'; there are default, eyes",)),

@@ -96,8 +96,8 @@ async def test_a_route_of_text_generation_answers_404_with_the_purpose_of_this_s
 async def test_a_path_and_a_method_that_do_not_exist_are_refused_in_the_same_form(gateway: GatewayProcess) -> None:
     assert "no such path" in (await gateway.client.get("/api/nothing")).json()["error"]
     answer = await gateway.client.get("/api/embed")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert answer.json()["error"] == "this path takes POST here"
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
+    assert answer.json()["error"] == "this path takes POST, OPTIONS here"
 
 
 @pytest.mark.parametrize("name", [ONE, f"{ONE}:latest", "Toy/One:latest"])

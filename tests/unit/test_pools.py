@@ -38,12 +38,13 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
+from sie_contracts.wire.topology import MAX_RESERVATIONS
 from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_reconciler import PoolReconciler
-from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
+from sie_gateway.fleet.pool_rules import HELD_BACK, TOO_FEW
 from sie_gateway.fleet.pools import PoolDirectory, PoolRecord
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec

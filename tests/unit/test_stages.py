@@ -37,11 +37,12 @@ def page(path: str) -> str:
 def test_stages_of_a_reply_are_contiguous_and_each_wait_has_its_own() -> None:
     result = WorkResult("r", 0, "w", (Ok({}, 3),), b"", stages=AT_WORKER)
     timing = stage_times(total_ms=500.0, wait_ms=477.0, last=result, written_ms=4.0)
-    assert [timing[name] for name in STAGES] == [21.0, 400.0, 2.0, 3.0, 40.0, 5.0, 10.0, 19.0]
+    assert [timing[name] for name in STAGES] == [21.0 + 40.0, 400.0, 2.0, 3.0, 5.0, 10.0, 19.0]
+    assert timing["device_wait_time"] == 40.0
     assert sum(timing[name] for name in STAGES) == timing["total_time"] == 500.0
-    assert timing["queue_ms"] == 21.0 + 400.0 + 3.0 + 40.0
+    assert timing["queue_ms"] == 61.0 + 400.0 + 3.0
     assert set(STAGES) - set(timing) == set()
-    assert len(_TIMING_HEADERS) == len(STAGES), "all but the rest, and the total"
+    assert len(_TIMING_HEADERS) == len(STAGES) + 1, "all but the rest, the total, and a part of the queue"
 
 
 @pytest.mark.parametrize(("longest_ms", "queue", "load"), [(0.0, 100.0, 5.0), (65.0, 40.0, 65.0), (900.0, 0.0, 105.0)])
@@ -73,13 +74,13 @@ def test_a_batch_that_is_tokenised_in_the_adapter_waits_for_the_device_after_its
 
 def test_history_and_spans_have_the_stages_of_a_reply() -> None:
     assert (*STAGES, "total_time") == STAGES_TOLD
-    assert {f"{stage}_time" for stage in _STAGES if stage != "fetch"} <= set(STAGES)
+    assert {f"{stage}_time" for stage in _STAGES if stage not in ("fetch", "device_wait")} <= set(STAGES)
 
 
 def test_the_command_line_names_the_times_of_a_worker_by_the_same_words() -> None:
     at_worker = {name for name in Stages.__struct_fields__ if name != "worker_ms"}
     assert at_worker <= _AT_WORKER.keys()
-    assert {_AT_WORKER[name] for name in at_worker - {"fetch_ms"}} <= set(STAGE_WORDS.values())
+    assert {_AT_WORKER[name] for name in at_worker - {"fetch_ms", "device_wait_ms"}} <= set(STAGE_WORDS.values())
 
 
 def test_the_console_has_the_words_in_the_same_order() -> None:

@@ -81,7 +81,7 @@ def of_owner(data: bytes) -> Any:
     bus = MagicMock(subscribe=AsyncMock(), send=AsyncMock())
 
     async def answer() -> None:
-        await own(bus)
+        await own(bus, AsyncMock(return_value=True))
         await bus.subscribe.call_args.args[1](CoreMessage("subject", data, "reply"))
         bus.send.assert_awaited_once()
 

@@ -19,7 +19,7 @@ import torch
 from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import check_encoder, compare, describe_backbone, fill, read_weights
 from sie_adapter.loading.checkpoint import construction, for_inference
-from sie_adapter.loading.tokenizer import read_tokenizer
+from sie_adapter.loading.tokenizer import read_tokenizer, take_file
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
@@ -67,6 +67,8 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     with construction():
         kind = GLiNER._get_gliner_class(GLiNERConfig(**raw))
         model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
+        if (labels := getattr(model.data_processor, "labels_tokenizer", None)) is not None:
+            take_file(labels, Path(raw["labels_encoder"]))
         if not issubclass(kind, BaseBiEncoderGLiNER):  # only a uni-encoder needs embeddings of label tokens
             kind._resize_token_embeddings(model, model.config, tokenizer)
     return model

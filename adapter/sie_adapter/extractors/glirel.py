@@ -216,6 +216,9 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.dev
     tokenizer = read_tokenizer(Path(raw["model_name"]))
     with tempfile.TemporaryDirectory() as place:
         tokenizer.save_pretrained(place)
+        # the package reads the tokenizer again, and another class would drop steps of tokenizer.json
+        stated = Path(place) / "tokenizer_config.json"
+        stated.write_text(json.dumps({**json.loads(stated.read_text()), "tokenizer_class": "TokenizersBackend"}))
         (Path(place) / "config.json").write_text(json.dumps(encoder))
         save_file({}, Path(place) / "model.safetensors", {"format": "pt"})
         with construction():

@@ -33,7 +33,7 @@ from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2ve
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
-from sie_store.entry_faults import MODEL_FILE, positions
+from sie_store.entry_faults import MODEL_FILE, positions, truncates_start
 from sie_store.folder_files import line_of, read_json, read_value, reading, stated_licence
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
@@ -219,8 +219,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
         )
     if family == "text-encoder":
         _prompts(folder, report)
-    stored = read_json(modules.folder / "tokenizer_config.json").get("truncation_side")
-    if (modules.transformer.tokenizer.get("truncation_side") or stored) == "left":
+    if truncates_start(modules.folder):
         entry.setdefault("run", {})["truncate"] = "START"
         report.findings.append("long texts lose their beginning: truncation_side of the tokenizer")
 

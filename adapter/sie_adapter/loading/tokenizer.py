@@ -1,34 +1,55 @@
 """Load of a model's tokenizer from its folder, and checks that the tokenizer fits the model's weights and heads.
 
-    folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
-    embeddings ──► fault: reason why the tokenizer cannot belong to the model
+    folder ──► check that files exist ──► transformers' tokenizer, with the backend of tokenizer.json ──► probes
+    ──► bare tokenizer ──► fitted to the table of embeddings ──► fault: reason why it cannot belong to the model
 
 A model with a wrong tokenizer, or without one, still returns plausible answers: transformers creates an empty tokenizer
 if a folder has no tokenizer files, and assigns new ids to special tokens that are missing in the files.
+
+Where a folder has tokenizer.json, its normalizer, pre-tokenizer, model and post-processor decide the ids, because the
+model was trained with them. transformers 5 builds a tokenizer from the steps of the class that a configuration
+names, and drops all others without a message. What other files may add:
+
+    tokens of roles (cls_token, ..), extra_special_tokens,   added if tokenizer.json lacks them
+    added_tokens_decoder, added_tokens.json
+    add_prefix_space                                         set in a byte-level pre-tokenizer if documented
+    model_max_length                                         limit of the length (`tokenizer_limit`)
+    truncation_side, padding_side                            replace the directions in tokenizer.json
+    model_input_names, of the configuration or the class     without token_type_ids, all types are 0
+    do_lower_case in sentence_bert_config.json               texts are lower-cased before all steps
+    tokenizer_class, do_lower_case, strip_accents,           not read
+    add_bos_token, add_eos_token, all others
+
+The code of a folder (`trust_remote_code`) may build another tokenizer; it is refused if it reads a probe differently.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Encoding, Tokenizer, models, normalizers, processors
-from transformers import AutoTokenizer
+from tokenizers import Encoding, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sie_adapter.loading.modules import Modules, TransformerSettings
+from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 # names of the vocabulary files in published model folders
-_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+FILE = "tokenizer.json"
+_FILES = (FILE, "vocab.txt", "vocab.json", "*.model")
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
 # a tokenizer can read a sentence if it turns more than this fraction of the characters into tokens other than the
 # unknown token and special tokens
 _KNOWN = 0.5
+_MAX_SPECIAL_PROBES = 16
+_SHOWN = 60  # largest number of characters of a probe in a message
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
 # sentences in several scripts, and notations for models of programs, proteins or molecules; the right tokenizer of any
 # model can read at least one of these samples
@@ -56,6 +77,50 @@ SAMPLES = {
     "protein in one word": "MKTAYIAKQRQISFVKSHFSRQ",
     "SMILES": "CC(=O)OC1=CC=CC=C1C(=O)O",
 }
+# texts that tell steps of tokenizers apart: accents in both forms, capitals, digits, blanks, marks, control characters
+PROBES = (
+    *SAMPLES.values(),
+    "Zürich Ångström naïve CAFÉ",
+    "Zu\u0308rich A\u030angstro\u0308m nai\u0308ve CAFE\u0301",
+    "ΐ ΰ \u03b9\u0308\u0301 Ὦ ΣΊΣΥΦΟΣ ς",
+    "İstanbul ISPARTA ığdır i̇",
+    "Straße STRASSE ẞ ß",
+    "ﬁne ﬂow ①② Ⅳ ½ ㎏ ㍿",
+    "ＦＵＬＬ ｗｉｄｔｈ ０１２３ ｶﾞｷﾞ",
+    "iPhone McDonald XMLHttpRequest snake_case kebab-case",
+    "A a AA aA",
+    "0 1 12 123 1234 12345 123456789",
+    "650841823 and 2026-11-30, 3.14159 or 1,000,000.5",
+    "٠١٢٣ ۰۱۲۳ ०१२३ ๑๒๓",
+    "x2 2x v1.2.3 H2O 4th",
+    "one  two   three    four",
+    " leading and trailing ",
+    "\ttab\tand\t\ttabs",
+    "line\nline\n\nline\r\nline",
+    "no\u00a0break\u2003em\u3000wide\u2009thin",
+    "zero\u200bwidth\u200cnon\u200djoiner\ufeffmark soft\u00adhyphen",
+    "bell\u0007null\u0001esc\u001b[0m del\u007f next\u0085",
+    "replacement \ufffd private \ue000",
+    "don't can't I'm we'll they've O'Neill 'quoted'",
+    "“curly” ‘single’ «guillemets» „low“",
+    "dash - – — ― minus − underscore _ tilde ~",
+    "(a) [b] {c} <d> </d> a/b a\\b a|b",
+    "what?! ... … !!! ??? ¿qué? ¡ya!",
+    "50% €100 $5 £3 ¥7 #tag @name a&b a+b=c^d",
+    "me@example.org https://example.org/a?b=c&d=e#f",
+    "😀 👍🏽 👨‍👩‍👧‍👦 🇩🇪 ☃️ ☃",
+    "漢字かな交じり文。カタカナ、ひらがな",
+    "中文，全角标点。「引号」",
+    "ภาษาไทยไม่มีช่องว่าง",
+    "한국어 조사 \u1112\u1161\u11ab\u1100\u116e\u11a8",
+    "العَرَبِيَّة الإسلام ﷲ لآ",
+    "שָׁלוֹם עֲלֵיכֶם",
+    "हिन्दी में क्षत्रिय",
+    "Tiếng Việt ở Tie\u0302\u0301ng",
+    "Ёлка й \u0438\u0306 ъ",
+    "antidisestablishmentarianism " + "a" * 120,
+    "",
+)
 
 
 class TokenNeeds(NamedTuple):
@@ -84,18 +149,90 @@ _NO_SETTINGS = TransformerSettings()
 
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
-    NOT_FOUND if the folder has no tokenizer, INCOMPATIBLE if the tokenizer cannot be read.
+    """Return the transformers tokenizer of `folder`, which takes its ids from tokenizer.json if there is one;
+    `options` replace settings of its files. Raises ModelLoadFailed: NOT_FOUND if the folder has no tokenizer,
+    INCOMPATIBLE if the tokenizer cannot be read, CERTIFICATE if it reads a probe otherwise than tokenizer.json.
     """
     if not any(any(folder.glob(name)) for name in _FILES):
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {', '.join(_FILES)}): {_REMEDY}")
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
-        )
+        tokenizer = _of_class(folder, trust_remote_code, options)
+        take_file(tokenizer, folder, **options)
+    except ModelLoadFailed:
+        raise
     except Exception as error:  # transformers documents no narrower exception for a tokenizer that cannot be read
         cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
         raise incompatible(f"{cause}: {_REMEDY}") from error
+    return tokenizer
+
+
+def _of_class(folder: Path, trust_remote_code: bool, options: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
+        )
+    except ImportError:  # the class splits words by a package; tokenizer.json has no such step
+        raise
+    except Exception:  # a class of another kind of model cannot be built from this file
+        if trust_remote_code or not (folder / FILE).is_file():
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **options)
+
+
+def take_file(tokenizer: Any, folder: Path, **options: Any) -> None:
+    """Give the transformers tokenizer of `folder` the backend of tokenizer.json, if there is one, with what other files
+    may add. Raises ModelLoadFailed CERTIFICATE if the tokenizer then reads a probe otherwise than tokenizer.json.
+    """
+    if not (folder / FILE).is_file():
+        return
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise incompatible(f"{kind.__name__} has no fast tokenizer")
+    is_library = kind.__module__.startswith("transformers.")
+    if kind is not PreTrainedTokenizerFast and is_library:
+        generic = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **options)
+        tokenizer._tokenizer = generic._tokenizer
+    _set_prefix_space(tokenizer, folder, options)
+    # code of the folder may add special tokens to a text
+    _check_probes(
+        folder, lambda text: list(tokenizer(text, add_special_tokens=is_library)["input_ids"]), tokenizer, is_library
+    )
+
+
+def _set_prefix_space(tokenizer: Any, folder: Path, options: dict[str, Any]) -> None:
+    config = {**read_json(folder / "tokenizer_config.json"), **options}
+    stated = config.get("add_prefix_space")
+    step = tokenizer._tokenizer.pre_tokenizer
+    documented = "add_prefix_space" in signature(type(tokenizer).__init__).parameters
+    if documented and isinstance(stated, bool) and isinstance(step, pre_tokenizers.ByteLevel):
+        step.add_prefix_space = stated
+
+
+def _check_probes(
+    folder: Path, read: Callable[[str], list[int]], tokenizer: Any, special: bool, *, lowercases: bool = False
+) -> None:
+    """Raise ModelLoadFailed CERTIFICATE if `read` gives a probe other ids than tokenizer.json does, with `special` also
+    for the special tokens around it. Probes are PROBES, and texts with special tokens of tokenizer.json. A probe with a
+    token that other files add is left out.
+    """
+    stored = Tokenizer.from_file(str(folder / FILE))
+    stored.no_truncation()
+    stored.no_padding()
+    step = stored.pre_tokenizer
+    if isinstance(step, pre_tokenizers.ByteLevel):
+        step.add_prefix_space = tokenizer._tokenizer.pre_tokenizer.add_prefix_space
+    if lowercases:
+        stored = with_normalizers(stored, [normalizers.Lowercase()])
+    vocabulary = stored.get_vocab(with_added_tokens=True)
+    extra = [token for token in tokenizer.get_added_vocab() if token not in vocabulary]
+    tokens = sorted(token.content for token in stored.get_added_tokens_decoder().values() if token.special)
+    for text in (*PROBES, *(f"a {token} b{token}" for token in tokens[:_MAX_SPECIAL_PROBES])):
+        if any(token in text for token in extra):
+            continue
+        expected, ids = stored.encode(text, add_special_tokens=special).ids, read(text)
+        if ids != expected:
+            cause = f"{type(tokenizer).__name__} reads {text[:_SHOWN]!r} as {ids[:8]}, {FILE} as {expected[:8]}"
+            raise load_failed("CERTIFICATE", f"the tokenizer of {folder} is not that of {FILE}: {cause}: {_REMEDY}")
 
 
 def tokenizer_limit(folder: Path) -> int | None:
@@ -127,6 +264,15 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
     bare = bare_tokenizer(tokenizer)
     if settings.lowercases:
         bare = with_normalizers(bare, [normalizers.Lowercase()])
+    if (folder / FILE).is_file():
+        is_library = type(tokenizer).__module__.startswith("transformers.")
+        _check_probes(
+            folder,
+            lambda text: bare.encode(text, add_special_tokens=is_library).ids,
+            tokenizer,
+            is_library,
+            lowercases=settings.lowercases,
+        )
     _refuse_invented(folder, bare)
     if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
         if tokenizer.eos_token_id is None:
@@ -178,7 +324,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 def _stored_tokens(folder: Path) -> set[str] | None:
     """Return all tokens in the files; None if the folder has only a sentencepiece file, which is not read here."""
     tokens: set[str] = set()
-    if (file := folder / "tokenizer.json").is_file():
+    if (file := folder / FILE).is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
     elif (file := folder / "vocab.txt").is_file():
         tokens.update(file.read_text("utf-8").splitlines())
@@ -254,7 +400,7 @@ def special_ids(folder: Path, load: LoadOptions, roles: Sequence[str] = ()) -> f
     """Return the ids of the special tokens with these roles, e.g. pad, or of all special tokens if `roles` is empty. A
     role without a token is left out.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
+    tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code)
     if not roles:
         return frozenset(tokenizer.all_special_ids)
     numbers = (getattr(tokenizer, f"{role}_token_id", None) for role in roles)

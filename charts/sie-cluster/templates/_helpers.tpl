@@ -37,6 +37,30 @@ labels:
 {{- if and (kindIs "float64" .) (eq . (float64 (int64 .))) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
 {{- end }}
 
+{{/*
+Live number of pods of a Deployment under an autoscaler, if its manifest must have `replicas`: (list root name autoscaling HPA).
+If the last manifest has `replicas` and the next one does not, helm's merge removes the field, and the server sets 1. So a Deployment whose autoscaler is
+new keeps the field, with the number of pods that it has. An annotation tells later upgrades to keep it too. The autoscaler set this number last, so the
+merge changes nothing. A Deployment that always had its autoscaler has no `replicas`, because `helm rollback` would set the number of an earlier time.
+*/}}
+{{- define "sie.kept" -}}
+{{- $namespace := (index . 0).Release.Namespace -}}
+{{- if (index . 2).enabled -}}
+{{- $live := lookup "apps/v1" "Deployment" $namespace (index . 1) -}}
+{{- $autoscaler := lookup "autoscaling/v2" "HorizontalPodAutoscaler" $namespace (index . 3) -}}
+{{- if and $live (or (not $autoscaler) (hasKey (default dict $live.metadata.annotations) "sie/replicas")) -}}
+{{- $live.spec.replicas | int64 -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Annotation of a Deployment that keeps `replicas`: the number of "sie.kept", or nothing */}}
+{{- define "sie.keptAnnotation" -}}
+{{- if . }}
+  annotations: {sie/replicas: kept}
+{{- end }}
+{{- end }}
+
 {{/* Number of bytes of a size in Ki, Mi, Gi or Ti */}}
 {{- define "sie.bytes" -}}
 {{- $unit := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
@@ -97,6 +121,27 @@ labels:
 {{- if has . $profiles }}{{ $default = append $default . }}{{ end -}}
 {{- end -}}
 {{- uniq (concat $default $profiles) | toJson -}}
+{{- end }}
+
+{{/* Argument with the address that a process listens on */}}
+{{- define "sie.host" -}}
+{{- printf "--host=%s" .Values.network.host | toYaml -}}
+{{- end }}
+
+{{/* Address and port that the broker listens on: (list root port) */}}
+{{- define "sie.listen" -}}
+{{- $host := (index . 0).Values.network.host -}}
+{{- contains ":" $host | ternary (printf "[%s]" $host) $host }}:{{ index . 1 -}}
+{{- end }}
+
+{{/* Address families of a Service, in its spec */}}
+{{- define "sie.families" -}}
+{{- with .Values.network.ipFamilyPolicy }}
+  ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- with .Values.network.ipFamilies }}
+  ipFamilies: {{ toJson . }}
+{{- end }}
 {{- end }}
 
 {{/* Seconds that a pod may take to end: more than the lame duck and the longest request */}}
@@ -294,6 +339,14 @@ topologySpreadConstraints:
   - topologyKey: kubernetes.io/hostname
     maxSkew: 1
     whenUnsatisfiable: {{ . }}
+    {{- if eq . "DoNotSchedule" }}
+    # else a node with a taint that this pod does not tolerate, such as a GPU node, is a domain without pods, and allows one pod on each other node
+    nodeTaintsPolicy: Honor
+    {{- if ne $component "nats" }}
+    # spread the pods of one revision; brokers have no such label, and old and new ones are one cluster
+    matchLabelKeys: [pod-template-hash]
+    {{- end }}
+    {{- end }}
     labelSelector:
       matchLabels:
         {{- include "sie.selector" (list $root $component) | nindent 8 }}

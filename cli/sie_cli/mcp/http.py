@@ -94,7 +94,7 @@ class HttpTransport:
         # The listener does not check the origin of a GET. Here a GET reads a stream of events, so check its origin.
         origin = headers.get("origin")
         if origin is not None and not self._names.is_own_page(
-            origin.encode("latin-1"), headers.get("host", "").encode("latin-1")
+            origin.encode("latin-1"), scope, headers.get("host", "").encode("latin-1")
         ):
             raise PermissionDenied("Origin: a page of another origin may not call this server", param="Origin")
         api_key = _bearer(headers.get("authorization", ""))

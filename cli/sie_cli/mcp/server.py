@@ -45,6 +45,7 @@ from sie_cli.mcp.sentences import sentence_of
 from sie_cli.mcp.tools import RESULT_URI, AgentTool, AgentTools, ToolRefused
 from sie_client import SIEError
 from sie_contracts import __version__
+from sie_contracts.plain import struct_of
 from sie_contracts.schema_faults import fault_line
 
 NAME = "sie"
@@ -109,8 +110,11 @@ class AgentServer:
         )
 
     async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+        tool = self._by_name.get(params.name)
+        if tool is None:  # by the specification an error of the protocol, not a result
+            raise MCPError(INVALID_PARAMS, f"There is no such tool. The tools are: {', '.join(self._by_name)}.")
         try:
-            answer = await self._answer(self._caller_of(context), params.name, params.arguments or {})
+            answer = await self._answer(self._caller_of(context), tool, params.arguments or {})
         except ToolRefused as refused:
             return CallToolResult(content=[TextContent(text=str(refused))], is_error=True)
         return CallToolResult(
@@ -118,12 +122,9 @@ class AgentServer:
             structured_content=msgspec.to_builtins(answer),
         )
 
-    async def _answer(self, caller: AgentCaller, name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
-        tool = self._by_name.get(name)
-        if tool is None:
-            raise ToolRefused(f"There is no such tool. The tools are: {', '.join(self._by_name)}.")
+    async def _answer(self, caller: AgentCaller, tool: AgentTool, arguments: Mapping[str, Any]) -> msgspec.Struct:
         try:
-            parsed = msgspec.convert(arguments, tool.arguments)
+            parsed = struct_of(arguments, tool.arguments)
         except msgspec.ValidationError as error:
             raise ToolRefused(
                 f"The arguments do not fit: {fault_line(tool.arguments, error)}. Change them and call again."

@@ -31,6 +31,7 @@ _SCALES = {
 # stages at the worker, in their order: key in the field `stages` of the reply's `explain` -> name of the stage
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
+    "device_wait_ms": "device wait",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
 }
 

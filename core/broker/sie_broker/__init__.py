@@ -242,6 +242,9 @@ class KeyValue(Protocol):
         the removal.
         """
 
+    async def erase(self, entry: Entry) -> None:
+        """Remove an entry without a marker, unless its key was written again."""
+
     async def epoch(self) -> str:
         """Return `created:last revision`, a text that changes with each write and if the bucket is created again."""
 

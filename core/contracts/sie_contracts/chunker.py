@@ -12,6 +12,7 @@ markdown-it-py and regex.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -34,15 +35,16 @@ _LINE_END = re.compile(r"\r\n?|\n")
 _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")  # white space outside of ASCII
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
+_FLAG = re.compile("[\U0001f1e6-\U0001f1ff]{2}")  # two regional indicators, which make one grapheme
 # numbers of code points in a call of sentencex: the first call gets _PIECE; if no sentence ends within this text, a
 # second call gets _LONGEST_PIECE. Both are small, because the time of a call grows with the square of the number
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
 
-def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> list[tuple[int, int]]:
-    """Return (index of the first code point, index after the last one) of each chunk, in order. Without overlap, the
-    chunks cover the text without gaps.
+def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> Iterator[tuple[int, int]]:
+    """Yield (index of the first code point, index after the last one) of each chunk, in order. Without overlap, the
+    chunks cover the text without gaps. A caller with a limit stops at the first chunk above it.
 
     `ends`: end of each token of the text in code points, ascending. A token belongs to the chunk that contains the
     token's last code point. A chunk has at most `max_tokens` tokens, except if a single grapheme has more. The last
@@ -50,42 +52,47 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
     """
     token_ends = np.asarray(ends, np.int64)
     if not len(token_ends):
-        return []
-    places = _places(text, token_ends, rule.boundary)
-    counts = [np.searchsorted(token_ends, level, side="right") for level in places]
-    chunks: list[tuple[int, int]] = []
+        return
+    arrays = _places(text, token_ends, rule.boundary)
+    # lists, because the loop looks up single numbers: that takes numpy ten times as long
+    counts = [np.searchsorted(token_ends, level, side="right").tolist() for level in arrays]
+    places, own_ends = [level.tolist() for level in arrays], token_ends.tolist()
     # `first`: number of tokens before the chunk's start; `end_count`: number of tokens before the previous chunk's end
     start = first = end_count = 0
-    while len(token_ends) - first > rule.max_tokens:
+    while len(own_ends) - first > rule.max_tokens:
         least = max(first + max(1, rule.min_tokens), end_count + 1)
         end = _end(places, counts, least, first + rule.max_tokens)
-        end_count = int(np.searchsorted(token_ends, end, side="right"))
-        if end_count == len(token_ends):
+        end_count = bisect_right(own_ends, end)
+        if end_count == len(own_ends):
             break
-        chunks.append((start, end))
-        start = _next_start(places, counts, chunks[-1], end_count, rule)
-        first = int(np.searchsorted(token_ends, start, side="right"))
-    return [*chunks, (start, len(text))]
+        yield start, end
+        start = _next_start(places, counts, (start, end), end_count, rule)
+        first = bisect_right(own_ends, start)
+    yield start, len(text)
 
 
-def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
+def _end(places: Sequence[Sequence[int]], counts: Sequence[Sequence[int]], least: int, most: int) -> int:
     """Return the end of a chunk. A possible end has `least` to `most` tokens before it. Of the coarsest level (such as
     paragraphs) with a possible end, take the last one. If no level has a possible end, a grapheme of several tokens is
     in the way. Then take the first place after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
-        index = int(np.searchsorted(count, most, side="right")) - 1
+        index = bisect_right(count, most) - 1
         if index >= 0 and count[index] >= least:
-            return int(level[index])
+            return level[index]
     for lower in (most, least - 1):
-        index = int(np.searchsorted(counts[-1], lower, side="right"))
+        index = bisect_right(counts[-1], lower)
         if index < len(counts[-1]):
-            return int(places[-1][index])
+            return places[-1][index]
     raise AssertionError("no place to cut was found, although the end of the text is a place")
 
 
 def _next_start(
-    places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
+    places: Sequence[Sequence[int]],
+    counts: Sequence[Sequence[int]],
+    chunk: tuple[int, int],
+    end_count: int,
+    rule: ChunkRule,
 ) -> int:
     """Return the start of the chunk after `chunk`: the earliest cut of the highest level within the last
     `overlap_tokens` tokens of `chunk`. If there is no cut, return the end of `chunk`.
@@ -95,13 +102,13 @@ def _next_start(
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens
-    following = int(np.searchsorted(places[0], end, side="right"))
+    following = bisect_right(places[0], end)
     if following < len(places[0]) and counts[0][following] - end_count <= rule.max_tokens:
-        from_count = max(from_count, int(counts[0][following]) - rule.max_tokens)
+        from_count = max(from_count, counts[0][following] - rule.max_tokens)
     for level, count in zip(places, counts, strict=True):
-        index = max(int(np.searchsorted(count, from_count)), int(np.searchsorted(level, start, side="right")))
+        index = max(bisect_left(count, from_count), bisect_right(level, start))
         if index < len(level) and count[index] < end_count:
-            return int(level[index])
+            return level[index]
     return end
 
 
@@ -193,5 +200,7 @@ def _grapheme_bounds(text: str) -> NDArray[np.bool_]:
         bounds[[match.start() + 1 for match in re.finditer("\r\n", text)]] = False
         return bounds
     bounds[:-1] = False
+    # The time of \X grows with the square of the number of flags in a row. A letter with an accent has the same bounds.
+    text = _FLAG.sub("e\u0301", text)
     bounds[[match.start() for match in _GRAPHEME.finditer(text)]] = True
     return bounds

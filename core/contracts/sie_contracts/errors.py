@@ -47,6 +47,7 @@ class SIEError(Exception):
         reason: str = "",
         param: str = "",
         retry_after_s: int | None = None,
+        status: int | None = None,
         extras: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
@@ -56,6 +57,8 @@ class SIEError(Exception):
         self.extras = extras or {}
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
+        if status is not None:
+            self.status = status
 
     def __init_subclass__(cls) -> None:
         _BY_CODE[cls.code] = cls
@@ -136,6 +139,11 @@ class MethodNotAllowed(SIEError):
 
     code, status = "METHOD_NOT_ALLOWED", 405
 
+    def __init__(self, message: str, *, allow: str = "", **more: Any) -> None:
+        """`allow`: value of the header `Allow`."""
+        super().__init__(message, **more)
+        self.allow = allow
+
 
 class BundleConflict(SIEError):
     """The requested bundle does not serve the model, or no bundle does. `compatible_bundles` lists the bundles that
@@ -170,7 +178,9 @@ class PayloadTooLarge(SIEError):
 
 
 class UnsupportedMediaType(SIEError):
-    """The path does not accept the format in `Content-Type`, or `Content-Encoding` is not gzip."""
+    """The path does not accept the format in `Content-Type`, or `Content-Encoding` is not gzip. The status is 501 if
+    `Transfer-Encoding` names a coding besides chunked.
+    """
 
     code, status = "UNSUPPORTED_MEDIA_TYPE", 415
 

@@ -250,12 +250,21 @@ def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
     return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
 
 
+def _record_bytes(name: str, value: object) -> int:
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except OverflowError:
+        raise InvalidInput.at(name, "expected whole numbers of at most 64 bits") from None
+
+
 def check_request(request: JobRequest | BatchRequest) -> None:
-    """Raise InvalidInput for a request that is too large for a record. The error names the largest field."""
+    """Raise InvalidInput for a request that is too large for a record, or that has a number which a record cannot hold.
+    The error names the largest field, or the field with the number.
+    """
+    sizes = {name: _record_bytes(name, getattr(request, name)) for name in request.__struct_fields__}
     size = len(msgspec.msgpack.encode(request))
     if size <= MAX_REQUEST_BYTES:
         return
-    sizes = {name: len(msgspec.msgpack.encode(getattr(request, name))) for name in request.__struct_fields__}
     param = max(sizes, key=sizes.__getitem__)
     message = f"has {sizes[param]} of the request's {size} bytes; a job or batch may have {MAX_REQUEST_BYTES} bytes"
     raise InvalidInput.at(param, message, reason="too_large")

@@ -11,7 +11,7 @@ the readers of a body get only the types above, and can compare and encode every
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ SMALL_BYTES = 4096  # the values of a body of at most this size are not counted:
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
+_MAX_EXACT = 1 << 53  # above it a float may differ from the whole number that was written
+T = TypeVar("T")
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
@@ -55,6 +57,32 @@ def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
     value = _decoded(arrays.decode_msgpack, data, "msgpack")
     _check(value, is_json=False)
     return value
+
+
+def whole_number(value: Any) -> Any:
+    """Return a whole number that is written as a float, such as 3.0, as an int. Return any other value unchanged. JSON
+    has only one type of numbers, so a field for whole numbers accepts both forms.
+    """
+    return int(value) if type(value) is float and value.is_integer() and abs(value) <= _MAX_EXACT else value
+
+
+def struct_of(value: Any, kind: type[T]) -> T:
+    """Return a plain value as a struct of the type `kind`. A field for whole numbers accepts 3.0. Raises
+    msgspec.ValidationError.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        try:
+            return msgspec.convert(_with_whole_numbers(value), kind)
+        except msgspec.ValidationError:
+            raise error from None
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(entry) for key, entry in value.items()}
+    return [_with_whole_numbers(entry) for entry in value] if isinstance(value, list) else whole_number(value)
 
 
 def _decoded(decode: Any, data: bytes, kind: str) -> Any:

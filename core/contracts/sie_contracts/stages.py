@@ -1,7 +1,7 @@
 """Stages of a request, in chronological order. Each stage has a key in `timing` of a reply, and a name for people.
 
 The console, `sie try` and the documentation use these names. The last stage, `unattributed_time`, is the part of
-`total_time` that no other stage measures.
+`total_time` that no other stage measures. `device_wait_time` of a reply is a part of `queue_time`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ STAGE_WORDS: Mapping[str, str] = {
     "load_time": "model load",
     "preprocess_time": "prepare",
     "batch_wait_time": "batch wait",
-    "device_wait_time": "device wait",
     "inference_time": "inference",
     "postprocess_time": "postprocess",
     "unattributed_time": "rest",

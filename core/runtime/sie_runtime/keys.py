@@ -23,6 +23,7 @@ import logging
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -114,6 +115,34 @@ def decode(entry: Entry) -> Key:
     if key.id != entry.key:
         raise ValueError("the value has the id of another key")
     return key
+
+
+def is_foreign(entry: Entry) -> bool:
+    """Return whether an entry is no record of a key, of whatever version. NATS does not check the subject of a reply,
+    so a user that may not write keys can have the broker store an acknowledgement or an answer of its API in the
+    bucket.
+    """
+    try:
+        record = msgspec.json.decode(entry.value or b"", type=dict[str, Any])
+    except UNDECODABLE:
+        return True
+    return record.get("id") != entry.key or "digest" not in record
+
+
+async def remove_foreign(broker: Store, remover: Store, replicas: int) -> int:
+    """Remove the entries that are no keys from the bucket of keys and from its copy, and return their number. `broker`
+    reads the buckets; `remover` is connected as a user that may purge them. Raises BrokerError.
+    """
+    removed = 0
+    for name in (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET):
+        bucket = await bucket_of(broker, replicas, name).open()
+        foreign = [entry for entry in await bucket.entries() if is_foreign(entry)]
+        if foreign:
+            purged = await bucket_of(remover, replicas, name).open()
+            for entry in foreign:
+                await purged.erase(entry)
+                removed += 1
+    return removed
 
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:

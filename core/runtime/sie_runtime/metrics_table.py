@@ -471,6 +471,7 @@ _CONFIG = (
     Metric("sie_config_build_info", "gauge", "Always 1; the label is the version that runs", ("version",)),
     Metric("sie_config_ready", "gauge", "1 once the catalogue is built"),
     Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
+    Metric("sie_config_foreign_key_records", "counter", "Records in the buckets of keys that were no keys, removed"),
     Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric(
         "sie_config_request_seconds",

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions, ModelEntry, Pooling
 from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
-from sie_store.folder_files import read_json, read_value
+from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
 MODEL_FILE = "config_sentence_transformers.json"
 # flag of a pooling in config.json of an older model -> value of `pooling_mode` in a newer model
@@ -53,6 +55,14 @@ _NUMBERED_FROM_PAD = frozenset(
 _ACCEPT = "with load.accept_unproven: true the entry is served, although its vectors may be wrong"
 
 
+class _StoredTruncation(msgspec.Struct):
+    direction: str = ""
+
+
+class _TokenizerFile(msgspec.Struct):
+    truncation: _StoredTruncation | None = None
+
+
 @dataclass(frozen=True)
 class Fault:
     """Contradiction. `loc`: path of the field in the entry (`$.run.pooling`). `message`: the fault, and any fix."""
@@ -65,10 +75,12 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
     """Return a contradiction between `entry` and the files of `folder`, for which a load would be refused; None if
     there is none. Raises ModelLoadFailed for a file that cannot be read.
 
-    With `load.accept_unproven`, pooling and prompts of the entry are not compared, although they may change the
+    With `load.accept_unproven`, pooling, prompts and side of truncation are not compared, although they may change the
     vectors. `max_tokens` of a text encoder is always compared, because the model cannot read a longer text.
     """
-    overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
+    overridden = None
+    if not load.accept_unproven:
+        overridden = _prompt_fault(folder, entry) or _pooling_fault(folder, entry) or _truncation_fault(folder, entry)
     return overridden or _length_fault(folder, entry)
 
 
@@ -100,6 +112,31 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     differs = f"run.pooling is {entry.run.pooling}, the model's 1_Pooling says {stored}"
     beside = "a profile (profiles.NAME.run.pooling) can use another pooling"
     return Fault("$.run.pooling", f"{differs}; {beside}, or {_ACCEPT}")
+
+
+def _truncation_fault(folder: Path, entry: ModelEntry) -> Fault | None:
+    if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
+        return None
+    if entry.run.truncate is not None or entry.pair or not truncates_start(transformer_folder(folder)):
+        return None
+    differs = (
+        "the model's tokenizer removes the beginning of a long text (truncation_side left), the entry does not say it"
+    )
+    return Fault("$.run.truncate", f"{differs}: set run.truncate to START, or to END to remove the end")
+
+
+def truncates_start(folder: Path) -> bool:
+    """Return whether the tokenizer in the folder of a transformer removes the beginning of a text that is too long. The
+    settings of sentence-transformers go before tokenizer_config.json, and that before the direction in tokenizer.json.
+    """
+    settings = next((raw for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), {})
+    options = {**(settings.get("tokenizer_args") or {}), **(settings.get("processor_kwargs") or {})}
+    side = options.get("truncation_side") or read_json(folder / "tokenizer_config.json").get("truncation_side")
+    if side is None and (file := folder / "tokenizer.json").is_file():
+        with reading(file):
+            stored = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).truncation
+        side = stored.direction if stored else ""
+    return str(side).lower() == "left"
 
 
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:

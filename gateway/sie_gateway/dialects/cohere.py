@@ -81,7 +81,7 @@ def _types(body: fields.Body) -> list[str]:
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
     """Return (name of the field with the inputs: `texts`, `images` or `inputs`; the inputs). Raises InvalidInput."""
-    names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
+    names = [name for name in ("texts", "images", "inputs") if body.get(name) not in (None, [])]
     if len(names) != 1:
         message = f"expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
         raise InvalidInput.at("texts", message, reason="schema" if names else "empty_items")

@@ -11,11 +11,15 @@ from typing import Any
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad, one_of
+from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.results import RequestResult
 
 FIRST_BULK = 500  # lowest value of Cohere's `priority` that means `bulk`; 0 is the most urgent, 999 the least urgent
+_FLAGS = {"true": True, "false": False}
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
@@ -24,6 +28,8 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
     value = body.get(name)
     if value is None:
         return default
+    if isinstance(value, str):  # clients of Xinference send texts
+        value = _FLAGS.get(value.lower(), value)
     if not isinstance(value, bool):
         raise bad(name, value, "true, false or null")
     return value
@@ -34,11 +40,12 @@ def whole(body: Body, name: str, low: int, high: int | None = None) -> int | Non
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or value < low or (high is not None and value > high):
+    number = whole_number(value)
+    if type(number) is not int or number < low or (high is not None and number > high):
         raise bad(
             name, value, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
         )
-    return int(value)
+    return number
 
 
 def text(body: Body, name: str) -> str:
@@ -92,6 +99,15 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
         **({} if is_query is None else {"is_query": is_query}),
         **({} if prompt is None else {"query_template" if is_query else "doc_template": prompt}),
     }
+
+
+def shared(call: Call, finished: RequestResult) -> dict[str, Any]:
+    """Return the fields of a reply beside its results. The usage has all three counts of OpenAI's chat completions:
+    clients of Together and vLLM require each.
+    """
+    content = finished.shared(explain=call.explains)
+    content["usage"]["completion_tokens"] = 0
+    return content
 
 
 @contextlib.contextmanager

@@ -30,6 +30,6 @@ async def classify(inference: Inference, call: Call, body: fields.Body) -> Encod
         "model": resolved.requested,
         "id": f"classify-{uuid4()}",
         "created": int(time.time()),
-        **finished.shared(explain=call.explains),
+        **fields.shared(call, finished),
     }
     return native.written(call, finished, content, began_s)

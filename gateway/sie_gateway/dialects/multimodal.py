@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
 from sie_gateway.inference import images
@@ -38,13 +39,41 @@ def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
 
 def parts(value: Any, path: str) -> RequestItem:
     """Build one input from a list of parts. The texts of the parts are joined by line breaks. Raises InvalidInput."""
+    return _joined(_placed(value, path), path)
+
+
+def conversation(value: Any, path: str, limit: int) -> tuple[tuple[RequestItem, ...], str]:
+    """Return (a tuple of one input, made from the messages of a chat; its instruction). The instruction is the text of
+    the messages with the role `system` or `developer`. Raises InvalidInput.
+    """
+    contents: list[tuple[str, Any]] = []
+    instructions: list[tuple[str, Any]] = []
+    for index, message in enumerate(fields.inputs(value, path, limit)):
+        where = f"{path}[{index}]"
+        if not isinstance(message, dict):
+            raise bad(where, message, "a map with role and content")
+        content = message.get("content")
+        places = [(f"{where}.content", {"type": "text", "text": content})]
+        entries = places if isinstance(content, str) else _placed(content, f"{where}.content")
+        (instructions if message.get("role") in ("system", "developer") else contents).extend(entries)
+    contents = [(where, part) for where, part in contents if part != {"type": "text", "text": ""}]
+    if not contents:
+        raise InvalidInput.at(path, "expected a message of a user with a text or an image", reason="empty_item")
+    return (_joined(contents, path),), (_joined(instructions, path).text or "") if instructions else ""
+
+
+def _placed(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return (path, part) of each part in a list."""
     if not isinstance(value, list) or not value:
         raise bad(path, value, "a list of parts")
+    return [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+
+
+def _joined(entries: Sequence[tuple[str, Any]], path: str) -> RequestItem:
     texts: list[str] = []
     images: list[tuple[str, Any]] = []
     sounds: list[tuple[Any, str]] = []
-    for index, part in enumerate(value):
-        where = f"{path}[{index}]"
+    for where, part in entries:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text":
             texts.append(fields.string(part.get("text"), f"{where}.text"))

@@ -93,9 +93,13 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
     return EncodedReply(data, "application/json", finished.headers(call.received_s))
 
 
+def bare_name(inference: Inference, name: Any) -> Any:
+    """Return the name of a model without the tag `latest`. A value that is no text is returned unchanged."""
+    return untagged(inference.catalogue, name) if isinstance(name, str) else name
+
+
 def _model(inference: Inference, call: Call, body: fields.Body) -> Resolved:
-    name = body.get("model")
-    return able(inference, call, "embed", untagged(inference.catalogue, name) if isinstance(name, str) else name)
+    return able(inference, call, "embed", bare_name(inference, body.get("model")))
 
 
 def _name(body: fields.Body, resolved: Resolved) -> str:

@@ -12,14 +12,16 @@ import itertools
 import re
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import msgspec
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import options
+from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import RunOptions
@@ -43,15 +45,15 @@ _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no enc
 
 
 async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/embeddings` with the vectors of an encode request, in the order of the inputs."""
+    """Answer `POST /v1/embeddings` with the vectors of an encode request, in the order of the inputs. With Jina's field
+    `return_multivector`, answer as `/v1/multi-vector`.
+    """
+    if fields.flag(body, "return_multivector"):
+        return await multi_vector(inference, call, body)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
-    encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
-    items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
     is_late = fields.flag(body, "late_chunking")
-    if is_late:
-        items = (_document(items),)
     format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
         message = f"{format_} replies of this route contain float32 vectors; /v1/encode also returns other types"
@@ -59,43 +61,123 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
     if format_ != "json" and is_late:
         message = f"{format_} replies cannot contain chunks, but JSON can"
         raise InvalidInput.at("Accept", message, reason="unsupported_output")
-    parameters = cut | _parameters(body, resolved.entry)
-    with fields.named(
-        output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
-    ):
-        understood = inference.understand(
-            call, InferRequest("encode", resolved, items, parameters, side="", inputs_field="input")
-        )
-    if not encoding and _has_ids(body):
-        understood = understood.with_warnings(_UNNAMED)
+    parameters = {**cut, **_parameters(body), **_task(body, resolved.entry)}
+    understood = await _planned(inference, call, body, resolved, parameters, "dense", is_late=is_late)
     if format_ == "raw":
         native.check_raw(understood.options.run)
     if is_late and understood.options.run.is_query:
         raise InvalidInput.at("late_chunking", "a query cannot have chunks: send documents")
-    await check_tokens(inference, call, understood, "input", MAX_TOKENS)
-    finished = await inference.execute(call, understood)
+    finished = await _counted(inference, call, understood)
     if format_ == "raw":
-        return native.raw_answer(call, finished, "input")
+        return native.raw_answer(call, finished, understood.inputs_field)
     if format_ == "arrow":
-        finished.check("input")
+        finished.check(understood.inputs_field)
         return native.arrow_answer(call, finished)
     return _answer(call, finished, kind, is_base64=is_base64)
+
+
+async def multi_vector(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    """Answer `POST /v1/multi-vector` of Jina with the vectors of the tokens of each input, in `embeddings`."""
+    cut = voyage.truncation(call, body)
+    resolved = able(inference, call, "embed", body.get("model"))
+    kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
+    if kind != "float" or is_base64:
+        message = "vectors of tokens are lists of float; /v1/encode also returns other types"
+        raise InvalidInput.at("embedding_type", message, reason="unsupported_dtype")
+    parameters = {**cut, **_parameters(body), **_task(body, resolved.entry)}
+    understood = await _planned(inference, call, body, resolved, parameters, "multivector")
+    finished = await _counted(inference, call, understood)
+    began_s = time.perf_counter()
+    data = [
+        {"object": "embeddings", "index": index, "embeddings": rows}
+        for index, rows in enumerate(finished.arrays(understood.inputs_field, "multivector"))
+    ]
+    return listed(call, finished, data, began_s)
+
+
+POOLING_TASKS = {"embed": "dense", "token_embed": "multivector"}  # task of vLLM -> output of the model
+
+
+async def pooling(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    """Answer `POST /pooling` of vLLM with a vector of each input, or with the vectors of its tokens. Without the field
+    `task`, a model that has vectors of tokens returns these.
+    """
+    resolved = able(inference, call, "embed", body.get("model"))
+    usual = "token_embed" if "multivector" in resolved.entry.outputs else "embed"
+    output = POOLING_TASKS[fields.choice(body, "task", tuple(POOLING_TASKS), usual)]
+    is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
+    understood = await _planned(inference, call, body, resolved, _parameters(body), output, encoding="model")
+    finished = await _counted(inference, call, understood)
+    began_s = time.perf_counter()
+    data = [
+        {"object": "pooling", "index": index, "data": rows.data if is_base64 else rows}
+        for index, rows in enumerate(finished.arrays(understood.inputs_field, output))
+    ]
+    return listed(call, finished, data, began_s)
+
+
+async def _counted(inference: Inference, call: Call, request: PlannedRequest) -> RequestResult:
+    """Run the request, unless its inputs have too many tokens."""
+    await check_tokens(inference, call, request, request.inputs_field, MAX_TOKENS)
+    return await inference.execute(call, request)
+
+
+async def _planned(
+    inference: Inference,
+    call: Call,
+    body: fields.Body,
+    resolved: Resolved,
+    parameters: Mapping[str, Any],
+    output: str,
+    *,
+    encoding: str = "",
+    is_late: bool = False,
+) -> PlannedRequest:
+    """Return the request for the inputs in `input`, or for a chat in `messages` (vLLM). `encoding`: vocabulary of token
+    ids, unless the body names one. A path with a model is one of TEI, where ids are those of the model. `is_late`: the
+    inputs are chunks of one document. Raises InvalidInput.
+    """
+    limit = inference.max_items(call)
+    usual = encoding or resolved.entry.openai_token_encoding or ("model" if call.model is not None else "")
+    encoding = fields.choice(body, "token_encoding", _ENCODINGS, usual)
+    name, merged = "input", {**parameters, "output_types": [output], "output_dtype": "float32"}
+    if body.get("messages") not in (None, []) and body.get("input") is None:
+        name = "messages"
+        items, instruction = multimodal.conversation(body["messages"], name, limit)
+        if instruction:
+            merged.setdefault("instruction", instruction)
+    else:
+        items = await _items(body, encoding or DEFAULT_ENCODING, limit)
+    if is_late:
+        items = (_document(items),)
+    with fields.named(
+        output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
+    ):
+        understood = inference.understand(
+            call, InferRequest("encode", resolved, items, merged, side="", inputs_field=name)
+        )
+    has_ids = not encoding and name == "input" and _has_ids(body)
+    return understood.with_warnings(_UNNAMED) if has_ids else understood
 
 
 def _has_ids(body: fields.Body) -> bool:
     """Return whether the inputs of a body are token ids. `_items` must have checked the inputs before."""
     value = body["input"]
-    return isinstance(value, list) and isinstance(value[0], int | list)
+    return isinstance(value, list) and isinstance(value[0], int | float | list)
 
 
-def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
+def _task(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
+    """Return the parameters for Jina's field `task`. Raises InvalidInput."""
+    if body.get("task") is None:
+        return {}
+    return {**fields.side(fields.text(body, "task"), entry), **fields.parameters(body, "is_query")}
+
+
+def _parameters(body: fields.Body) -> dict[str, Any]:
     """Return the parameters of the body (OpenAI, Jina, Voyage or SIE) under SIE's names. Raises InvalidInput."""
     parameters = fields.parameters(
         body, "dimensions", "input_type", "is_query", "prompt_name", "instruction", "truncate", "normalize", "options"
     )
-    if fields.flag(body, "return_multivector"):
-        message = "expected false or null, this route returns one vector for each input"
-        raise InvalidInput.at("return_multivector", message)
     if parameters.get("dimensions") == 0:  # Infinity's client sends 0 to get vectors of full width
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
@@ -103,9 +185,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
         raise bad("output_dimension", width, "the same number as dimensions")
     if body.get("normalized") is not None:
         parameters.setdefault("normalize", fields.flag(body, "normalized"))
-    if body.get("task") is not None:
-        parameters = {**fields.side(fields.text(body, "task"), entry), **parameters}
-    return {**parameters, "output_types": ["dense"], "output_dtype": "float32"}
+    return parameters
 
 
 async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
@@ -123,7 +203,7 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
         if modality == "text":
             _check_text(value, "input")
         value = [value]
-    elif isinstance(value, list) and value and type(value[0]) is int:
+    elif isinstance(value, list) and value and type(value[0]) in (int, float):
         value = [value]
     inputs = fields.inputs(value, "input", limit)
     if modality != "text":
@@ -247,7 +327,7 @@ def _max_bytes(text: str) -> int:
 def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
     try:
-        vectors = itertools.chain.from_iterable(joined_texts.vectors_of(finished, "input"))
+        vectors = itertools.chain.from_iterable(joined_texts.vectors_of(finished, finished.request.inputs_field))
     except FailedRequest as failed:
         _name_input(failed)
         raise
@@ -268,11 +348,15 @@ def _name_input(failed: FailedRequest) -> None:
 
 
 def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], began_s: float) -> EncodedReply:
-    """Return a reply with the list `data`. `began_s`: time at which the gateway began to build the reply."""
+    """Return a reply with the list `data`. `began_s`: time at which the gateway began to build the reply. Clients of
+    Mistral require `id`, clients of vLLM `created`.
+    """
     content = {
+        "id": f"embd-{uuid4()}",
         "object": "list",
+        "created": int(time.time()),
         "data": data,
         "model": finished.request.resolved.requested,
-        **finished.shared(explain=call.explains),
+        **fields.shared(call, finished),
     }
     return native.written(call, finished, content, began_s, finished.values, name="data")

@@ -1,6 +1,7 @@
 """Rerank in the formats of several APIs. `/v1/rerank` has one format that clients of Jina, Voyage and Cohere can read,
 and `/v2/rerank` has the format of Cohere's version 2. `/rerank` has the format of TEI if the body has `texts`, else the
-format of Infinity. `/v1/ranking` has the format of NVIDIA.
+format of Infinity. `/v1/ranking` has the format of NVIDIA. `/v1/reranking` has the formats of llama.cpp, NVIDIA and
+Mixedbread, `/v1/score` that of vLLM, `/api/rerank` that of programs that take the address of Ollama.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from uuid import uuid4
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
-from sie_gateway.dialects import fields, multimodal, native, tei, voyage
+from sie_gateway.dialects import fields, multimodal, native, ollama, openai, tei, voyage
 from sie_gateway.dialects.scores import ranked, scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
@@ -36,17 +37,34 @@ async def either(inference: Inference, call: Call, body: fields.Body) -> Encoded
     return await _rerank(inference, call, body, version=1, root=True)
 
 
+async def reranking(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    """Answer `POST /v1/reranking`: a body with `passages` in the format of NVIDIA, with `input` in that of Mixedbread,
+    else as `/v1/rerank`, like llama.cpp.
+    """
+    if body.get("passages") is not None:
+        return await ranking(inference, call, body)
+    if body.get("input") is not None:
+        return await _mixedbread(inference, call, body)
+    return await v1(inference, call, body)
+
+
+async def of_ollama(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    """Answer `POST /api/rerank` as `/v1/rerank`. The name of the model may have Ollama's tag `latest`."""
+    return await _rerank(inference, call, body, version=1, name=ollama.bare_name(inference, body.get("model")))
+
+
 async def _rerank(
-    inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False
+    inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False, name: Any = None
 ) -> EncodedReply:
     """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first.
-    `root`: true for the path `/rerank`, whose reply has documents as strings, like Infinity's reply.
+    `root`: true for the path `/rerank`, whose reply has documents as strings, like Infinity's reply. `name`: name of
+    the model; by default the body has it.
     """
     cut = voyage.truncation(call, body)
-    resolved = able(inference, call, "rerank", body.get("model"))
+    resolved = able(inference, call, "rerank", name or body.get("model"))
     query = RequestItem(fields.text(body, "query"))
-    items = _documents(body, inference.max_items(call), reads_images="image" in resolved.entry.inputs)
-    count = fields.whole(body, "top_n" if body.get("top_n") is not None else "top_k", 1)
+    items = _documents(body, "documents", inference.max_items(call), reads_images="image" in resolved.entry.inputs)
+    count = _count(body, "top_n" if body.get("top_n") is not None else "top_k")
     with_documents = fields.flag(body, "return_documents", default=version == 1)
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
@@ -67,6 +85,70 @@ v1 = functools.partial(_rerank, version=1)
 v2 = functools.partial(_rerank, version=2)
 
 
+def _count(body: fields.Body, name: str) -> int | None:
+    """Return the number of documents in the reply; None for all. In vLLM, Infinity and LocalAI, 0 means all."""
+    return fields.whole(body, name, 0) or None
+
+
+async def _mixedbread(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    resolved = able(inference, call, "rerank", body.get("model"))
+    query = RequestItem(fields.text(body, "query"))
+    items = _documents(body, "input", inference.max_items(call), reads_images="image" in resolved.entry.inputs)
+    count = _count(body, "top_k") or len(items)
+    with_inputs = fields.flag(body, "return_input")
+    finished = await scored(
+        inference, call, InferRequest("score", resolved, items, {}, query, inputs_field="input"), raw=False
+    )
+    began_s = time.perf_counter()
+    scores, order = ranked(finished, "input")
+    content = {
+        "object": "list",
+        "model": resolved.requested,
+        "data": [
+            {
+                "object": "rank_result",
+                "index": index,
+                "score": scores[index],
+                "input": items[index].text if with_inputs else None,
+            }
+            for index in order[:count]
+        ],
+        "top_k": count,
+        "return_input": with_inputs,
+        **fields.shared(call, finished),
+    }
+    return native.written(call, finished, content, began_s)
+
+
+async def pair_scores(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    """Answer `POST /v1/score` of vLLM with the score of each document, in the order of the documents. The query is in
+    `text_1` or `queries`, the documents are in `text_2` or `documents`.
+    """
+    resolved = able(inference, call, "rerank", body.get("model"))
+    query_field, document_field = (
+        ([name for name in names if body.get(name) is not None] or names)[0]
+        for names in (["text_1", "queries"], ["text_2", "documents"])
+    )
+    limit = inference.max_items(call)
+    documents, queries = (fields.items(_as_list(body.get(name)), name, limit) for name in (document_field, query_field))
+    if len({query.text for query in queries}) > 1:
+        raise InvalidInput.at(query_field, "expected one query: send a request for each query")
+    if len(queries) not in (1, len(documents)):
+        raise InvalidInput.at(query_field, f"expected one query, or one for each of {len(documents)} documents")
+    parameters = fields.parameters(body, "instruction", "truncate", "options")
+    is_raw = not fields.flag(body, "use_activation", default=True)
+    request = InferRequest("score", resolved, documents, parameters, queries[0], inputs_field=document_field)
+    finished = await scored(inference, call, request, raw=is_raw)
+    began_s = time.perf_counter()
+    scores, _ = ranked(finished, document_field)
+    data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
+    return openai.listed(call, finished, data, began_s)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 async def ranking(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/ranking` with the raw score of each passage, the best first."""
     resolved = able(inference, call, "rerank", body.get("model"))
@@ -83,18 +165,18 @@ async def ranking(inference: Inference, call: Call, body: fields.Body) -> Encode
     scores, order = ranked(finished, "passages")
     content = {
         "rankings": [{"index": index, "logit": scores[index]} for index in order],
-        **finished.shared(explain=call.explains),
+        **fields.shared(call, finished),
     }
     return native.written(call, finished, content, began_s)
 
 
-def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
-    values = fields.inputs(body.get("documents"), "documents", limit)
+def _documents(body: fields.Body, name: str, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
+    values = fields.inputs(body.get(name), name, limit)
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise bad("rank_fields", names, "a list of names of fields")
     return tuple(
-        _document(value, f"documents[{index}]", names, reads_images=reads_images) for index, value in enumerate(values)
+        _document(value, f"{name}[{index}]", names, reads_images=reads_images) for index, value in enumerate(values)
     )
 
 
@@ -141,7 +223,7 @@ def _answer(
             entry if text is None else {**entry, "document": text if root else {"text": text}}
             for entry, text in zip(entries, texts, strict=True)
         ]
-    shared = finished.shared(explain=call.explains)
+    shared = fields.shared(call, finished)
     if warnings:
         shared["warnings"] = [*warnings, *shared.get("warnings", ())]
     tokens = finished.usage["total_tokens"]

@@ -53,7 +53,7 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
+    return isinstance(value, list) and bool(value) and set(map(type, value)) <= {int, float}
 
 
 def _input(value: Any, path: str) -> RequestItem:
@@ -209,8 +209,10 @@ async def rerank(inference: Inference, call: Call, body: fields.Body) -> Encoded
     )
 
 
-async def predict(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
+async def predict(inference: Inference, call: Call, body: fields.Body, *, is_nested: bool = False) -> EncodedReply:
+    """Answer with the classes of texts or pairs of texts: a list for one input, a list of lists for a batch. If
+    `is_nested`, the reply for one input is a list of lists too.
+    """
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("inputs")
     is_single = isinstance(value, str) or (
@@ -228,7 +230,7 @@ async def predict(inference: Inference, call: Call, body: fields.Body) -> Encode
     params = {**_truncation(body), "options": {"raw_scores": fields.flag(body, "raw_scores")}}
     finished = await inference.run(call, InferRequest("extract", resolved, tuple(items), params, inputs_field="inputs"))
     predictions = classes(finished, "inputs")
-    return _answer(call, finished, predictions[0] if is_single else predictions)
+    return _answer(call, finished, predictions[0] if is_single and not is_nested else predictions)
 
 
 def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
@@ -241,14 +243,28 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
 
 
 async def tokenize(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the tokens of texts: id, text, and the byte offsets of the token's begin and end."""
-    value = body.get("inputs")
-    items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
+    """Answer with the tokens of texts: id, text, and the byte offsets of the token's begin and end. A body with
+    `prompt` gets the ids of this one text, as from vLLM.
+    """
+    is_prompt = body.get("inputs") is None and body.get("prompt") is not None
+    name = "prompt" if is_prompt else "inputs"
+    value = fields.text(body, name) if is_prompt else body.get(name)
+    items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), name)
     resolved = model_for(inference, call, "embed", body.get("model"))
     template = _template(body, resolved.entry)
     run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
-    finished = await inference.run(call, InferRequest("tokenize", resolved, items, {}, run=run, inputs_field="inputs"))
-    replies = [outcome.data or {} for _, outcome in finished.succeeded("inputs")]
+    finished = await inference.run(call, InferRequest("tokenize", resolved, items, {}, run=run, inputs_field=name))
+    replies = [outcome.data or {} for _, outcome in finished.succeeded(name)]
+    if is_prompt:
+        (tokens,) = replies
+        with_texts = fields.flag(body, "return_token_strs")
+        content = {
+            "count": len(tokens["ids"]),
+            "max_model_len": resolved.entry.max_tokens,
+            "tokens": tokens["ids"],
+            "token_strs": tokens["texts"] if with_texts else None,
+        }
+        return _answer(call, finished, content)
     return _answer(
         call, finished, reply.listed(replies, MAP_VALUES * sum(len(entry["ids"]) for entry in replies), row=_tokens)
     )
@@ -294,10 +310,16 @@ async def main_task(inference: Inference, call: Call, body: fields.Body) -> Enco
     if "sparse" in entry.outputs:
         return await embed_sparse(inference, call, body)
     if classifies(entry):
-        return await predict(inference, call, body)
+        return await predict(inference, call, body, is_nested=True)  # huggingface_hub takes the first list of lists
     if "score" in entry.tasks and ("query" in body or "encode" not in entry.tasks):
         return await rerank(inference, call, body)
     raise unable(resolved, "embed")
+
+
+async def health(inference: Inference, call: Call, _: fields.Body) -> EncodedReply:
+    """Answer with an empty map if the catalogue has the model. A worker may still have to load it."""
+    model_for(inference, call, "embed")
+    return EncodedReply(b"{}", "application/json", {})
 
 
 async def info(inference: Inference, call: Call, _: fields.Body) -> EncodedReply:

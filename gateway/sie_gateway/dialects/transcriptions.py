@@ -255,9 +255,9 @@ def _segment(number: int, segment: SpokenSegment, space: str) -> dict[str, Any]:
         "text": space + segment.text,
         "tokens": [],
         "temperature": 0.0,
-        "avg_logprob": None,
+        "avg_logprob": 0.0,
         "compression_ratio": round(len(utf8) / len(zlib.compress(utf8)), 4),
-        "no_speech_prob": None,
+        "no_speech_prob": 0.0,
     }
 
 

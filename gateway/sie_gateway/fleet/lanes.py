@@ -343,7 +343,7 @@ class Fleet:
         return max(1.0, took_s - spent_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
-        """Return the lane of a request.
+        """Return the lane of a request. `pool`: the pool that it names; empty for the pool of this installation.
 
         The request and the model's catalogue entry may restrict the machine profiles. Among the allowed profiles, the
         gateway prefers a profile with a worker that has the model loaded, then a profile with a worker of the bundle,
@@ -358,7 +358,7 @@ class Fleet:
         `machine_profile_excluded`. If no machine profiles are configured and no worker has the requested profile,
         raises NotFound, or NotProvisioned if the pool has no ready worker with the bundle.
         """
-        bundle = resolved.bundle
+        pool, bundle = pool or self._settings.pool, resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
         default = self._settings.machine_profile or ""
         spec = None

@@ -188,7 +188,7 @@ class PoolReconciler:
         self._metrics.pool_events.labels(event).inc(count)
 
     def _candidates(self) -> dict[str, AssignableWorker]:
-        """Return the workers of the default pool that may be reserved, or may keep their reservation.
+        """Return the workers of the installation's pool that may be reserved, or may keep their reservation.
 
         A reserved worker keeps its reservation while its heartbeats arrive. The worker loses the reservation if it
         leaves, or if it was not ready for UNREADY_S seconds. After its start or a new connection to the broker, this
@@ -203,7 +203,7 @@ class PoolReconciler:
         unready_s: dict[str, float] = {}
         beats = self._fleet.workers()
         for beat, is_healthy in beats:
-            if beat.own_pool != topology.DEFAULT_POOL:
+            if beat.own_pool != self._record.main:
                 continue
             if not is_healthy and not beat.leaving and beat.worker in assigned:
                 is_healthy = is_recent or self._fleet.is_heard(beat.worker)

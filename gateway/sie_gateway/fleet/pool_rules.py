@@ -18,7 +18,6 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
 from sie_gateway.admission.grant import Grant
 
-MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
 # reasons why a reservation is not active, shown after its name
 HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
@@ -50,8 +49,10 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
         raise PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
-    if present is None and len(record.pools) >= MAX_RESERVATIONS:
-        raise PoolOperationForbidden(f"the limit is {MAX_RESERVATIONS} reservations of all keys together: delete one")
+    if present is None and len(record.pools) >= topology.MAX_RESERVATIONS:
+        raise PoolOperationForbidden(
+            f"the limit is {topology.MAX_RESERVATIONS} reservations of all keys together: delete one"
+        )
     own = sum(reservation.owner == grant.key for reservation in record.pools.values())
     if present is None and grant.key and own >= MAX_RESERVATIONS_OF_A_KEY:
         raise PoolOperationForbidden(

@@ -38,7 +38,7 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 
 REMOVED_WITHIN_S = 5.0  # seconds for which a call waits until the stream of an earlier pool of this name is removed
-_RESERVATIONS, _ASSIGNED = "reservations", "assigned"
+_RESERVATIONS, _ASSIGNED = topology.RESERVATIONS_KEY, "assigned"
 
 
 def _decode(entry: Entry) -> Reservations | Assigned:
@@ -56,7 +56,8 @@ class PoolRecord(Collection[str]):
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
-        self.own = frozenset({topology.DEFAULT_POOL, settings.pool})
+        self.main = settings.pool  # pool of requests that name none; reservations take their workers from it
+        self.own = frozenset({topology.DEFAULT_POOL, self.main})
         self.reservations = Reservations()
         self.assigned = Assigned()
         self.woken = asyncio.Event()
@@ -321,7 +322,7 @@ class PoolDirectory:
         return {
             beat.worker: AssignableWorker.from_heartbeat(beat)
             for beat in self.fleet.healthy()
-            if beat.own_pool == topology.DEFAULT_POOL
+            if beat.own_pool == self.record.main
         }
 
     def _has_no_lease(self, name: str) -> bool:

@@ -12,7 +12,6 @@ from sie_broker import BrokerError
 from sie_contracts.api.operations import LaneFigures
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.settings import Settings
-from sie_contracts.wire import topology
 from sie_contracts.wire.messages import PRIORITIES
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Peers, mean_cost
@@ -96,13 +95,13 @@ class Scaling:
         except BrokerError as error:
             raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
         requested, pending = self.pools.reserved(), self.pools.pending()
-        # A reservation takes its workers from the default pool. The autoscaler reads the lane of the default pool, so
-        # that lane counts the workers of reservations too.
-        is_default = lane.pool == topology.DEFAULT_POOL
+        # A reservation takes its workers from the pool of the installation. The autoscaler reads the lane of that pool,
+        # so this lane counts the workers of reservations too.
+        is_main = lane.pool == self.pools.record.main
         mine = {
             key
             for key in requested
-            if key[1:] == (lane.machine_profile, lane.bundle) and (is_default or key[0] == lane.pool)
+            if key[1:] == (lane.machine_profile, lane.bundle) and (is_main or key[0] == lane.pool)
         }
         reserved = sum(requested[key] for key in mine)
         traffic = {priority: self.peers.traffic(lane, priority) for priority in PRIORITIES}

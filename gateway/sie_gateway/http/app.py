@@ -69,9 +69,10 @@ from sie_runtime.http.asgi import (
     error_headers,
     headers_of,
     reply,
+    reply_to_options,
 )
 from sie_runtime.http.coding import decoded
-from sie_runtime.http.routes import FORM, check_type, plain_path
+from sie_runtime.http.routes import FORM, Match, check_type, plain_path
 from sie_runtime.http.server import probes
 
 if TYPE_CHECKING:
@@ -134,19 +135,6 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
     )
 
 
-def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the reply to an OPTIONS request, with the methods of the path. Return None for other methods, for an
-    unknown path, and for a caller without access. `error`: error that the gate raised for the request. Its status is
-    405 for a known path and a caller with access, because no row of the table of routes has the method OPTIONS.
-    """
-    if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
-        return None
-    methods = TABLE.match(path).methods
-    served = [name for name, route in methods.items() if route.served]
-    head = ["HEAD"] if "GET" in methods and methods["GET"].head else []
-    return Response(status_code=204, headers={"Allow": ", ".join([*served, *head, "OPTIONS"])})
-
-
 def error_response(error: Exception, call: Call) -> Response:
     """Return the error reply for any exception. Any exception except SIEError, FailedRequest and HTTPException is a
     fault of the server: log it with its traceback, and report INTERNAL_ERROR.
@@ -160,14 +148,6 @@ def error_response(error: Exception, call: Call) -> Response:
         headers = dict(error.headers or {})
         if error.status_code == 404:
             error = NotFound("no such path")
-        elif error.status_code == 405:
-            allowed_text = f"this path takes {headers.get('Allow') or 'nothing'} here"
-            elsewhere = (
-                "; the config service (config_url in /health) takes the other methods"
-                if call.path.startswith(config_routes.PREFIX)
-                else ""
-            )
-            error = MethodNotAllowed(allowed_text + elsewhere)
         else:
             error = InvalidInput(str(error.detail), reason="malformed")
     if not isinstance(error, SIEError):
@@ -286,8 +266,11 @@ class Edge:
         # This is the outermost handler of errors. If `status` is set, a reply has begun: either FastAPI has sent a
         # whole error reply and then raised the error again, or the reply is incomplete.
         except Exception as error:
-            if not status:
-                await (_options(method, path, error) or error_response(error, call))(scope, receive, observed)
+            # no row of the table has the method OPTIONS: `_admit` raises this error for a caller with access
+            if method == "OPTIONS" and isinstance(error, MethodNotAllowed):
+                await reply_to_options(observed, error.allow)
+            elif not status:
+                await error_response(error, call)(scope, receive, observed)
             elif is_socket:
                 raise
             elif not is_whole:  # the server closes the connection of an incomplete reply, so that the client notices
@@ -309,8 +292,6 @@ class Edge:
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
 
     async def _dispatch(self, call: Call, route: GatewayRoute, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != route.method and not route.head:
-            raise HTTPException(405, headers={"Allow": route.method})
         if route.body is not None and FORM not in route.body.media:  # an uploaded file may have any content type
             check_type(call.headers, route.body.media)
         if isinstance(route, InferenceRoute):
@@ -324,9 +305,9 @@ class Edge:
         if "content-encoding" in call.headers:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
+        scope = {**scope, "method": route.method}  # a HEAD is a GET; the HTTP server omits the reply's body
         if route.handler is None:
-            # FastAPI has no HEAD route for its page, so pass a HEAD as a GET; the HTTP server omits the reply's body
-            await self._app({**scope, "method": route.method}, receive, documented(send))
+            await self._app(scope, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))
         await response(scope, receive, send)
@@ -376,19 +357,24 @@ def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
     inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        match = TABLE.match(scope["path"]) if scope["type"] == "http" and scope["method"] == "GET" else None
-        route = match.route("GET") if match is not None else None
-        if match is not None and route is not None and route.handler is handlers.scaling:
-            await _scaling(gateway, {**scope, "path_params": match.parameters}, receive, send)
+        match = TABLE.match(scope["path"])
+        route = match.route("GET")
+        if scope["type"] == "http" and route is not None and route.handler is handlers.scaling:
+            await _scaling(gateway, match, scope, receive, send)
             return
         await inner(scope, receive, send)
 
     return app
 
 
-async def _scaling(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+async def _scaling(gateway: Gateway, match: Match[GatewayRoute], scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["method"] == "OPTIONS":
+        await reply_to_options(send, match.allow)
+        return
     try:
-        answer = await handlers.scaling(gateway, Request(scope, receive))
+        if match.route(scope["method"]) is None:
+            raise MethodNotAllowed(f"this path takes {match.allow}", allow=match.allow)
+        answer = await handlers.scaling(gateway, Request({**scope, "path_params": match.parameters}, receive))
     except Exception as error:  # noqa: BLE001 the outermost handler of a request
         answer = error_response(error, Call(scope[REQUEST_ID], time.perf_counter(), {}))
     await answer(scope, receive, send)

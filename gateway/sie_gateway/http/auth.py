@@ -14,14 +14,13 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
-from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.errors import MethodNotAllowed, NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.loopback import is_loopback
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission.admission import key_of
 from sie_gateway.admission.grant import ANYBODY, WORKERS_NAME, Grant
 from sie_gateway.http.routes import TABLE
+from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import Send
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, bearer
 from sie_runtime.keys import Key, Keys
@@ -94,8 +93,8 @@ class Gate:
 
         Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. For a key with an expiry
         time, NotReady also means that the broker's time is not read yet. An unknown path or method requires the scope
-        `read`. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
-        method that this gateway does not serve.
+        `read`. A caller with this scope gets NotFound for an unknown path, and MethodNotAllowed for a method that this
+        gateway does not serve.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -121,8 +120,12 @@ class Gate:
                 fault = "no such path: it begins with /v1 twice" if is_double else "no such path"
                 base = ", and a base URL without /v1" if is_double else ""
                 raise NotFound(f"{fault}; did you mean {near}{base}?" if near else f"{fault}; see /docs")
-            allowed = [name for name, route in match.methods.items() if route.served]
-            raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
+            elsewhere = (
+                "; the config service (config_url in /health) takes the other methods"
+                if path.startswith(config_routes.PREFIX)
+                else ""
+            )
+            raise MethodNotAllowed(f"this path takes {match.allow} here{elsewhere}", allow=match.allow)
         return grant
 
     def of_key(self, key: str) -> Grant | None:

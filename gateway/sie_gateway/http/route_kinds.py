@@ -21,7 +21,6 @@ class GatewayRoute(Route):
     format of another API.
     """
 
-    head: bool = False  # true if the route also answers HEAD
     body_bytes: int = CONTROL_BYTES  # largest number of bytes of a body that the handler reads
     body_s: float = CONTROL_S  # seconds in which the whole body must arrive
     shape: ErrorShape = native_shape
@@ -41,9 +40,14 @@ HEADERS = (
         _ShortText,
         "For an alias with several models: requests with the same key get the same model.",
     ),
-    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: the worker and times of each chunk."),
     Parameter(
-        "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
+        "X-SIE-Explain", "header", Literal["1", "0"], "1: the reply has `explain`: the worker and times of each chunk."
+    ),
+    Parameter(
+        "X-SIE-Strict",
+        "header",
+        Literal["true", "false"],
+        "true: an option that the model does not know is an error, not a warning.",
     ),
     Parameter(
         "X-SIE-On-Item-Error",
@@ -87,9 +91,7 @@ def control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """Build a route of the control API. `names`: (tag, summary). A GET route with status 200 also answers HEAD (RFC
-    9110, 9.1).
-    """
+    """Build a route of the control API. `names`: (tag, summary)."""
     return GatewayRoute(
         method=method,
         path=path,
@@ -100,6 +102,5 @@ def control(
         handler=handler,
         body=body if body is None or isinstance(body, Content) else Content(body),
         replies={status: reply if isinstance(reply, Content) else Content(reply)},
-        head=method == "GET" and status == 200,
         **more,
     )

@@ -106,7 +106,7 @@ _EMBEDDINGS = _dialect(
     "embeddings",
     openai.embeddings,
     ("OpenAI, Jina, Voyage", "Vectors of texts or token ids"),
-    api.EmbeddingsRequest,
+    api.EmbeddingsBody,
     Content(api.EmbeddingsReply, (JSON, RAW, ARROW)),
     family("openai"),
 )
@@ -116,6 +116,48 @@ _CLASSIFY = _dialect(
 DIALECTS = (
     _EMBEDDINGS,
     replace(_EMBEDDINGS, path="/embeddings", summary="As /v1/embeddings"),
+    _dialect(
+        "/v1/multi-vector",
+        "embed",
+        openai.multi_vector,
+        ("OpenAI, Jina, Voyage", "Vectors of the tokens of texts"),
+        api.MultiVectorBody,
+        api.MultiVectors,
+        family("jina"),
+    ),
+    _dialect(
+        "/pooling",
+        "embed",
+        openai.pooling,
+        ("vLLM", "Vectors of texts or of their tokens"),
+        api.PoolingBody,
+        api.Pooled,
+        family("openai"),
+    ),
+    *(
+        _dialect(
+            path,
+            "rerank",
+            rerank.pair_scores,
+            ("vLLM", "Scores of documents against a query, in their order"),
+            api.PairScores,
+            api.PairScored,
+            family("openai"),
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        _dialect(
+            path,
+            "rerank",
+            rerank.reranking,
+            (_RERANK, "As /v1/rerank; as /v1/ranking with `passages`; with `input` in the format of Mixedbread"),
+            Content((api.Rerank, api.Ranking, api.MixedbreadRerank), example=api.MixedbreadRerank.EXAMPLE),
+            (api.Ranked, api.Rankings, api.MixedbreadRanked),
+            family("jina"),
+        )
+        for path in ("/v1/reranking", "/reranking")
+    ),
     _dialect(
         "/v1/contextualizedembeddings",
         "embed",
@@ -205,6 +247,15 @@ OLLAMA = (
         ollama_api.OllamaEmbedding,
         ollama.shape,
     ),
+    _dialect(
+        ollama.PREFIX + "rerank",
+        "rerank",
+        rerank.of_ollama,
+        ("Ollama", "Documents, ranked by relevance to a query"),
+        Content((ollama_api.OllamaRerank, api.Rerank)),
+        api.Ranked,
+        ollama.shape,
+    ),
 )
 
 
@@ -250,9 +301,9 @@ _EITHER_TEI: tuple[_Tei, ...] = (
         "tokenize",
         tei.tokenize,
         "Tokens of texts",
-        tei_api.TeiTokenize,
+        Content((tei_api.TeiTokenize, tei_api.TokenizedPrompt)),
         Content(
-            list[list[tei_api.TeiToken]],
+            (list[list[tei_api.TeiToken]], tei_api.TokenizedText),
             example=[[{"id": 7592, "text": "hello", "special": False, "start": 0, "stop": 5}]],
         ),
     ),
@@ -273,7 +324,18 @@ TEI = (
     _tei("/", _MAIN),
     *(_tei(f"/{row[0]}", row) for row in _EITHER_TEI),
     *(_tei(f"/tei/{{model:path}}/{row[0]}", row) for row in _NAMED_TEI),
-    _tei("/tei/{model:path}", _MAIN),
+    *(_tei(f"/tei/{{model:path}}{end}", _MAIN) for end in ("", "/invocations")),
+    *(
+        replace(_EMBEDDINGS, path=f"/tei/{{model:path}}{end}", summary="As /v1/embeddings, of this model")
+        for end in ("/v1/embeddings", "/embeddings")
+    ),
+    *(
+        _tei(
+            f"/tei/{{model:path}}/{name}",
+            ("health", tei.health, "Whether the model is known", None, Content(dict[str, Any], example={})),
+        )
+        for name in ("health", "ping")
+    ),
     _tei("/info", ("info", tei.info, "The server and the default model", None, tei_api.TeiInfo)),
     _tei("/tei/{model:path}/info", ("info", tei.info, "The server and this model", None, tei_api.TeiInfo)),
 )
@@ -282,7 +344,9 @@ TEI = (
 _FLAG = Literal["true", "false"]
 _MODEL_QUERY = (
     Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that support this operation."),
-    Parameter("output", "query", str, "Only models with this output."),
+    Parameter(
+        "output", "query", Literal["dense", "sparse", "multivector", "score", "json"], "Only models with this output."
+    ),
     Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
     Parameter("variants", "query", _FLAG, "Whether the reply also lists profiles, as `model:profile`."),
     Parameter(

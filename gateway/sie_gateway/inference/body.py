@@ -21,6 +21,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad, describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
+from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.images import Images, Link, read_document, read_sound
@@ -30,6 +31,7 @@ MAX_BODY_BYTES = 256 << 20
 # limits of warnings and errors about unknown keys: number of keys that are compared with those of the API, which takes
 # 0.02 ms for each; number of warnings; number of characters of a key that a message shows
 MAX_KEYS, MAX_WARNINGS, MAX_KEY = 200, 20, 64
+BYTES_PER_CHARGED_TOKEN = 16  # a key pays at least a token for so many bytes of a text, which has usually four tokens
 ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of a token's text
 
 
@@ -74,6 +76,15 @@ class RequestItem(msgspec.Struct, frozen=True):
         if self.vectors is not None:
             size += self.vectors.nbytes
         msgspec.structs.force_setattr(self, "size", size)
+
+    @property
+    def least_charge(self) -> int:
+        """Return the smallest number of tokens that a key pays for the item. A text costs the sidecar time for each of
+        its bytes, even if it is one word, or if the model reads only its beginning.
+        """
+        if self.vectors is not None:
+            return 0
+        return (self.size - self.file_bytes) // BYTES_PER_CHARGED_TOKEN
 
     @property
     def is_empty(self) -> bool:
@@ -355,6 +366,8 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
         raise bad(path, value, "a list of token ids")
     if not value:
         raise InvalidInput.at(path, "expected at least one token id", reason="empty_item")
+    if set(map(type, value)) != {int}:
+        value = list(map(whole_number, value))
     if set(map(type, value)) != {int}:
         index, wrong = next((index, token) for index, token in enumerate(value) if type(token) is not int)
         raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(wrong)}", reason="schema", param=path)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models.option_values import bad
+from sie_contracts.models.option_values import bad, integer
+from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, TextChunks
 
 FIELDS = frozenset({"chunks", "context"})
@@ -72,9 +73,10 @@ def _spans(value: list[Any], length: int, path: str) -> bytes:
     before, earlier_end = (-1, 0), 0
     for index, span in enumerate(value):
         where = f"{path}[{index}]"
-        if not isinstance(span, list) or len(span) != 2 or set(map(type, span)) != {int}:
+        ends = list(map(whole_number, span)) if isinstance(span, list) else []
+        if len(ends) != 2 or set(map(type, ends)) != {int}:
             raise bad(where, span, "[start, end], two offsets in code points of the text")
-        first, end = span
+        first, end = ends
         if not 0 <= first < end <= length:
             raise _bad(where, f"expected 0 <= start < end <= {length}, the length of the text, got {first} and {end}")
         if first <= before[0] or end <= before[1]:
@@ -102,6 +104,4 @@ def _whole(value: Mapping[str, Any], name: str, path: str, least: int, most: int
     number = value.get(name, default)
     if number is None and default is not None:
         return default
-    if type(number) is not int or not least <= number <= most:
-        raise bad(f"{path}.{name}", number, f"a whole number from {least} to {most}")
-    return number
+    return integer(f"{path}.{name}", number, f"a whole number from {least} to {most}", least, most)

@@ -431,9 +431,9 @@ def _foreign(name: str, owner: str, loaded: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """Return the pool in a header; the default pool if empty. Raises InvalidInput (reason `pool_name`)."""
+    """Return the pool in a header; empty if the header names none. Raises InvalidInput (reason `pool_name`)."""
     try:
-        return topology.pool_name(value) if value else topology.DEFAULT_POOL
+        return topology.pool_name(value) if value else ""
     except ValueError as error:
         raise InvalidInput.at("X-SIE-Pool", str(error), reason="pool_name") from error
 

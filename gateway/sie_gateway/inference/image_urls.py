@@ -294,7 +294,7 @@ class ImageUrls:
             raise _Unfetched("the URL names no host")
         if target.userinfo:
             raise _Unfetched("the URL has a user name or password: remove it")
-        if not self._is_listed(host.removesuffix("."), port or _PORTS[target.scheme]):
+        if not self._is_listed(host.removesuffix("."), _PORTS[target.scheme] if port is None else port):
             raise _Unfetched("images are fetched only from hosts and ports that SIE_IMAGE_URL_HOSTS names")
         return target
 

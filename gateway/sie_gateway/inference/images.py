@@ -15,6 +15,7 @@ from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.option_values import bad
+from sie_contracts.plain import whole_number
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
 _NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that begin no frame; all others from 0xC0 to 0xCF do
@@ -174,7 +175,7 @@ def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
     """
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # only the type is checked: the sound file has its own rate
-        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
+        if rate is not None and type(whole_number(rate)) is not int:
             raise bad(f"{path}.sample_rate", rate, "a whole number or null")
     return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")
 

@@ -329,6 +329,19 @@ def tokens_of(result: WorkResult) -> int:
     return sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
 
 
+def charged_tokens(least: Sequence[int], results: Sequence[WorkResult]) -> int:
+    """Return the tokens that a key pays for inputs with these results: for each input those that the model read, and at
+    least `least`. An input that the worker refuses as invalid costs the latter, because the worker has
+    read it. An input that the cluster could not finish costs nothing.
+    """
+    outcomes = (outcome for result in results for outcome in result.outcomes)
+    return sum(
+        max(outcome.tokens, tokens) if isinstance(outcome, Ok) else tokens
+        for tokens, outcome in zip(least, outcomes, strict=True)
+        if isinstance(outcome, Ok) or outcome.error.code == InvalidInput.code
+    )
+
+
 def device_seconds(results: Sequence[WorkResult]) -> float:
     """Return the seconds for which a device worked on chunks. For each chunk, this is the time of its batch, multiplied
     by the chunk's share of the batch's tokens.
@@ -384,22 +397,21 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
-    """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
-    the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
-    of the request waited for the model to load. The chunk of `last` waited in the queue for the same load, so up to
-    `load_ms` of its time in the queue counts as load time.
+    """Return the milliseconds of the stages of the chunk that finished last, `last`. The stages add up to `total_ms`.
+    `wait_ms`: time from the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`:
+    longest time that a chunk of the request waited for the model to load. The chunk of `last` waited in the queue for
+    the same load, so up to `load_ms` of its time in the queue counts as load time.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
     queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
     load = min(queue + worker.load_ms, max(load_ms, worker.load_ms))
-    queue -= load - worker.load_ms
+    queue += worker.device_wait_ms - (load - worker.load_ms)
     times = (
         queue,
         load,
         worker.preprocess_ms,
         worker.batch_wait_ms,
-        worker.device_wait_ms,
         worker.inference_ms,
         worker.postprocess_ms + written_ms,
     )
@@ -408,7 +420,8 @@ def stage_times(
     return {
         **stages,
         "total_time": total,
-        "queue_ms": round(queue + load + worker.batch_wait_ms + worker.device_wait_ms, 3),
+        "device_wait_time": round(worker.device_wait_ms, 3),
+        "queue_ms": round(queue + load + worker.batch_wait_ms, 3),
         "tokenization_ms": stages["preprocess_time"],
         "inference_ms": stages["inference_time"],
         "postprocessing_ms": stages["postprocess_time"],

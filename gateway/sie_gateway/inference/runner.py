@@ -34,6 +34,7 @@ from sie_gateway.inference.results import (
     PlannedRequest,
     RequestResult,
     ResultInbox,
+    charged_tokens,
     device_seconds,
     tokens_of,
 )
@@ -151,7 +152,9 @@ class Runner:
         queue_key = call.key, lane, priority, resolved.residency
         self._admission.check(*queue_key, sum(costs), left_s, call.digest, sum(squares))
         if call.charge is not None:
-            call.charge.spend(sum(costs), request.inputs_field)
+            shared = request.query.least_charge if request.query else 0
+            least = [item.least_charge + shared for item in items]
+            call.charge.spend(max(sum(costs), sum(least)), request.inputs_field)
         permits = self._admission.enter(*queue_key, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:
@@ -185,7 +188,7 @@ class Runner:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
         tokens = sum(map(tokens_of, results))
         if call.charge is not None:
-            call.charge.settle(tokens)
+            call.charge.settle(charged_tokens(least, results))
         self._metrics.used(call.grant.name, tokens, device_seconds(results))
         return results
 

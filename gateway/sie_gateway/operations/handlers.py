@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,6 +18,8 @@ from sie_contracts.api.residency import LaneResidency, ModelResidency, Residency
 from sie_contracts.errors import InvalidInput, NotFound
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import LISTED_OUTPUTS
+from sie_contracts.plain import struct_of
 from sie_contracts.schema_faults import invalid_input
 from sie_gateway.fleet.residency import SLOWEST_FIRST, Placed, Where
 from sie_gateway.http.route_kinds import HEADERS, GatewayRoute, control
@@ -64,7 +66,7 @@ async def json_of(request: Request) -> Mapping[str, Any]:
 def converted(body: Mapping[str, Any], kind: type[T]) -> T:
     """Return a decoded body as a struct. Raises InvalidInput, which names the faulty field."""
     try:
-        return msgspec.convert(body, kind)
+        return struct_of(body, kind)
     except msgspec.ValidationError as error:
         raise invalid_input(kind, error) from error
 
@@ -99,6 +101,16 @@ def flag(query: QueryParams, name: str, *, default: bool) -> bool:
     return value == "true"
 
 
+def choice(query: QueryParams, name: str, choices: Sequence[str]) -> str:
+    """Return the value of a query parameter, or an empty text if it is absent. Raises InvalidInput for another value
+    than `choices`.
+    """
+    value = query.get(name, "")
+    if value and value not in choices:
+        raise InvalidInput.at(name, f"expected one of {', '.join(choices)}")
+    return value
+
+
 async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
     """Return the models that the query selects. If the query has `limit`, also return `total`, the number of models
     without this limit. `fields`: name -> value of a field that each returned model gets.
@@ -107,8 +119,8 @@ async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
     infos, total = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
-        task=query.get("task", ""),
-        output=query.get("output", ""),
+        task=choice(query, "task", ("encode", "score", "extract")),
+        output=choice(query, "output", LISTED_OUTPUTS),
         loaded=flag(query, "loaded", default=False),
         variants=flag(query, "variants", default=True),
         text=query.get("filter", ""),

@@ -79,6 +79,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "engine": engine,
         "backend": ", ".join(engine["served"]) or "torch",
         "capabilities": _capabilities(entry),
+        "model_type": _model_type(entry),
         "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
         "on_disk": entry.id in fleet.on_disk(),
         "download_bytes": entry.download_bytes or None,
@@ -104,6 +105,15 @@ def _capabilities(entry: ModelEntry) -> list[str]:
     """Return what the model can do, in Infinity's words: embed, rerank, classify."""
     can = {"embed": "dense" in entry.outputs, "rerank": "score" in entry.tasks, "classify": classifies(entry)}
     return [name for name, on in can.items() if on]
+
+
+def _model_type(entry: ModelEntry) -> str:
+    """Return the type of a model in Xinference's words. Its clients choose by it what a model can be called for."""
+    if "encode" in entry.tasks:
+        return "embedding"
+    if "score" in entry.tasks:
+        return "rerank"
+    return "audio" if "audio" in entry.inputs else "flexible"
 
 
 def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from sie_broker import (
 )
 from sie_broker.independent import independently
 from sie_broker.record import LeaderLease, leases_of
-from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
+from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, WorkItem
@@ -553,7 +553,8 @@ class WorkQueue:
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish the chunks of one request and return their positions. If the broker does not store a chunk, remove
         the stored chunks. Create the consumer at the same time if it is missing: a stream stores messages even before
-        the consumer exists. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        the consumer exists. Raises QueueFull, QueueUnavailable, GatewayTimeout, PayloadTooLarge,
+        PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
@@ -673,12 +674,20 @@ class WorkQueue:
         """Call `attempt` again and again until the broker replies. Stop after PUBLISH_PATIENCE_S seconds, or earlier at
         `deadline_s`; the last attempt may take LAST_ATTEMPT_S seconds more. After an attempt without a connection,
         create the pool's stream again if the broker has lost it.
+
+        Raises GatewayTimeout if the budget ended while the gateway had a connection: an attempt that the deadline cut
+        short says nothing about the broker.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
             async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
                 await self._patiently(attempt, pool, end_s)
-        except TimeoutError as error:
+        except (TimeoutError, BrokerUnavailable) as error:
+            if not self._broker.connected:
+                raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
+            if end_s == deadline_s:
+                message = "the budget of this request ended before the broker had stored its work"
+                raise GatewayTimeout(message) from error
             raise QueueUnavailable("the broker did not store the work of this request in time: try again") from error
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
@@ -696,9 +705,9 @@ class WorkQueue:
                 raise PayloadTooLarge(
                     f"one message of this request is too large for the broker: {error}", param="body"
                 ) from error
-            except BrokerUnavailable as error:
+            except BrokerUnavailable:
                 if time.perf_counter() + 0.1 >= end_s:
-                    raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
+                    raise
                 # the client library reconnects during this pause
                 await asyncio.sleep(0.1)
                 if self._broker.connected:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,9 +122,9 @@ class _TextTokens:
         else:
             from sie_contracts import chunker  # its libraries need 8 MB, so only a process that cuts texts imports them
 
-            by_rule = chunker.spans(text, self.ends, chunks.rule)
+            by_rule = list(islice(chunker.spans(text, self.ends, chunks.rule), MAX_CHUNKS + 1))
             if len(by_rule) > MAX_CHUNKS:
-                message = f"the rule makes {len(by_rule)} chunks of this text, at most {MAX_CHUNKS} are allowed"
+                message = f"the rule makes more than {MAX_CHUNKS} chunks of this text, which is the limit"
                 raise bad_chunks(message, "too_many_chunks", "max_tokens", MAX_CHUNKS)
             spans = np.array([(*span, 0) for span in by_rule], np.int32)
         first, stop = self.ranges(spans).T

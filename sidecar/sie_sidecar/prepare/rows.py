@@ -29,7 +29,7 @@ from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
-HYPOTHESIS = "This text is about {}."
+HYPOTHESIS = "This example is {}."  # the default of the zero-shot pipeline of transformers
 # limits of one work item, checked before its rows are built: prompts, query and labels are repeated for each input, so
 # the rows of a small request can become large
 MAX_CHARACTERS = 32 << 20

@@ -49,7 +49,7 @@ from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, Wo
 from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import TRACE_ID, set_current
 from sie_runtime.failpoints import failpoint
-from sie_runtime.process import Tasks
+from sie_runtime.process import Tasks, Trouble
 from sie_sidecar.device.in_flight import InFlight, Inventory, Lease, changed, stages_of
 from sie_sidecar.device.poison import refusal
 from sie_sidecar.metrics import SidecarMetrics
@@ -62,6 +62,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # largest number of bytes of a result that is sent as one message, and of one part of a larger result. To send 32 MiB
 # took 0.20 s in parts of 1 MiB, and 0.83 s in parts of 8 MiB (nats-py 2.16, two busy cores)
 MAX_BYTES = 1 << 20
+MAX_SILENT = 256  # largest number of gateways without confirmations that a sidecar remembers for its log
 MAX_ROUNDS = 3  # maximum number of times that all parts of one result are sent
 
 
@@ -72,6 +73,8 @@ class ResultDelivery:
         self._bus = bus
         self.leases = leases
         self._metrics = metrics
+        # subject of a gateway -> its state, only while it confirms no results
+        self._silent: dict[str, Trouble] = {}
 
     async def send(
         self,
@@ -151,6 +154,7 @@ class ResultDelivery:
         With `fence`, return `fenced` if that lease ends before the gateway confirms. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
+        gateway = item.reply.rpartition(".")[0]
         while True:
             timeout_s = CONFIRM_TIMEOUT_S if fence is None else min(CONFIRM_TIMEOUT_S, self.leases.left_s(fence))
             if timeout_s <= 0:
@@ -159,14 +163,13 @@ class ResultDelivery:
                 answer = await self._bus.request(item.reply, data, timeout_s)
             except (NoResponder, BrokerUnavailable) as error:
                 if time.monotonic() + pause_s >= deadline_s:
-                    _logger.warning(
-                        "request %s: the gateway did not confirm its result in time: %s", item.request, error
-                    )
+                    self._unconfirmed(gateway, error)
                     return "unconfirmed"
             except ValueError as error:
                 _logger.error("request %s: its result cannot be sent: %s", item.request, error)
                 return "unconfirmed"
             else:
+                self._silent.pop(gateway, None)
                 break
             await asyncio.sleep(pause_s)  # no busy loop while the gateway is unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -175,6 +178,16 @@ class ResultDelivery:
         except UNDECODABLE:
             _logger.error("request %s: the gateway's confirmation of the result could not be decoded", item.request)
             return "unconfirmed"
+
+    def _unconfirmed(self, gateway: str, error: BrokerError) -> None:
+        """Log that a gateway confirms no results, once until it confirms one: after its death, all of its results that
+        are on their way end here.
+        """
+        if gateway not in self._silent:
+            if len(self._silent) >= MAX_SILENT:
+                self._silent.pop(next(iter(self._silent)))
+            self._silent[gateway] = Trouble(_logger, f"a gateway (inbox {gateway[-32:-24]}) confirms no results")
+        self._silent[gateway].met(error)
 
 
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:

@@ -71,8 +71,8 @@ def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str)
         at_ns = span.ns_before(stages.worker_ms / 1000)
         for name in _STAGES:
             if stage_times[f"{name}_ms"] > 0:
-                # in the timing that a client gets, `fetch` is a part of `queue`; the other stages have the same names
-                stage = "queue" if name == "fetch" else name
+                # in the timing that a client gets, these two are parts of `queue`; the other stages have the same names
+                stage = "queue" if name in ("fetch", "device_wait") else name
                 at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
         span.set({f"sie.{name}": value for name, value in stage_times.items()})
         if batch:

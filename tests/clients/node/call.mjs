@@ -3,9 +3,10 @@
 // call.mjs CLIENT URL KEY MODEL RETRIES INPUT... ──► one line of JSON: {"found": ...} or {"status": ..., "error": ...}
 
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { createTogetherAI } from "@ai-sdk/togetherai";
 import { OllamaEmbeddings } from "@langchain/ollama";
 import { OpenAIEmbeddings } from "@langchain/openai";
-import { embedMany } from "ai";
+import { embedMany, rerank } from "ai";
 import { Ollama } from "ollama";
 
 const CLIENTS = {
@@ -28,6 +29,12 @@ const CLIENTS = {
       maxRetries: retries,
     });
     return embeddings;
+  },
+
+  async "togetherai-rerank"(url, key, model, retries, [query, ...documents]) {
+    const provider = createTogetherAI({ baseURL: `${url}/v1`, apiKey: key });
+    const { ranking } = await rerank({ model: provider.reranking(model), query, documents, maxRetries: retries });
+    return ranking.map(({ originalIndex, score }) => [originalIndex, score]);
   },
 
   async "langchain-ollama"(url, key, model, retries, inputs) {

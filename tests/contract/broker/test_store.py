@@ -214,6 +214,16 @@ async def test_a_purge_leaves_nothing_of_the_keys_below_a_name(broker: Broker) -
     assert await bucket.get("a.b.1") == Entry("a.b.1", b"2", last)
 
 
+async def test_an_entry_is_erased_without_a_marker_unless_its_key_was_written_again(broker: Broker) -> None:
+    bucket = await broker.key_value("erased")
+    await bucket.write([Write(key, b"1") for key in ("a", "a.b", "b")])
+    old = {entry.key: entry for entry in await bucket.entries()}
+    last = await bucket.write([Write("b", b"2")])
+    await bucket.erase(old["a"])
+    await bucket.erase(old["b"])
+    assert await bucket.since(0) == [old["a.b"], Entry("b", b"2", last)]
+
+
 async def test_keys_of_a_bucket_with_an_age_are_gone_after_it(broker: Broker) -> None:
     bucket = await broker.key_value("passing", max_age_s=1.0)
     await bucket.write([Write("old", b"1"), Write("removed", b"1")])

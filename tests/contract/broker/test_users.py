@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from broker_harness import WAIT_S, Box
-from inprocess import until
+from inprocess import until, until_told
 from nats.aio.client import Client
 from nats_server import NatsServer
 
@@ -30,13 +30,16 @@ from sie_cli.serve.embedded import USERS, users
 from sie_contracts.settings import Secret
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import StreamRequest
+from sie_runtime.keys import create, is_foreign, remove_foreign
 from sie_runtime.keys import decode as decode_key
+from sie_runtime.keys import encode as encode_key
 
 PASSWORD = "sesame"
 COMPONENTS = ("gateway", "config", "worker")
 BUCKETS = frozenset(f"KV_{bucket}" for bucket in topology.BUCKETS)
 CATALOGUE = frozenset({f"KV_{topology.CATALOGUE_BUCKET}", f"KV_{topology.CATALOGUE_COPY_BUCKET}"})
 KEYS = f"KV_{topology.KEYS_BUCKET}"
+POOLS = f"KV_{topology.POOLS_BUCKET}"
 OF_CONFIG = CATALOGUE | {KEYS, f"KV_{topology.KEYS_COPY_BUCKET}"}
 OWN_READ = frozenset({f"KV_{topology.PLACEMENT_BUCKET}", f"KV_{topology.POISON_BUCKET}"})  # buckets that workers read
 QUEUES = frozenset({"WORK__default", "WORK_team", "DEAD__default", "evil"})
@@ -83,8 +86,8 @@ ALLOWED: dict[str, dict[str, frozenset[str]]] = {
         "CONSUMER.MSG.NEXT.{}.c": BUCKETS - CATALOGUE,
     },
     "config": {
-        "STREAM.INFO.{}": OF_CONFIG,
-        "STREAM.MSG.GET.{}": OF_CONFIG,
+        "STREAM.INFO.{}": OF_CONFIG | {POOLS},
+        "STREAM.MSG.GET.{}": OF_CONFIG | {POOLS},
         "CONSUMER.CREATE.{}.c": OF_CONFIG,
         "CONSUMER.DELETE.{}.c": OF_CONFIG,
         "CONSUMER.MSG.NEXT.{}.c": OF_CONFIG,
@@ -103,6 +106,7 @@ ALLOWED: dict[str, dict[str, frozenset[str]]] = {
         "STREAM.CREATE.{}": STREAMS,
         "STREAM.UPDATE.{}": STREAMS,
         "STREAM.INFO.{}": STREAMS,
+        "STREAM.PURGE.{}": frozenset({KEYS, f"KV_{topology.KEYS_COPY_BUCKET}"}),
     },
 }
 
@@ -125,16 +129,20 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[NatsBroker]:
         await broker.close()
 
 
+async def is_pool(name: str) -> bool:
+    return name in ("_default", "team")
+
+
 @pytest.fixture(params=["empty", "running"])
 async def state(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[str]:
     """A broker without a stream, or with all streams and their owner."""
     async with connected(server, "streams") as streams, connected(server, "operator") as operator:
         if request.param == "running":
-            await own(streams)
+            await own(streams, is_pool)
             for bucket in sorted(topology.BUCKETS):
                 await operator.key_value(bucket)
             for name in ("WORK__default", "DEAD__default"):
-                assert await operator.ask_owner(StreamRequest(name))
+                assert await operator.ask_owner(StreamRequest(name, max_bytes=topology.MIN_QUEUE_BYTES))
         yield str(request.param)
 
 
@@ -157,7 +165,7 @@ async def test_a_bucket_is_requested_again_until_the_owner_of_streams_is_connect
 
         gateway.roundtrip = observe  # type: ignore[method-assign]
         await asyncio.wait_for(first_request.wait(), WAIT_S)
-        await own(streams)
+        await own(streams, is_pool)
         await opening
         assert await streams.stream_info(f"KV_{topology.PLACEMENT_BUCKET}") is not None
 
@@ -329,7 +337,7 @@ async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, u
         connected(server, "operator") as operator,
         connected(server, user) as broker,
     ):
-        await own(streams)
+        await own(streams, is_pool)
 
         async def ask(subject: str, request: StreamRequest, **settings: Any) -> bytes:
             fields = {**msgspec.msgpack.decode(messages.encode(request)), **settings}
@@ -342,9 +350,19 @@ async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, u
         for request in (
             StreamRequest(f"KV_{topology.JOBS_BUCKET}", storage="elsewhere"),
             StreamRequest(f"KV_{topology.JOBS_BUCKET}", version=topology.TOPOLOGY_VERSION + 1),
-            StreamRequest("WORK_team"),
+            StreamRequest("WORK_team", max_bytes=topology.MIN_QUEUE_BYTES),
         ):
             assert await ask(bucket, request)
+        for request in (
+            StreamRequest("WORK_newpool", max_bytes=topology.MIN_QUEUE_BYTES),
+            StreamRequest("DEAD_newpool", max_bytes=topology.MIN_QUEUE_BYTES),
+            StreamRequest("WORK_team"),
+            StreamRequest("DEAD_team"),
+            StreamRequest("WORK_team", max_bytes=topology.MIN_QUEUE_BYTES - 1),
+            StreamRequest("WORK_team", max_bytes=0),
+        ):
+            if user == "gateway":
+                assert await ask(queue, request), request
         assert await ask(bucket, StreamRequest(f"KV_{topology.JOBS_BUCKET}"), name=7)
         if user != "gateway":
             with pytest.raises(NotPermitted):
@@ -352,7 +370,7 @@ async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, u
         assert await operator.stream_infos() == []
 
         for name in (*queues, *buckets):
-            request = StreamRequest(name, storage="memory", max_age_s=1.0)
+            request = StreamRequest(name, storage="memory", max_age_s=1.0, max_bytes=topology.MIN_QUEUE_BYTES)
             settings = hostile(name)["mint by republishing"] | {"sources": [{"name": KEYS}], "mirror": {"name": KEYS}}
             assert await ask(topology.streams_subject(name), request, **settings) == b""
         infos = {str(info.config["name"]): info.config for info in await operator.stream_infos()}
@@ -382,7 +400,7 @@ async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> 
             with pytest.raises(BrokerUnavailable, match="the config service, which creates streams, does not reply"):
                 await asyncio.wait_for(bucket.open(), 0.9 * API_TIMEOUT_S)
             assert "which creates streams" in gateway.troubles[topology.JOBS_BUCKET]
-            await own(streams)
+            await own(streams, is_pool)
             await bucket.write([Write("a", b"1")])
             assert gateway.troubles == {}
         entry = await RecordBucket(gateway, topology.JOBS_BUCKET).get("a")
@@ -446,3 +464,32 @@ async def test_no_answer_of_the_broker_is_a_key(server: NatsServer, state: str) 
         for entry in entries:
             with pytest.raises(ValueError, match=r"type|missing|field|id"):
                 decode_key(entry)
+
+
+@pytest.mark.parametrize("bucket_name", [topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET])
+async def test_what_is_no_key_is_removed_from_the_buckets_of_keys(server: NatsServer, bucket_name: str) -> None:
+    """Acknowledgements are stored under new names and over a key. Keys, also of later versions, stay."""
+    key, _ = create("a key", ("infer",), now_s=1.0)
+    later = b'{"id": "later", "digest": {"sha512": "x"}, "form": 2}'
+    async with (
+        connected(server, "streams") as streams,
+        connected(server, "operator") as operator,
+        connected(server, "gateway") as gateway,
+        connected(server, "config") as config,
+    ):
+        await own(streams, is_pool)
+        buckets = {name: await operator.key_value(name) for name in sorted(topology.BUCKETS)}
+        keys = buckets[bucket_name]
+        await keys.write([Write(key.id, encode_key(key)), Write("later", later), Write("harmed", encode_key(key))])
+        for number, name in enumerate(("new", "new.name", "harmed")):
+            await gateway.send(f"$KV.{topology.DEMAND_BUCKET}.x{number}", b"", f"$KV.{bucket_name}.{name}")
+        await gateway.send(f"$JS.API.STREAM.INFO.{POOLS}", b"", f"$KV.{bucket_name}.answer")
+        foreign = ["answer", "harmed", "new", "new.name"]
+
+        async def are_stored() -> bool:
+            return [entry.key for entry in await keys.entries() if is_foreign(entry)] == foreign
+
+        await until_told(are_stored, "the acknowledgements are stored as keys")
+        assert await remove_foreign(config, streams, 1) == len(foreign)
+        assert [entry.key for entry in await keys.entries()] == sorted((key.id, "later"))
+        assert await remove_foreign(config, streams, 1) == 0

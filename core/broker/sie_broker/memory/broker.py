@@ -45,6 +45,11 @@ class MemoryBucket:
         for key in [key for key in self.entries if key.startswith(below)]:
             self._drop(key)
 
+    def erase(self, entry: Entry) -> None:
+        present = self.entries.get(entry.key)
+        if present is not None and present.revision == entry.revision:
+            self._drop(entry.key)
+
     def _drop(self, key: str) -> None:
         del self.entries[key]
         self._written_s.pop(key, None)
@@ -115,6 +120,10 @@ class MemoryKeyValue:
     async def purge(self, within: str) -> None:
         await self._connection.reach(API_TIMEOUT_S)
         self._bucket.purge(f"{within}.")
+
+    async def erase(self, entry: Entry) -> None:
+        await self._connection.reach(API_TIMEOUT_S)
+        self._bucket.erase(entry)
 
     async def epoch(self) -> str:
         await self._connection.reach(API_TIMEOUT_S)

@@ -168,6 +168,10 @@ class NatsKeyValue:
         purged = {"filter": f"{self._prefix}{within}.>"}
         await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, ApiReply)
 
+    async def erase(self, entry: Entry) -> None:
+        purged = {"filter": f"{self._prefix}{entry.key}", "seq": entry.revision + 1}
+        await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, ApiReply)
+
     async def epoch(self) -> str:
         state = await self._jetstream.stream_state(self._stream)
         return f"{state.created}:{state.last_sequence}"

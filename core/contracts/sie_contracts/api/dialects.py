@@ -17,6 +17,7 @@ from sie_contracts.api.shapes import (
     Number,
     Reply,
     Text,
+    TextFlag,
     Texts,
     Timing,
     TokenIds,
@@ -31,6 +32,7 @@ Priority = Annotated[int, Meta(ge=0, le=999, description="Below 500: interactive
 Truncate = Truncation | bool | UnsetType
 Embeddings = list[list[float]]
 TokenEmbeddings = list[list[list[float]]]
+LISTED = {"id": "embd-2b2c...", "object": "list", "created": 1780000000, "model": MINI}
 RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 
 
@@ -68,28 +70,39 @@ class JinaInput(Struct, kw_only=True):
     content: Parts | UnsetType = UNSET
 
 
+_AnyJinaInput = Annotated[JinaInput, needs_one_of("text", "image", "content")]
 Input = Annotated[
     Any,
     one_of(
         str,
-        Annotated[list[str | JinaInput], Meta(min_length=1)],
+        Annotated[list[str | _AnyJinaInput], Meta(min_length=1)],
         TokenIds,
         Annotated[list[TokenIds], Meta(min_length=1)],
-        JinaInput,
+        _AnyJinaInput,
     ),
 ]
 
 
-class EmbeddingsRequest(Struct, kw_only=True):
-    """Request for vectors of texts or token ids. It has the fields of OpenAI, Jina and Voyage."""
+class ChatMessage(Struct, kw_only=True):
+    """A message of a chat: a text, or a list of parts. The text of the role `system` is the instruction of the model;
+    all other messages together are one input.
+    """
 
+    role: Text = UNSET
+    content: str | Parts
+
+
+ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, description="One input, as in vLLM.")]
+
+
+class _EncoderInputs(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"model": MINI, "input": ["Hello"]}
 
     model: Text = UNSET
-    input: Input
+    input: Input | UnsetType = UNSET
+    messages: ChatMessages | UnsetType = UNSET
     encoding_format: Literal["float", "base64"] | UnsetType = UNSET
     dimensions: Whole = UNSET
-    user: Annotated[Text, Meta(description="Ignored.")] = UNSET
     input_type: Text = UNSET
     is_query: Flag = UNSET
     prompt_name: Annotated[
@@ -103,29 +116,61 @@ class EmbeddingsRequest(Struct, kw_only=True):
     truncate: Truncate = UNSET
     normalize: Flag = UNSET
     options: Map = UNSET
-    embedding_type: VectorType | UnsetType = UNSET
-    output_dtype: VectorType | UnsetType = UNSET
     output_dimension: Whole = UNSET
-    task: Text = UNSET
     modality: Literal["text", "image", "audio"] | UnsetType = UNSET
-    normalized: Flag = UNSET
-    truncation: Flag = UNSET
+    normalized: TextFlag = UNSET
     token_encoding: Annotated[
         Literal["model", "cl100k_base", "o200k_base"] | UnsetType,
-        Meta(description="Vocabulary of token ids. Default: `openai_token_encoding` of the entry, else `cl100k_base`."),
+        Meta(
+            description="Vocabulary of token ids. Default: `openai_token_encoding` of the entry, else `cl100k_base`. "
+            "At `/pooling` and below `/tei`: `model`."
+        ),
     ] = UNSET
+
+
+class PoolingRequest(_EncoderInputs, kw_only=True):
+    """Inputs of an encoder: texts, token ids, or the messages of one chat, in the format of vLLM."""
+
+    task: Annotated[
+        Literal["embed", "token_embed"] | UnsetType,
+        Meta(description="A vector of each input, or of each token. Default: of each token, if the model has these."),
+    ] = UNSET
+
+
+class MultiVectorRequest(_EncoderInputs, kw_only=True):
+    """Inputs whose tokens get a vector each, in the format of Jina."""
+
+    task: Text = UNSET
+    embedding_type: VectorType | UnsetType = UNSET
+    output_dtype: VectorType | UnsetType = UNSET
+    truncation: TextFlag = UNSET
+
+
+class EmbeddingsRequest(MultiVectorRequest, kw_only=True):
+    """Request for vectors of texts or token ids. It has the fields of OpenAI, Jina, Voyage and vLLM."""
+
+    user: Annotated[Text, Meta(description="Ignored.")] = UNSET
     late_chunking: Annotated[
-        Flag, Meta(description="The texts are chunks of one document; each is encoded within the whole document.")
+        TextFlag, Meta(description="The texts are chunks of one document; each is encoded within the whole document.")
     ] = UNSET
-    return_multivector: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
+    return_multivector: Annotated[
+        TextFlag, Meta(description="The reply has a vector for each token, as from `/v1/multi-vector`.")
+    ] = UNSET
+
+
+_needs_input = needs_one_of("input", "messages")
+PoolingBody = Annotated[PoolingRequest, _needs_input]
+MultiVectorBody = Annotated[MultiVectorRequest, _needs_input]
+EmbeddingsBody = Annotated[EmbeddingsRequest, _needs_input]
 
 
 class Embedding(Struct, kw_only=True):
-    """A vector of one input: a list of numbers, or base64 of their bytes."""
+    """A vector of one input: a list of numbers, or base64 of their bytes. `embeddings`: vectors of its tokens."""
 
     object: Text = UNSET
     index: Whole = UNSET
     embedding: list[float] | str | UnsetType = UNSET
+    embeddings: Embeddings | UnsetType = UNSET
     scale: Number = UNSET
     offset: Number = UNSET
 
@@ -134,14 +179,44 @@ class EmbeddingsReply(Reply, kw_only=True):
     """Reply with the vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
-        "object": "list",
-        "model": MINI,
+        **LISTED,
         "data": [{"object": "embedding", "index": 0, "embedding": [0.02, -0.07]}],
         **SHARED,
     }
 
+    id: Text = UNSET
     object: Text = UNSET
+    created: Whole = UNSET
     data: list[Embedding] | UnsetType = UNSET
+
+
+class MultiVectors(EmbeddingsReply, kw_only=True):
+    """Reply with the vectors of the tokens of each input."""
+
+    EXAMPLE: ClassVar[Any] = {
+        **LISTED,
+        "data": [{"object": "embeddings", "index": 0, "embeddings": [[0.1, 0.2], [0.3, 0.4]]}],
+        **SHARED,
+    }
+
+
+class PooledInput(Struct, kw_only=True):
+    """A vector of an input, or the vectors of its tokens, or base64 of their bytes."""
+
+    object: Text = UNSET
+    index: Whole = UNSET
+    data: Annotated[Any, one_of(list[float], Embeddings, str)]
+
+
+class Pooled(Reply, kw_only=True):
+    """Reply with the vectors of the inputs, in the order of the inputs."""
+
+    EXAMPLE: ClassVar[Any] = {**LISTED, "data": [{"object": "pooling", "index": 0, "data": [0.02, -0.07]}], **SHARED}
+
+    id: Text = UNSET
+    object: Text = UNSET
+    created: Whole = UNSET
+    data: list[PooledInput]
 
 
 class ContextualizedRequest(Struct, kw_only=True):
@@ -161,7 +236,7 @@ class ContextualizedRequest(Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] | UnsetType = UNSET
     output_dtype: VectorType | UnsetType = UNSET
     output_dimension: Whole = UNSET
-    enable_auto_chunking: Flag = UNSET
+    enable_auto_chunking: TextFlag = UNSET
     chunk_size: Annotated[Whole, Meta(description="Maximum tokens of an automatic chunk; default 512.")] = UNSET
     chunk_overlap: Annotated[
         Whole, Meta(description="Tokens that the next chunk repeats, at most half of `chunk_size`; default 0.")
@@ -188,8 +263,7 @@ class ContextualizedReply(Reply, kw_only=True):
     """Documents, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
-        "object": "list",
-        "model": MINI,
+        **LISTED,
         "data": [
             {
                 "object": "list",
@@ -203,7 +277,9 @@ class ContextualizedReply(Reply, kw_only=True):
         **SHARED,
     }
 
+    id: Text = UNSET
     object: Text = UNSET
+    created: Whole = UNSET
     data: list[ContextualizedDocument] | UnsetType = UNSET
 
 
@@ -232,8 +308,8 @@ class TranscriptionForm(_RecordingForm, kw_only=True):
 
 
 class SegmentInfo(Struct, kw_only=True):
-    """Spoken words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are null: they are not
-    computed.
+    """Spoken words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are 0, because clients require
+    numbers: they are not computed.
     """
 
     id: int
@@ -243,9 +319,9 @@ class SegmentInfo(Struct, kw_only=True):
     text: str
     tokens: list[int]
     temperature: float
-    avg_logprob: None
+    avg_logprob: float
     compression_ratio: float
-    no_speech_prob: None
+    no_speech_prob: float
 
 
 class WordInfo(Struct, kw_only=True):
@@ -295,7 +371,7 @@ class Ranking(Struct, kw_only=True):
 
     model: Text = UNSET
     query: RankingQuery | str
-    passages: Annotated[list[Passage | str], Meta(min_length=1)]
+    passages: Annotated[list[Annotated[Passage, needs_one_of("text", "image")] | str], Meta(min_length=1)]
     truncate: Literal["NONE", "END"] | UnsetType = UNSET
 
 
@@ -331,16 +407,16 @@ class Rerank(Struct, kw_only=True):
     model: Text = UNSET
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1)]
-    top_n: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1, description="Voyage's name for `top_n`.")] | UnsetType = UNSET
-    return_documents: Flag = UNSET
+    top_n: Annotated[int, Meta(ge=0, description="0: all documents.")] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=0, description="Voyage's name for `top_n`.")] | UnsetType = UNSET
+    return_documents: TextFlag = UNSET
     rank_fields: Texts = UNSET
     max_tokens_per_doc: Whole = UNSET
     max_chunks_per_doc: Annotated[Whole, Meta(description="Ignored, with a warning.")] = UNSET
-    raw_scores: Flag = UNSET
+    raw_scores: TextFlag = UNSET
     instruction: Text = UNSET
     truncate: Truncate = UNSET
-    truncation: Flag = UNSET
+    truncation: TextFlag = UNSET
     options: Map = UNSET
     priority: Priority = UNSET
 
@@ -377,6 +453,86 @@ class Ranked(Reply, kw_only=True):
     data: list[Relevance] | UnsetType = UNSET
 
 
+class MixedbreadRerank(Struct, kw_only=True):
+    """Request to rank documents, in the format of Mixedbread."""
+
+    EXAMPLE: ClassVar[Any] = {"model": RERANKER, "query": "Who?", "input": ["Ada", "Bob"], "top_k": 1}
+
+    model: Text = UNSET
+    query: str
+    input: Annotated[list[str | Document], Meta(min_length=1)]
+    top_k: Annotated[int, Meta(ge=0, description="0: all documents.")] | UnsetType = UNSET
+    rank_fields: Texts = UNSET
+    return_input: TextFlag = UNSET
+
+
+class RankResult(Struct, kw_only=True):
+    """Position of a document in the request, and its score. `input` is set if the request asks for it."""
+
+    object: Literal["rank_result"]
+    index: int
+    score: float
+    input: str | None
+
+
+class MixedbreadRanked(Reply, kw_only=True):
+    """Scores of the documents, highest score first, in the format of Mixedbread."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "object": "list",
+        "model": RERANKER,
+        "data": [{"object": "rank_result", "index": 0, "score": 0.98, "input": None}],
+        "top_k": 1,
+        "return_input": False,
+        **SHARED,
+    }
+
+    object: Literal["list"]
+    data: list[RankResult]
+    top_k: int
+    return_input: bool
+
+
+class PairScores(Struct, kw_only=True):
+    """Request for the scores of documents against one query, in the format of vLLM."""
+
+    EXAMPLE: ClassVar[Any] = {"model": RERANKER, "text_1": "Who?", "text_2": ["Ada", "Bob"]}
+
+    model: Text = UNSET
+    text_1: str | ManyTexts | UnsetType = UNSET
+    text_2: str | ManyTexts | UnsetType = UNSET
+    queries: Annotated[str | ManyTexts | UnsetType, Meta(description="Newer name of `text_1`.")] = UNSET
+    documents: Annotated[str | ManyTexts | UnsetType, Meta(description="Newer name of `text_2`.")] = UNSET
+    use_activation: Annotated[TextFlag, Meta(description="False: scores are raw logits.")] = UNSET
+    instruction: Text = UNSET
+    truncate: Truncate = UNSET
+    options: Map = UNSET
+
+
+class PairScore(Struct, kw_only=True):
+    """Position of a document in the request, and its score."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class PairScored(Reply, kw_only=True):
+    """Scores of the documents, in the order of the documents."""
+
+    EXAMPLE: ClassVar[Any] = {
+        **LISTED,
+        "model": RERANKER,
+        "data": [{"object": "score", "index": 0, "score": 0.98}],
+        **SHARED,
+    }
+
+    id: str
+    object: Literal["list"]
+    created: int
+    data: list[PairScore]
+
+
 class CohereInput(Struct, kw_only=True):
     """An input of several parts: its texts, one per line, its images and its sound."""
 
@@ -394,9 +550,9 @@ class EmbedV1(Struct, kw_only=True):
     }
 
     model: Text = UNSET
-    texts: ManyTexts | UnsetType = UNSET
-    images: Annotated[list[str], Meta(min_length=1, description="Data URIs, base64 or URLs.")] | UnsetType = UNSET
-    inputs: Annotated[list[CohereInput], Meta(min_length=1)] | UnsetType = UNSET
+    texts: Texts = UNSET
+    images: Annotated[list[str], Meta(description="Data URIs, base64 or URLs.")] | UnsetType = UNSET
+    inputs: list[CohereInput] | UnsetType = UNSET
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | UnsetType = UNSET
     embedding_types: list[VectorType] | UnsetType = UNSET
     output_dimension: Whole = UNSET
@@ -464,7 +620,7 @@ class Classify(Struct, kw_only=True):
 
     model: Text = UNSET
     input: ManyTexts | str
-    raw_scores: Flag = UNSET
+    raw_scores: TextFlag = UNSET
     truncate: Truncate = UNSET
     options: Map = UNSET
 

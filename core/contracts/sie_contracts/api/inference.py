@@ -134,7 +134,11 @@ class ExtractParams(_Params, kw_only=True):
     precompute_labels: Flag = UNSET
     raw_scores: Flag = UNSET
     hypothesis_template: Annotated[
-        Text, Meta(description="Sentence that the model checks for each label, with `{}` in place of the label.")
+        Text,
+        Meta(
+            description="Sentence that the model checks for each label, with `{}` in place of the label. Default: that "
+            "of the entry, else that of the pipeline of transformers, `This example is {}.`"
+        ),
     ] = UNSET
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET

@@ -135,7 +135,7 @@ class ModelInfo(Struct, kw_only=True):
     reports it. `on_disk`: whether a healthy worker has the weights on its disk. `download_bytes`: approximate size of
     the first download, without LoRAs; null if it is not known. `needs_labels`: whether an extraction must name labels.
     `extracts`: fields that the model fills in the answer to an extraction. `options`: request parameters that its
-    family reads and some other families do not.
+    family reads and some other families do not. `model_type`: its type in the words of Xinference.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -178,6 +178,7 @@ class ModelInfo(Struct, kw_only=True):
         "engine": {"requested": None, "served": ["torch"], "reason": None},
         "backend": "torch",
         "capabilities": ["embed"],
+        "model_type": "embedding",
         "stats": {"queue_absolute": 0},
         "on_disk": True,
         "download_bytes": 91000000,
@@ -224,6 +225,7 @@ class ModelInfo(Struct, kw_only=True):
     engine: Engine
     backend: str
     capabilities: list[Literal["embed", "rerank", "classify"]]
+    model_type: Literal["embedding", "rerank", "audio", "flexible"]
     stats: ModelStats
     on_disk: bool
     download_bytes: int | None

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts import __version__
-from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Reply, Text, Whole
+from sie_contracts.api.dialects import RERANKER
+from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Reply, Text, TextFlag, Whole
 
 _NAME = f"{MINI}:latest"
 _DIGEST = "0b27f2a1a5f1a2f3c7f6cdb7a86ab1b4c2f8dce8bd1f6f4f4ce30aa4cb2de5c9"
@@ -23,7 +24,7 @@ class OllamaEmbed(Struct, kw_only=True):
 
     model: _Name = UNSET
     input: str | list[str] | UnsetType = UNSET
-    truncate: Flag = UNSET
+    truncate: TextFlag = UNSET
     dimensions: Whole = UNSET
     options: _Options = UNSET
     keep_alive: _KeepAlive = UNSET
@@ -64,6 +65,17 @@ class OllamaEmbedding(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"embedding": [0.4, -1.3]}
 
     embedding: list[float]
+
+
+class OllamaRerank(Struct, kw_only=True):
+    """Request to rank documents, as programs with the address of Ollama send it."""
+
+    EXAMPLE: ClassVar[Any] = {"model": RERANKER, "query": "Who?", "documents": ["Ada", "Bob"], "top_n": 1}
+
+    model: _Name = UNSET
+    query: str
+    documents: Annotated[list[str], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=0, description="0: all documents.")] | UnsetType = UNSET
 
 
 class OllamaDetails(Struct, kw_only=True):

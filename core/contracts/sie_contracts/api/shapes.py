@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, UnsetType
 
 Text = str | UnsetType
 Flag = bool | UnsetType
+TextFlag = bool | Literal["true", "false"] | UnsetType  # clients of Xinference send texts
 Whole = int | UnsetType
 Number = float | UnsetType
 Map = dict[str, Any] | UnsetType
@@ -38,8 +39,11 @@ def one_of(*types: Any) -> Meta:
 
 
 def needs_one_of(*names: str) -> Meta:
-    """Return the schema for `Annotated[STRUCT, ...]` that requires at least one of the fields `names`."""
-    return Meta(extra_json_schema={"anyOf": [{"required": [name]} for name in names]})
+    """Return the schema for `Annotated[STRUCT, ...]` that requires at least one of the fields `names`. A field with an
+    empty list does not count.
+    """
+    schemas = [{"required": [name], "properties": {name: {"minItems": 1}}} for name in names]
+    return Meta(extra_json_schema={"anyOf": schemas})
 
 
 def _inlined(schema: Any, components: dict[str, Any]) -> Any:
@@ -61,6 +65,7 @@ class Usage(msgspec.Struct, kw_only=True):
     input_tokens: Whole = msgspec.UNSET
     prompt_tokens: Whole = msgspec.UNSET
     total_tokens: Whole = msgspec.UNSET
+    completion_tokens: Annotated[Whole, Meta(description="Always 0; on routes of other APIs.")] = msgspec.UNSET
     truncated_items: list[int] | UnsetType = msgspec.UNSET
     images: int | UnsetType = msgspec.UNSET
     cached_items: int | UnsetType = msgspec.UNSET

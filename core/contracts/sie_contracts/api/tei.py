@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts import __version__
-from sie_contracts.api.shapes import MINI, Flag, ManyTexts, Number, Text, TokenIds, Whole, one_of
+from sie_contracts.api.shapes import MINI, ManyTexts, Number, Text, TextFlag, TokenIds, Whole, one_of
 
 PromptName = Annotated[
     Text, Meta(description="Name of a prompt of the model. Unset: the model's default prompt, if it has one.")
@@ -16,7 +16,7 @@ PromptName = Annotated[
 
 class _Truncated(Struct, kw_only=True):
     model: Text = UNSET
-    truncate: bool | UnsetType | None = UNSET
+    truncate: TextFlag | None = UNSET
     truncation_direction: Literal["left", "right", "Left", "Right"] | UnsetType = UNSET
 
 
@@ -36,7 +36,7 @@ class TeiEmbedAll(_Truncated, kw_only=True):
 class TeiEmbed(TeiEmbedAll, kw_only=True):
     """Request for one vector per text, given as text or token ids. `normalize` is true by default."""
 
-    normalize: Flag = UNSET
+    normalize: TextFlag = UNSET
 
 
 class TeiWeight(Struct, kw_only=True):
@@ -52,7 +52,7 @@ class TeiPredict(_Truncated, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
     inputs: Annotated[list[str | ManyTexts], Meta(min_length=1)] | str
-    raw_scores: Flag = UNSET
+    raw_scores: TextFlag = UNSET
 
 
 class TeiSentences(Struct, kw_only=True):
@@ -67,7 +67,7 @@ class TeiSimilarityParameters(_Truncated, kw_only=True):
 
     prompt_name: PromptName = UNSET
     dimensions: Whole = UNSET
-    normalize: Flag = UNSET
+    normalize: TextFlag = UNSET
 
 
 class TeiSimilarity(Struct, kw_only=True):
@@ -88,7 +88,7 @@ class TeiTokenize(Struct, kw_only=True):
     model: Text = UNSET
     prompt_name: Text = UNSET
     inputs: ManyTexts | str
-    add_special_tokens: Flag = UNSET
+    add_special_tokens: TextFlag = UNSET
 
 
 class TeiToken(Struct, kw_only=True):
@@ -101,6 +101,27 @@ class TeiToken(Struct, kw_only=True):
     stop: int | None
 
 
+class TokenizedPrompt(Struct, kw_only=True):
+    """Request for the token ids of one text, in the format of vLLM."""
+
+    EXAMPLE: ClassVar[Any] = {"prompt": "Hello"}
+
+    model: Text = UNSET
+    prompt: str
+    prompt_name: Text = UNSET
+    add_special_tokens: TextFlag = UNSET
+    return_token_strs: TextFlag = UNSET
+
+
+class TokenizedText(Struct, kw_only=True):
+    """Ids of the tokens of a text, and with `return_token_strs` their texts."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
 class TeiDecode(Struct, kw_only=True):
     """Request to decode token ids to text."""
 
@@ -108,7 +129,7 @@ class TeiDecode(Struct, kw_only=True):
 
     model: Text = UNSET
     ids: Annotated[Any, one_of(TokenIds, Annotated[list[TokenIds], Meta(min_length=1)])]
-    skip_special_tokens: Flag = UNSET
+    skip_special_tokens: TextFlag = UNSET
 
 
 class TeiRerank(_Truncated, kw_only=True):
@@ -118,8 +139,8 @@ class TeiRerank(_Truncated, kw_only=True):
 
     query: str
     texts: ManyTexts
-    raw_scores: Flag = UNSET
-    return_text: Flag = UNSET
+    raw_scores: TextFlag = UNSET
+    return_text: TextFlag = UNSET
 
 
 class TeiRank(Struct, kw_only=True):

@@ -22,6 +22,7 @@ import msgspec
 
 from sie_contracts.errors import faulty
 from sie_contracts.names import located
+from sie_contracts.plain import struct_of
 
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
@@ -91,7 +92,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     if "shadow" in plain:
         plain["shadow"] = _named(plain["shadow"])
     try:
-        parsed = msgspec.convert(plain, Alias)
+        parsed = struct_of(plain, Alias)
     except msgspec.ValidationError as error:
         raise faulty(*located(str(error))) from error
     if not 1 <= len(parsed.alias) <= MAX_TARGETS:

@@ -14,6 +14,7 @@ import msgspec
 from sie_contracts.errors import BundleConflict, faulty
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.names import located
+from sie_contracts.plain import struct_of
 
 DEFAULT = "default"
 BUILT_IN = "built-in"  # value in `families` that means all families without extra dependencies
@@ -47,7 +48,7 @@ def parse_bundle(raw: object) -> BundleEntry:
     in `families`. Raises ValidationFailed for the first faulty field; its `errors` have the path of this field.
     """
     try:
-        bundle = msgspec.convert(raw, BundleEntry)
+        bundle = struct_of(raw, BundleEntry)
     except msgspec.ValidationError as error:
         raise faulty(*located(str(error))) from error
     if not BUNDLE_ID.fullmatch(bundle.id):

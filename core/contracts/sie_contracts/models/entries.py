@@ -18,6 +18,7 @@ from sie_contracts.models.aliases import Alias, is_alias, parse_alias
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import muvera_parameters
 from sie_contracts.names import located
+from sie_contracts.plain import struct_of
 from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -42,6 +43,7 @@ _LISTED = {
     "score": "score",
     "json": "extract",
 }
+LISTED_OUTPUTS = tuple(_LISTED)
 
 MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
@@ -281,7 +283,7 @@ def parse_entry(raw: object) -> ModelEntry:
     if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):
         raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
     try:
-        entry = msgspec.convert(raw, ModelEntry)
+        entry = struct_of(raw, ModelEntry)
     except msgspec.ValidationError as error:
         raise faulty(*located(str(error))) from error
     _check_id(entry.id)

@@ -12,6 +12,7 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.muvera import MAX_WIDTH, Muvera
+from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import Truncate
 
 # score mode -> outputs from which a model with vector outputs computes the score
@@ -78,11 +79,10 @@ def one_of(path: str, value: Any, *, choices: Collection[str], default: str, rea
 
 
 def integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int or not low <= value <= high:
+    number = whole_number(value)
+    if type(number) is not int or not low <= number <= high:
         raise bad(path, value, expected)
-    return value
+    return number
 
 
 def number(path: str, value: Any) -> float:

@@ -93,7 +93,7 @@ class ClusterSettings:
         None,
         "gateway sidecar config",
         SECRET,
-        "Bearer token that may only read: the catalogue at the config service, the epoch and export of the catalogue at a gateway, the pools to which workers are assigned, and /ws/status of a worker.",
+        "Bearer token that may only read: the catalogue at the config service, the pools to which workers are assigned and its own scopes at a gateway, and /ws/status of a worker.",
     )
     auth_mode: str = row(
         "none",

@@ -11,7 +11,10 @@ from sie_contracts.settings.values import BOOL, HTTP, LABEL, LIST, POOL, PORT, S
 @dataclass(frozen=True, kw_only=True, repr=False)
 class WorkerSettings:
     pool: str = row(
-        "_default", "sidecar gateway", POOL, "Pool of the worker. It is a part of the names of streams and subjects."
+        "_default",
+        "sidecar gateway config",
+        POOL,
+        "Pool of the worker. At a gateway: the pool of requests that name none. At the config service: the pool of the installation, whose streams it makes. It is a part of the names of streams and subjects.",
     )
     bundle: str = row(
         "default",

@@ -54,6 +54,8 @@ BUCKETS = frozenset(
         SHARDS_BUCKET,
     }
 )
+RESERVATIONS_KEY = "reservations"  # key of POOLS_BUCKET with all reservations
+MAX_RESERVATIONS = 64  # largest number of reservations of all keys together
 POISON_LIFETIME_S = 3600.0  # seconds after which the record of an input that crashed an adapter expires
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
@@ -85,7 +87,7 @@ OWN_CONSUMERS_REPLICATED = 256
 # `per_subject_limit` assumes that a message has this number of bytes: its inputs have SIE_CHUNK_COST tokens in total,
 # with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
-_MIN_RESERVATION_BYTES = 1 << 20
+MIN_QUEUE_BYTES = 1 << 20  # smallest size of a work stream
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
 # largest length of a name whose token is cached: clients choose the names, and long names would fill the memory
 _MAX_CACHED = 256
@@ -201,7 +203,7 @@ def reservation_bytes(queue_bytes: int) -> int:
     """Return the size of a reservation's stream: a sixteenth of `queue_bytes`, the size of a pool's stream, but at
     least 1 MiB. This size is small because a broker reserves the whole size at once, and there may be 64 reservations.
     """
-    return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
+    return max(MIN_QUEUE_BYTES, queue_bytes // 16)
 
 
 def pool_of(subject: str) -> str:

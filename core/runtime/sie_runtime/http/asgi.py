@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import email.utils
+import functools
 import hashlib
 import re
 import secrets
@@ -16,7 +18,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts import __version__, sdk_versions
-from sie_contracts.errors import SIEError, envelope
+from sie_contracts.errors import MethodNotAllowed, SIEError, envelope
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -57,11 +59,16 @@ def uuid7() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+@functools.lru_cache(1)
+def _date(second: int) -> bytes:
+    return email.utils.formatdate(second, usegmt=True).encode()
+
+
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
-    """Return `headers` in their order, then the headers of every reply, including probes, preflights and refusals: ids,
-    trace, versions, and security headers for browsers. A header in `headers` replaces the common header of the same
-    name. A name must have only a-z, 0-9 and -: if a name has other characters, such as upper case, uvicorn sends
-    the reply in two writes, which takes longer.
+    """Return `headers` in their order, then the headers of every reply, including probes, preflights and refusals:
+    date, ids, trace, versions, and security headers for browsers. A header in `headers` replaces the common header of
+    the same name. A name must have only a-z, 0-9 and -: if a name has other characters, such as upper case, uvicorn
+    sends the reply in two writes, which takes longer.
 
     `x-request-id` is the client's id if this id has at most MAX_ID_CHARS characters of printable ASCII; otherwise the
     server's id.
@@ -82,6 +89,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
     merged = list(headers)
     names = {name for name, _ in merged}
     common = (
+        (b"date", _date(int(time.time()))),
         *(((b"x-trace-id", trace_id.encode()),) if trace_id else ()),
         (b"x-sie-request-id", request_id),
         (b"x-request-id", client_id),
@@ -104,6 +112,8 @@ def error_headers(error: SIEError) -> dict[str, str]:
         headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply names the supported encodings
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = error.allow
     return headers
 
 
@@ -195,6 +205,13 @@ async def reply(
 async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
     body, headers = refusal(error, scope[REQUEST_ID])
     await reply(send, error.status, body, "application/json", headers)
+
+
+async def reply_to_options(send: Send, allow: str = "") -> None:
+    """Send the reply to an OPTIONS request. `allow`: methods of the path; empty for the whole server."""
+    headers = [(b"allow", allow.encode())] if allow else []
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def refuse_upgrade(scope: Scope, send: Send, error: SIEError) -> None:

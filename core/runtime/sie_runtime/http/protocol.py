@@ -7,7 +7,9 @@
 The head and the trailers of a request have together at most MAX_HEAD_BYTES. The same limit applies to the chunk headers
 between two pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at
 least at the minimum rate of the server; time in which the server does not read the body is not counted.
-`Protocol._refuse` sends an error body only if the client cannot take this body for the response to another request.
+`checked_target` has the rules of RFC 9110 and 9112 for a head: its target, `Host`, transfer codings, and headers that
+may occur only once. `Protocol._refuse` sends an error body only if the client cannot take this body for the response to
+another request.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
@@ -29,10 +31,11 @@ import contextlib
 import functools
 import ipaddress
 import os
+import re
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +43,15 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, PermissionDenied, QueueFull, SIEError
+from sie_contracts.errors import (
+    GatewayTimeout,
+    InternalFailure,
+    InvalidInput,
+    PermissionDenied,
+    QueueFull,
+    SIEError,
+    UnsupportedMediaType,
+)
 from sie_contracts.loopback import is_loopback
 from sie_runtime.descriptors import max_connections
 from sie_runtime.http.asgi import (
@@ -56,6 +67,7 @@ from sie_runtime.http.asgi import (
     refusal,
     refuse,
     refuse_upgrade,
+    reply_to_options,
     uuid7,
 )
 from sie_runtime.http.coding import CompressedReply
@@ -102,6 +114,10 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
     if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
+
+
+def _malformed(message: str) -> InvalidInput:
+    return InvalidInput(message, reason="malformed")
 
 
 class SharedState(ServerState):
@@ -210,7 +226,7 @@ class Protocol(HttpToolsProtocol):
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # 0 before the first trailer; then the bytes of the head and all trailers, which share one limit
     _begun_s = 0.0
-    _why = ""  # error message for the client, set by `_stop`
+    _fault: SIEError | None = None  # error for the client, set by `_stop`
     # true while a new parser reads an artificial head, see `_ignore_upgrade`
     _is_resuming = False
     _is_lingering = False
@@ -284,13 +300,15 @@ class Protocol(HttpToolsProtocol):
             else:
                 return self._ignore_upgrade(data[stop.args[0] :])
             return False
-        except httptools.HttpParserError:
-            self._refuse(InvalidInput(self._why or "this is no HTTP/1.1 request", reason="malformed"))
+        except httptools.HttpParserError as error:
+            # the parser's reason is a fixed text, such as `Duplicate Content-Length`
+            reason = "" if isinstance(error, httptools.HttpParserCallbackError) else f": {error}"
+            self._refuse(self._fault or _malformed(f"this is no HTTP/1.1 request{reason}"))
             return False
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+                self._refuse(_malformed(_HEAD_TOO_LARGE))
             elif self._head_timer is None:
                 self._head_timer = self.loop.call_later(HEAD_S, self._head_late)
         elif self.cycle is None or self.cycle.response_complete:
@@ -298,7 +316,7 @@ class Protocol(HttpToolsProtocol):
         elif self.cycle.more_body:
             self._idle_bytes = 0 if self._has_body else self._idle_bytes + len(data)
             if self._idle_bytes > MAX_HEAD_BYTES:
-                self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+                self._refuse(_malformed(_HEAD_TOO_LARGE))
             elif self._body_timer is None and self.server_state.min_rate:
                 self._watch_body()
         return True
@@ -336,7 +354,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered")
+            self._stop(_malformed(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
@@ -348,7 +366,7 @@ class Protocol(HttpToolsProtocol):
             self._trailer_bytes = self._head_size()
         self._trailer_bytes += len(name) + len(value) + 4
         if self._trailer_bytes > MAX_HEAD_BYTES:
-            self._stop(_HEAD_TOO_LARGE)
+            self._stop(_malformed(_HEAD_TOO_LARGE))
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
@@ -356,7 +374,13 @@ class Protocol(HttpToolsProtocol):
         self._head_done()
         # to save time, the size is computed only if the head came in several pieces, or in a piece above the limit
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
-            self._stop(_HEAD_TOO_LARGE)
+            self._stop(_malformed(_HEAD_TOO_LARGE))
+        try:
+            self.url = checked_target(
+                self.parser.get_method().decode(), self.url, self.parser.get_http_version(), self.headers
+            )
+        except SIEError as error:
+            self._stop(error)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         # HTTP/1.0 has no interim responses: an Expect header is ignored (RFC 9110, 10.1.1)
         self.expect_100_continue &= self.parser.get_http_version() == "1.1"
@@ -401,10 +425,10 @@ class Protocol(HttpToolsProtocol):
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    def _stop(self, why: str) -> None:
-        """Stop the parser from inside one of its callbacks. `why` becomes the error message for the client."""
-        self._why = why
-        raise ValueError(why)
+    def _stop(self, error: SIEError) -> None:
+        """Stop the parser from inside one of its callbacks. The client gets `error`."""
+        self._fault = error
+        raise error
 
     def _head_done(self) -> None:
         self._in_head = False
@@ -432,7 +456,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(GatewayTimeout(message, reason="slow_body", param="body"), "slow")
 
     def _head_late(self) -> None:
-        self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
+        self._refuse(_malformed(f"the head of this request was not complete within {HEAD_S:g} s"))
 
     def _rest(self) -> None:
         """Start the keep-alive timer; called while no request is being received or answered."""
@@ -571,6 +595,86 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
 
+Headers = list[tuple[bytes, bytes]]
+# headers of which this server reads one value, in addition to all headers that begin with _OWN. Which of two values
+# counts would depend on the reader, and a proxy in front may read the other one. The parser refuses a second
+# Content-Length.
+SINGLE = frozenset(
+    {
+        b"authorization",
+        b"content-type",
+        b"host",
+        b"idempotency-key",
+        b"if-match",
+        b"mcp-session-id",
+        b"origin",
+        b"sec-fetch-site",
+    }
+)
+_OWN = b"x-sie-"
+WHOLE_SERVER = "*"  # target of an OPTIONS that asks about the server, not about a path
+_VERSIONS = ("1.1", "1.0")
+_AUTHORITY = re.compile(rb"(?:\[[0-9a-f:.]+\]|[a-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?", re.IGNORECASE)
+_ABSOLUTE = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE | re.DOTALL)
+
+
+def checked_target(method: str, target: bytes, version: str, headers: Headers) -> bytes:
+    """Check a head. Return its target as a path with a query, or WHOLE_SERVER. If the target is an absolute URL, its
+    host replaces `Host` in `headers` (RFC 9112, 3.2.2). `headers` has names in lower case.
+
+    Raises InvalidInput, which names the header, and UnsupportedMediaType for a transfer coding except chunked.
+    """
+    if version not in _VERSIONS:
+        raise _faulty("version", "expected HTTP/1.1 or HTTP/1.0")
+    values = dict(headers)
+    if len(values) < len(headers):
+        _check_repeated(headers)
+    host = values.get(b"host")
+    if host is None and version == "1.1":
+        raise _faulty("Host", "missing, and HTTP/1.1 requires it")
+    if host and not _AUTHORITY.fullmatch(host):
+        raise _faulty("Host", "expected a host name, with or without a port")
+    if b"transfer-encoding" in values:
+        _check_codings(version, headers)
+    if target.startswith(b"/") and b"#" not in target:
+        return target
+    if target == WHOLE_SERVER.encode() and method == "OPTIONS":
+        return target
+    url = _ABSOLUTE.fullmatch(target)
+    if url is None or b"#" in target or not _AUTHORITY.fullmatch(url[1]):
+        raise _faulty("target", "expected a path such as /v1/models, or a URL with http:// and no fragment")
+    headers[:] = [(b"host", url[1]), *(pair for pair in headers if pair[0] != b"host")]
+    return url[2] if url[2].startswith(b"/") else b"/" + url[2]
+
+
+def _check_repeated(headers: Headers) -> None:
+    met = set[bytes]()
+    for name, _ in headers:
+        if name in met and (name in SINGLE or name.startswith(_OWN)):
+            raise _faulty(name.decode("latin-1").title(), "expected once, this head has it several times")
+        met.add(name)
+
+
+def _check_codings(version: str, headers: Headers) -> None:
+    if version != "1.1":
+        raise _faulty("Transfer-Encoding", "HTTP/1.0 has no transfer codings")
+    values = b",".join(value for name, value in headers if name == b"transfer-encoding").lower().split(b",")
+    codings = [coding for value in values if (coding := value.strip())]
+    if codings.count(b"chunked") != 1 or codings[-1] != b"chunked":
+        raise _faulty("Transfer-Encoding", "expected chunked once, at the end")
+    if len(codings) > 1:
+        raise UnsupportedMediaType(
+            "Transfer-Encoding: expected chunked alone; a gzip body is announced in Content-Encoding",
+            reason="transfer_encoding",
+            param="Transfer-Encoding",
+            status=501,
+        )
+
+
+def _faulty(param: str, message: str) -> InvalidInput:
+    return InvalidInput.at(param, message, reason="malformed")
+
+
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 # ends of names that do not exist in public DNS, so that no foreign web page can have such a name as its host
@@ -614,48 +718,45 @@ class HostNames:
             return is_loopback(name) or name == socket.gethostname().lower()
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
-    def is_own_page(self, origin: bytes, host: bytes) -> bool:
+    def is_own_page(self, origin: bytes, scope: Mapping[str, Any], host: bytes) -> bool:
         """Return whether a page of `origin` may send requests that change or compute something. The origin's host must
-        be the host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        be the host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin. A page of https at the
+        port of a listener on loopback is not its own, because the listener itself speaks http at this port.
         """
         if origin in self._origins:
             return True
         scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https"):
             return False
-        if page_host == host.decode("latin-1").lower():
-            return True
         name, port = parts(page_host)
+        if page_host == host.decode("latin-1").lower():
+            _, own_port = scope.get("server") or ("", None)
+            if scheme == "http" or not self._is_loopback or (port or "443") != str(own_port):
+                return True
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
         """Raise PermissionDenied for a foreign host name, and for a request by which a foreign page would change or
         compute something.
         """
-        host, origins, site = b"", [], b""
-        for name, value in scope["headers"]:
-            if name == b"host" and value:
-                host = value
-                if not self.has(value):
-                    raise PermissionDenied(
-                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the additional names of a server",
-                        reason="host",
-                        param="Host",
-                    )
-            elif name == b"origin":
-                origins.append(value)
-            elif name == b"sec-fetch-site":
-                site = value
+        headers = dict(scope["headers"])  # each of these headers occurs only once (`checked_target`)
+        host, origin = headers.get(b"host", b""), headers.get(b"origin")
+        if host and not self.has(host):
+            raise PermissionDenied(
+                "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the additional names of a server",
+                reason="host",
+                param="Host",
+            )
         if scope["type"] == "http" and scope["method"] in _READING:
             return
-        if not all(self.is_own_page(origin, host) for origin in origins):
+        if origin is not None and not self.is_own_page(origin, scope, host):
             raise PermissionDenied(
                 "Origin: a page of this origin may send only GET, HEAD and OPTIONS; SIE_CORS_ORIGINS lists the "
                 "origins whose pages may send all requests, SIE_ALLOWED_HOSTS the additional names of this server",
                 reason="origin",
                 param="Origin",
             )
-        if not origins and site in _FOREIGN_SITES:
+        if origin is None and headers.get(b"sec-fetch-site") in _FOREIGN_SITES:
             raise PermissionDenied(
                 "Sec-Fetch-Site: a page of another site may send only GET, HEAD and OPTIONS", reason="origin"
             )
@@ -681,7 +782,10 @@ class Guarded:
             scope[INCOMPRESSIBLE] = True
             await (refuse if scope["type"] == "http" else refuse_upgrade)(scope, send, error)
             return
-        await self.app(scope, receive, send)
+        if scope["path"] == WHOLE_SERVER:
+            await reply_to_options(send)
+        else:
+            await self.app(scope, receive, send)
 
 
 def parts(host: str) -> tuple[str, str]:

@@ -96,6 +96,12 @@ class Match(NamedTuple, Generic[R]):
         """Return the route for a method; None if the path does not support it. HEAD is treated as GET."""
         return self.methods.get("GET" if method == "HEAD" else method)
 
+    @property
+    def allow(self) -> str:
+        """Value of the header `Allow`: the served methods. A path with GET also has HEAD, every path has OPTIONS."""
+        served = [name for name, route in self.methods.items() if route.served]
+        return ", ".join([*served, *(["HEAD"] if "GET" in served else []), "OPTIONS"])
+
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):

@@ -18,9 +18,9 @@ import msgspec
 import uvicorn
 from prometheus_client.exposition import choose_encoder
 
-from sie_contracts.errors import NotFound
+from sie_contracts.errors import MethodNotAllowed, NotFound
 from sie_contracts.settings import SettingError
-from sie_runtime.http.asgi import App, Receive, Scope, Send, accept_weights, headers_of, refuse, reply
+from sie_runtime.http.asgi import App, Receive, Scope, Send, accept_weights, headers_of, refuse, reply, reply_to_options
 from sie_runtime.http.protocol import MIN_RATE, Guarded, HostNames, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
@@ -33,11 +33,13 @@ KEEP_ALIVE_S = 120
 STOP_S = 5.0
 # largest number of iterations of the event loop in which `hang_up` waits for requests that have already arrived
 MAX_TURNS = 100
+_ALIVE = ("/healthz", "/livez", "/ping")
+_PROBE_METHODS = "GET, HEAD, OPTIONS"
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced, because that loop wakes up ten
-    times per second to check whether to end, and to update a Date header that SIE does not send.
+    times per second to check whether to end, and to update its Date header; `common_headers` has another one.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
@@ -180,6 +182,7 @@ def probes(
 
     `/readyz` replies in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
     """
+    paths = {*_ALIVE, "/readyz", *(["/metrics"] if registry is not None else [])}
 
     async def readyz(scope: Scope, send: Send) -> None:
         reason = not_ready()
@@ -197,15 +200,19 @@ def probes(
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path = scope["path"]
-        if path in ("/healthz", "/livez", "/ping"):
+        path, method = scope["path"], scope["method"]
+        if path not in paths:
+            await refuse(scope, send, NotFound("no such path"))
+        elif method == "OPTIONS":
+            await reply_to_options(send, _PROBE_METHODS)
+        elif method not in ("GET", "HEAD"):
+            await refuse(scope, send, MethodNotAllowed(f"this path takes {_PROBE_METHODS}", allow=_PROBE_METHODS))
+        elif path in _ALIVE:
             await reply(send, 200, b"ok")
         elif path == "/readyz":
             await readyz(scope, send)
-        elif path == "/metrics" and registry is not None:
+        elif registry is not None:
             text, content_type = scrape(registry, headers_of(scope).get("accept", ""))
             await reply(send, 200, text, content_type)
-        else:
-            await refuse(scope, send, NotFound("no such path"))
 
     return app
