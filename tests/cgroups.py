@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 PERIOD_S = 0.1
@@ -79,22 +78,21 @@ def stopping(pids: Sequence[int], share: float) -> Iterator[None]:
         thread.join()
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of a control group of version 2 or 1."""
+class MemoryGroup:
+    """A control group of version 2 or 1 for processes of a test, with its memory. Raise OSError if none can be made."""
 
-    folder: Path
+    def __init__(self, name: str) -> None:
+        legacy = Path("/sys/fs/cgroup/memory")
+        own = Path("/proc/self/cgroup").read_text().splitlines()[0].split(":", 2)[2].strip("/")
+        around = legacy if legacy.exists() else Path("/sys/fs/cgroup") / own
+        self.folder = around / f"{name}-{os.getpid()}"
+        self.folder.mkdir()
 
     def limit(self, size: int) -> None:
         self._either("memory.max", "memory.limit_in_bytes").write_text(str(size))
 
     def held(self) -> int:
         return int(self._either("memory.current", "memory.usage_in_bytes").read_text())
-
-    def unreclaimable(self) -> int:
-        """Return the bytes of its processes that are in no file, which the kernel cannot reclaim."""
-        figures = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-        return int(figures["anon"] if "anon" in figures else figures["total_rss"])
 
     def kills(self) -> int:
         """Return how many of its processes the kernel killed because memory ran out."""
@@ -104,17 +102,6 @@ class Memory:
     def _either(self, name: str, legacy: str) -> Path:
         path = self.folder / name
         return path if path.exists() else self.folder / legacy
-
-
-class MemoryGroup(Memory):
-    """A control group for processes of a test. Raise OSError if none can be made."""
-
-    def __init__(self, name: str) -> None:
-        legacy = Path("/sys/fs/cgroup/memory")
-        own = Path("/proc/self/cgroup").read_text().splitlines()[0].split(":", 2)[2].strip("/")
-        around = legacy if legacy.exists() else Path("/sys/fs/cgroup") / own
-        super().__init__(around / f"{name}-{os.getpid()}")
-        self.folder.mkdir()
 
     def inside(self, argv: Sequence[str]) -> list[str]:
         """Return the command that starts `argv` in the group."""

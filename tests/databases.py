@@ -1,20 +1,16 @@
-"""Vector databases as their own clients see them: PostgreSQL with pgvector, Qdrant's engine behind the routes of
-qdrant_server, and LanceDB in a folder.
+"""Vector databases as their own clients see them: PostgreSQL with pgvector, and Qdrant's engine behind the routes
+of qdrant_server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import uuid
 import warnings
-from pathlib import Path
 from typing import Any, Protocol
 
 import asyncpg
-import lancedb
-import pyarrow
 from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
 
@@ -26,10 +22,6 @@ class Database(Protocol):
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]: ...
     async def nearest(self, collection: str, vector: list[float]) -> str: ...
     async def remove(self, collection: str) -> None: ...
-
-
-class Served(Database, Protocol):
-    """A database with a server that can be killed, and with vectors of several outputs."""
 
     async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
         """Return the vectors of each row by output: dense and multivectors as lists, sparse as weights by index."""
@@ -151,34 +143,6 @@ class Qdrant:
     async def start(self) -> None:
         self.server.begin()  # in this thread, because the server ends with the thread that starts it
         await asyncio.to_thread(self.server.answers)
-
-
-class Lance:
-    """LanceDB in a folder or an object store, without a server."""
-
-    def __init__(self, folder: Path | str) -> None:
-        self.url = f"lancedb://{folder}"
-        self._connect = functools.partial(lancedb.connect_async, folder, storage_options={"allow_http": "true"})
-
-    async def create(self, collection: str, dims: int, distance: str) -> None:
-        """Create a table, which has no distance."""
-        fields = [pyarrow.field("id", pyarrow.utf8()), pyarrow.field("vector", pyarrow.list_(pyarrow.float32(), dims))]
-        connection = await self._connect()
-        await connection.create_table(collection, schema=pyarrow.schema([*fields, ("payload", pyarrow.utf8())]))
-
-    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
-        table = await (await self._connect()).open_table(collection)
-        records = await table.query().to_list()
-        assert len({row["id"] for row in records}) == len(records)
-        return {row["id"]: (row["vector"], json.loads(row["payload"])) for row in records}
-
-    async def nearest(self, collection: str, vector: list[float]) -> str:
-        table = await (await self._connect()).open_table(collection)
-        (row,) = await table.query().nearest_to(vector).distance_type("cosine").limit(1).to_list()
-        return str(row["id"])
-
-    async def remove(self, collection: str) -> None:
-        await (await self._connect()).drop_table(collection)
 
 
 async def with_extension(server: PostgresServer) -> None:

@@ -50,7 +50,6 @@ FOR = {
     "cli": ("sie_cli",),
     "mteb": ("sie_evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
-    "lancedb": ("sie_store.sinks.lance",),
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
@@ -63,8 +62,8 @@ for _folder, _package in measure.PACKAGES.items():
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
 _COMPONENTS = ("sie_cli.serve.standalone", "sie_cli.serve.processes")
-# databases whose clients are extras
-_SINKS = ("sie_store.sinks.pgvector", "sie_store.sinks.lance", "sie_store.sinks.lance_live")
+# the database whose client is an extra
+_SINKS = ("sie_store.sinks.pgvector",)
 APART: dict[str, tuple[str, ...]] = {
     # the client reads no configuration, and cuts texts only with the extra `chunker`
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
@@ -80,7 +79,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector and lancedb add their indexes
+    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes
     "cli": (*_HUB, *_COMPONENTS, "sie_evals", "sie_store.datasets", *_SINKS),
     "mcp": (*_HUB, *_COMPONENTS, "sie_evals", "sie_store.datasets", *_SINKS),
     "evals": (*_HUB, *_COMPONENTS, "sie_evals.mteb_tasks", "sie_store.datasets"),

@@ -145,7 +145,6 @@ VALID: dict[str, Any] = {
         "chunk_size": None,
         "chunk_overlap": None,
     },
-    "/v1/extract": {"model": MODEL, "text": "a", "labels": ["b"], "threshold": 0.5, "flat_ner": False, "overlap": 1},
     "/v1/ranking": {"model": MODEL, "query": {"text": "a"}, "passages": [{"text": "b"}, "c"], "truncate": "NONE"},
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
     "/embed": {"inputs": ["a", [1, 2]], "normalize": True, "truncate": None},

@@ -1,4 +1,4 @@
-"""Applications that search and write a collection in use, through PostgreSQL, the client of Qdrant, and LanceDB.
+"""Applications that search and write a collection in use, through PostgreSQL and the client of Qdrant.
 
 `stored_rows` returns the rows that searches see, as text and vector by id. `beside` returns them with the vectors that
 a migration keeps beside those in use.
@@ -10,13 +10,10 @@ import asyncio
 import json
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import asyncpg
-import lancedb
 import numpy as np
-import pyarrow
 from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
 
@@ -265,79 +262,6 @@ class Points:
             and not any("_sie" in point.payload for point in points)
             and f"{self.collection}--before" not in self.names()
         )
-
-
-class Rows:
-    """A table of LanceDB with an integer key and a column that no migration knows."""
-
-    output: Output = "dense"
-
-    def __init__(self, folder: Path, collection: str) -> None:
-        self.folder = folder
-        self.url = f"lancedb://{folder}"
-        self.collection = collection
-
-    def close(self) -> None:
-        """Do nothing: each call has a connection of its own."""
-
-    async def table(self) -> Any:
-        return await (await lancedb.connect_async(self.folder)).open_table(self.collection)
-
-    async def create(self, dims: int) -> None:
-        await self.create_of({"id": "int64", "body": "string", "price": "int64", "vector": dims})
-
-    async def create_of(self, columns: dict[str, str | int]) -> None:
-        """Create the table with columns by type, or by the width of their vectors."""
-        types = {
-            name: pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type
-            for name, type in columns.items()
-        }
-        connection = await lancedb.connect_async(self.folder)
-        await connection.create_table(self.collection, schema=pyarrow.schema(list(types.items())))
-
-    async def add(self, *rows: tuple[str | None, str]) -> None:
-        """Add rows of an id and a text, without a check for equal ids."""
-        records = [{"id": None if row_id is None else int(row_id), "body": text} for row_id, text in rows]
-        schema = pyarrow.schema([("id", pyarrow.int64()), ("body", pyarrow.utf8())])
-        await (await self.table()).add(pyarrow.Table.from_pylist(records, schema=schema))
-
-    async def write(self, rows: Stored) -> None:
-        table = await self.table()
-        schema = await table.schema()
-        fields = [schema.field(name) for name in ("id", "body", "price", "vector")]
-        records = [
-            {"id": int(row_id), "body": text, "price": int(row_id), "vector": vector}
-            for row_id, (text, vector) in rows.items()
-        ]
-        data = pyarrow.Table.from_pylist(records, schema=pyarrow.schema(fields))
-        await table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all().execute(data)
-
-    async def change_text(self, row_id: str, text: str) -> None:
-        await (await self.table()).update({"body": text}, where=f"id = {row_id}")
-
-    async def delete(self, *ids: str) -> None:
-        await (await self.table()).delete(f"id IN ({', '.join(ids)})")
-
-    async def _rows(self, column: str) -> Stored:
-        rows = await (await self.table()).query().to_list()
-        assert all(row["price"] == row["id"] for row in rows)
-        assert len({row["id"] for row in rows}) == len(rows)
-        return {str(row["id"]): (row["body"], row[column]) for row in rows}
-
-    async def stored_rows(self) -> Stored:
-        return await self._rows("vector")
-
-    async def beside(self, side: Side) -> Stored:
-        return await self._rows("vector_next" if side == "new" else "vector_before")
-
-    async def new_vectors(self) -> int:
-        table = await self.table()
-        names = {field.name for field in await table.schema()}
-        return int(await table.count_rows("vector_next IS NOT NULL")) if "vector_next" in names else 0
-
-    async def is_clean(self) -> bool:
-        schema = await (await self.table()).schema()
-        return {field.name for field in schema} == {"id", "body", "price", "vector"}
 
 
 def is_close(stored: list[float] | None, vector: Any) -> bool:

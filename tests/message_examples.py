@@ -55,8 +55,6 @@ from sie_contracts.wire.records import (
     Demand,
     Placement,
     PlacementPart,
-    RemoteReference,
-    RemoteUsage,
     Reservation,
     Reservations,
     ReservationSpec,
@@ -310,10 +308,6 @@ EXAMPLES: dict[str, Any] = {
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "placement-1-parts": Placement(1_700_000_000.5, {"org/model": ("w1",)}, {}, (1, 18_446_744_073_709_551_615)),
     "placement-part-1": PlacementPart(7, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
-    "remote-reference-1": RemoteReference(
-        "0a1b", "float32", "f00d", (("query: ", "", True),), 2, b"\x00\x00\x80?\x00\x00\x00\x00", has_long=True
-    ),
-    "remote-usage-1": RemoteUsage("2026-11", 123_456),
     "dead-1": DeadLetter(
         "01a1f797.3.1", "sie.work.p.m.b.bulk.x", b"\x01\x02", _ERROR, ("w1", "w2"), 3, 2, 1_700_000_000.5
     ),

@@ -10,7 +10,7 @@ from types import TracebackType
 
 
 class TcpProxy:
-    """A proxy from a loopback port, `own_port` if that is not 0, to `port` of `host`.
+    """A proxy from a free loopback port to the loopback port `port`.
 
     `port` may be a function that returns the port of each connection, as a balancer does. If one side closes its
     sending direction, only that direction is closed at the other side.
@@ -20,10 +20,9 @@ class TcpProxy:
     `cut` ends all connections.
     """
 
-    def __init__(self, port: int | Callable[[], int], *, host: str = "127.0.0.1", own_port: int = 0) -> None:
+    def __init__(self, port: int | Callable[[], int]) -> None:
         self.delay_s = 0.0
-        self.port = own_port
-        self._host = host
+        self.port = 0
         self._to = port if callable(port) else lambda: port
         self._open = asyncio.Event()
         self._open.set()
@@ -84,7 +83,7 @@ class TcpProxy:
         try:
             if not self._refusing:
                 with contextlib.suppress(OSError):
-                    far_reader, far_writer = await asyncio.open_connection(self._host, self._to())
+                    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to())
                     self._writers.add(far_writer)
                     ways = [self._own(self._forward(reader, far_writer)), self._own(self._forward(far_reader, writer))]
                     await asyncio.wait(ways)

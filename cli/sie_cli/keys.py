@@ -109,11 +109,6 @@ def keys() -> None:
     type=click.IntRange(1),
     help="Maximum tokens per minute of this key, over all gateways together.  [default: no limit]",
 )
-@click.option(
-    "--remote",
-    is_flag=True,
-    help="Allow this key's inputs to be sent to the remote servers of SIE_REMOTES.  [default: never]",
-)
 @click.option("--no-cache", is_flag=True, help="Do not cache the answers to this key (SIE_CACHE_BYTES).")
 @click.option("--json", "as_json", is_flag=True, help="Print the key and its token as JSON.")
 @_options
@@ -125,7 +120,6 @@ def create(
     body_bytes: int | None,
     items: int | None,
     rate: int | None,
-    remote: bool,
     no_cache: bool,
     as_json: bool,
 ) -> None:
@@ -145,9 +139,7 @@ def create(
     async def body(broker: Broker) -> tuple[Key, str, float]:
         buckets, now_s = await _opened(broker, cluster)
         expires_s = expires.after(now_s) if expires is not None else 0.0
-        key, token = records.create(
-            name, scopes, now_s=now_s, expires_s=expires_s, limits=limits, caches=not no_cache, remote=remote
-        )
+        key, token = records.create(name, scopes, now_s=now_s, expires_s=expires_s, limits=limits, caches=not no_cache)
         keys = [present for present, _ in await buckets.read()]
         if len(keys) >= MAX_KEYS:
             raise CommandRefused(
@@ -289,7 +281,6 @@ def _plain(key: Key) -> dict[str, Any]:
         "max_body_bytes": key.limits.body_bytes or None,
         "max_items": key.limits.items or None,
         "tokens_per_minute": key.limits.tokens_per_minute or None,
-        "remote": key.remote,
         "caches": key.caches,
     }
 
@@ -308,7 +299,6 @@ def _limits(key: Key) -> str:
         f"{limits.body_bytes:,} bytes" if limits.body_bytes else "",
         f"{limits.items:,} items" if limits.items else "",
         f"{limits.tokens_per_minute:,} tokens/min" if limits.tokens_per_minute else "",
-        "may use remote servers" if key.remote else "",
         "" if key.caches else "no cache",
     ]
     return ", ".join(filter(None, parts)) or "-"

@@ -55,8 +55,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    # name of the writer's API token; `sie-config` for a restored revision; empty for a seeded revision, and if an older
-    # version of SIE wrote the revision
+    # name of the writer's API token; `sie-config` for a restored revision; empty for a seeded revision
     author: str = ""
     note: str = ""  # reason for a revision that the config service restored; empty for all other revisions
 

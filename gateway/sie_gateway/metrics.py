@@ -58,11 +58,6 @@ class Metrics:
         self.shadow_seconds = make.histograms("sie_gateway_shadow_seconds")
         self.shadow_cosine = make.histograms("sie_gateway_shadow_cosine")
         self.shadow_rank = make.histograms("sie_gateway_shadow_rank_correlation")
-        self.remote_requests = make.counters("sie_gateway_remote_requests")
-        self.remote_tokens = make.counters("sie_gateway_remote_tokens")
-        self.remote_ready = make.gauges("sie_gateway_remote_ready")
-        self.remote_cosine = make.gauges("sie_gateway_remote_cosine")
-        self.remote_difference = make.gauges("sie_gateway_remote_difference")
         self.pool_events = make.counters("sie_gateway_pool_events")
         self.active_lease_gpus = make.gauge("sie_gateway_active_lease_gpus")
 

@@ -47,8 +47,6 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.remotes.configuration import read_remotes
-from sie_gateway.remotes.remotes import Remotes
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.offload import Offload, life_s
@@ -166,10 +164,6 @@ async def serve(
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
     urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
-    if settings.remotes is not None:
-        inference.remotes = Remotes(
-            read_remotes(settings.remotes), settings, broker, feed, fleet, metrics, inference.run, clock.now_s
-        )
 
     peer_erasures = PeerErasures()
 
@@ -278,9 +272,6 @@ async def serve(
         tasks.start(keeper.run(drained), "pools")
         jobs.start(tasks, stop)
         tasks.start(status.run(drained), "status")
-        if inference.remotes is not None:
-            status.further.append(inference.remotes.findings)
-            tasks.start(inference.remotes.run(drained), "remote servers")
         tasks.start(status.pulse.run(drained), "pulse")
         tasks.start(status.sockets.run(drained), "status sockets")
 

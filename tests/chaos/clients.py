@@ -104,13 +104,11 @@ class Crowd:
         pace_s: float,
         items: int,
         budget_s: float,
-        token: str = "",
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.unasked = 0
         self._addresses = [(str(pieces.hostname), int(pieces.port or 0)) for pieces in map(urlsplit, urls)]
         self._expected = expected
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._pace_s, self._items, self._budget_s = pace_s, items, budget_s
         self._numbers = itertools.count()
         self._stopping = asyncio.Event()
@@ -178,7 +176,6 @@ class Crowd:
                 send.body,
                 x_sie_timeout_ms=timeout_ms,
                 x_sie_client_version="0.1.0",
-                **self._headers,
             )
             return await self._exchange(connection, message, gateway, outcome, started_s)
         ended_s = time.monotonic()

@@ -34,6 +34,7 @@ from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
 
 COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+PAUSE_S = 15.0  # how long a busy node may keep a process from running
 
 
 @pytest.fixture(params=FILES)
@@ -69,6 +70,14 @@ def test_who_waits_for_the_broker_is_not_restarted_meanwhile(manifests: tuple[di
     waiting = [entry for _, _, entry in containers(manifests) if entry["name"] in ("gateway", "worker-sidecar")]
     assert len(waiting) > 1
     assert all(longest_s(entry) > broker_s for entry in waiting)
+
+
+def test_a_process_that_stands_still_for_seconds_is_not_restarted(manifests: tuple[dict[str, Any], ...]) -> None:
+    """A pause may begin just before a probe, so the first probe may fail at once."""
+    for name, _, entry in containers(manifests):
+        if probe := entry.get("livenessProbe"):
+            survived_s = probe.get("periodSeconds", 10) * (probe.get("failureThreshold", 3) - 1)
+            assert survived_s > PAUSE_S, (name, entry["name"])
 
 
 def test_pods_keep_to_the_restricted_standard(manifests: tuple[dict[str, Any], ...]) -> None:

@@ -12,25 +12,21 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import asyncpg
 import numpy as np
-import pyarrow
 import pytest
 import pytest_asyncio
 from databases import with_extension
 from inprocess import until_told
-from lancedb.index import HnswSq
-from lancedb.table import AsyncTable
-from live_application import Application, Points, Rows, Table, is_close
+from live_application import Application, Points, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
-from sie_store.sinks import lance_live, qdrant_live
+from sie_store.sinks import qdrant_live
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector import PostgresDatabase
@@ -87,7 +83,6 @@ APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
     "sparse vectors of qdrant": ("qdrant", functools.partial(Points, output="sparse")),
     "multivectors of qdrant": ("qdrant", functools.partial(Points, output="multivector")),
     "sparse vectors of postgres": ("postgres", functools.partial(Table, output="sparse")),
-    "lancedb": ("tmp_path", Rows),
 }
 
 
@@ -151,10 +146,6 @@ async def migrator(application: Application) -> AsyncIterator[Migrator]:
     live = opened_live(application.url, "SIE_JOBS_SINKS", source(application), QUICK)
     yield Migrator(live, output=application.output)
     await live.close()
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def begun(application: Application, migrator: Migrator, count: int) -> None:
@@ -677,7 +668,6 @@ async def test_an_index_whose_build_goes_on_after_its_connection_is_lost_is_buil
         ("sparse vectors of postgres", 1_000_000_000),
         ("qdrant", 65_536),
         ("multivectors of qdrant", 65_536),
-        ("lancedb", 65_536),
     ],
     indirect=["application"],
 )
@@ -880,167 +870,3 @@ async def test_the_new_collection_has_the_indexes_and_the_memory_of_payloads(poi
     info = client.get_collection(points.collection)
     assert (list(info.payload_schema), info.config.params.on_disk_payload) == (["price"], False)
     await migrator.live.close()
-
-
-# ---- LanceDB
-
-
-@pytest.fixture
-def lance(tmp_path: Path) -> Rows:
-    return Rows(tmp_path, f"c-{uuid.uuid4().hex[:12]}")
-
-
-@pytest.mark.parametrize(
-    ("columns", "changes", "message"),
-    [
-        ({"body": "string"}, {}, "no column vector with vectors, nor any other"),
-        ({"id": "int64", "body": "string", "v": 3}, {}, "Name one with --vector: v"),
-        ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
-        ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
-        *(
-            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times without nanoseconds")
-            for type in ("timestamp[ns]", "time64[ns]", "duration[ns]")
-        ),
-        ({"body": "string", "vector": 3}, {}, "id is no such column: name another column with --id"),
-        ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "number is no such column"),
-        ({"id": "int64", "body": "string", "vector": 3, "vector_next": 3}, {}, "that no migration has created"),
-    ],
-)
-async def test_a_table_of_lancedb_that_cannot_be_migrated_is_refused(
-    lance: Rows, columns: dict[str, str | int], changes: dict[str, str], message: str
-) -> None:
-    await lance.create_of(columns)
-    live = opened_live(lance.url, "SINK", source(lance, **changes), QUICK)
-
-    async def begin() -> None:
-        await live.open()
-        await live.begin(24)
-
-    with pytest.raises(CollectionMismatch, match=message):
-        await begin()
-
-
-async def test_rows_of_lancedb_without_an_id_or_with_the_same_one_are_refused(lance: Rows) -> None:
-    await lance.create(16)
-    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
-    await lance.add(("1", "a"), ("1", "b"))
-    await migrator.live.open()
-    await migrator.live.begin(24)
-    with pytest.raises(CollectionMismatch, match=r"several rows of .* have the same id"):
-        await migrator.scan("new")
-    await lance.add((None, "c"))
-    with pytest.raises(CollectionMismatch, match=r"id of .* is null in a row"):
-        await migrator.live.open()
-
-
-async def test_another_model_never_takes_the_vectors_of_a_table_of_lancedb_for_its_own(lance: Rows) -> None:
-    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
-    await begun(lance, migrator, 20)
-    third = opened_live(lance.url, "SINK", source(lance, fingerprints={**PRINTS, "new": "c" * 16}), QUICK)
-    await third.open()
-    with pytest.raises(CollectionMismatch, match="vectors of another model"):
-        await third.begin(WIDTHS["new"])
-    await third.clean_up()
-    await third.begin(WIDTHS["new"])
-    await third.switch("new")
-    with pytest.raises(CollectionMismatch, match="another command has switched"):
-        await migrator.scan("new")
-    with pytest.raises(CollectionMismatch, match="drop the columns vector_before and vector_marker_cccccccc"):
-        await migrator.live.open()
-
-
-async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(lance: Rows) -> None:
-    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
-    await lance.create(16)
-    await lance.write({str(number): (f"text {number}", vector_of(f"text {number}", "old")) for number in range(300)})
-    await (await lance.table()).create_index("vector", config=HnswSq(distance_type="dot"))
-    await migrator.live.open()
-    await migrator.live.begin(24)
-    await migrator.scan("new")
-    for _ in range(2):
-        await migrator.live.build_indexes()
-    table = await lance.table()
-    indexes = {index.columns[0]: index for index in await table.list_indices()}
-    assert indexes.keys() == {"vector", "vector_next"}
-    for index in indexes.values():
-        assert (await table.index_stats(index.name)).distance_type == "dot"
-        assert (index.index_type, index.num_unindexed_rows) == ("IvfHnswSq", 0)
-    await migrator.live.switch("new")
-    await migrator.live.clean_up()
-    (index,) = await (await lance.table()).list_indices()
-    assert index.columns == ["vector"]
-
-
-async def test_a_table_of_lancedb_is_written_again_only_a_few_times_in_a_scan(
-    lance: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lance_live, "OPTIMIZE_ROWS", 20)
-    widths: dict[Side, int] = {"old": 2048, "new": 24}
-    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK), widths)
-    await begun(lance, migrator, 400)
-    size = folder_bytes(lance.folder)
-    async for page in migrator.live.pending("new"):
-        for start in range(0, len(page.rows), 20):
-            rows = page.rows[start : start + 20]
-            await migrator.write("new", list(rows), [BODY.text(row.columns) for row in rows])
-    assert migrator.embedded == 400
-    copies = (folder_bytes(lance.folder) - size) / size
-    assert 1 < copies < 6, "the rows written, and four optimizations"
-
-
-@pytest.mark.parametrize("name", ["add_columns", "alter_columns", "drop_columns"])
-async def test_a_change_of_columns_of_lancedb_whose_answer_is_lost_is_done(
-    lance: Rows, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
-    change = getattr(AsyncTable, name)
-    lost = []
-
-    async def change_without_answer(table: AsyncTable, *arguments: Any) -> Any:
-        result = await change(table, *arguments)
-        if not lost:
-            lost.append(name)
-            raise ConnectionResetError
-        return result
-
-    monkeypatch.setattr(AsyncTable, name, change_without_answer)
-    await begun(lance, migrator, 20)
-    assert await migrator.scan("new") == 20
-    await migrator.live.switch("new")
-    assert (await migrator.live.open()).in_use == "new"
-    await migrator.live.clean_up()
-    assert await lance.is_clean()
-    assert lost == [name]
-
-
-async def test_a_time_of_lancedb_beyond_those_of_python_is_refused_without_its_value(lance: Rows) -> None:
-    times = pyarrow.array([0, 1 << 60], pyarrow.timestamp("us"))
-    await lance.create_of({"id": "int64", "body": "timestamp[us]", "vector": 16})
-    await (await lance.table()).add(pyarrow.table({"id": [1, 2], "body": times}))
-    live = opened_live(lance.url, "SINK", source(lance), QUICK)
-    await live.open()
-    await live.begin(24)
-    with pytest.raises(CollectionMismatch, match=r"column body of .* has a time that Python cannot represent$"):
-        await anext(live.pending("new"))
-
-
-async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:
-    url = f"lancedb://{tmp_path}"
-    sink = opened(url, "SINK", QUICK)
-    await sink.prepare("docs", {"dense": 16}, {})
-    vectors = np.ones((3, 16), np.float32)
-    await sink.upsert(SinkRows(["a", "b", "c"], vectors, [{"body": "it's \\ a"}, {}, {"body": "c"}]))
-    migrator = Migrator(opened_live(url, "SINK", LiveSource("docs", BODY, PRINTS), QUICK))
-    await migrator.live.open()
-    await migrator.live.begin(24)
-    assert await migrator.scan("new") == 2
-    assert migrator.gaps == 1
-    near = await migrator.live.nearest("new", np.array(vector_of("it's \\ a", "new"), np.float32), 2)
-    assert near[0] == "a"
-    await sink.prepare("docs", {"dense": 16}, {})
-    await sink.upsert(SinkRows(["c"], vectors[:1], [{"body": "changed"}]))
-    assert await migrator.scan("new") == 1
-    await migrator.live.switch("new")
-    await migrator.live.clean_up()
-    hits = await sink.search("docs", np.array(vector_of("changed", "new"), np.float32), 1)
-    assert [(hit.id, hit.payload) for hit in hits] == [("c", {"body": "changed"})]

@@ -30,8 +30,6 @@ Message = (
     | records.Assigned
     | records.PlacementPart
     | records.StreamRequest
-    | records.RemoteReference
-    | records.RemoteUsage
 )
 decode_any = msgspec.msgpack.Decoder(Message).decode
 each_example = pytest.mark.parametrize("name", EXAMPLES)

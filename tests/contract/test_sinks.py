@@ -1,5 +1,5 @@
-"""Vector databases that jobs write to, with the same cases for each: PostgreSQL with pgvector, Qdrant's engine behind
-the routes of tests/qdrant_server.py, and LanceDB in a folder.
+"""Vector databases that jobs write to, with the same cases for each: PostgreSQL with pgvector, and Qdrant's engine
+behind the routes of tests/qdrant_server.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import Any
 
 import asyncpg
 import httpx
-import lancedb
 import msgspec
 import numpy as np
-import pyarrow
 import pytest
 import pytest_asyncio
 import sink_writer
-from databases import Database, Lance, Postgres, Qdrant, Served, with_extension
-from object_stores import Place, s3_server
+from databases import Database, Postgres, Qdrant, with_extension
 from postgres_server import USER, PostgresServer
 from qdrant_server import QdrantServer
 from sink_writer import DIMS, rows
@@ -73,23 +70,13 @@ def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
     server.kill()
 
 
-SERVED: dict[str, Callable[[Any], Served]] = {"postgres": Postgres, "qdrant": Qdrant}
-DATABASES: dict[str, tuple[str, Callable[[Any], Database]]] = {
-    **{name: (name, open_database) for name, open_database in SERVED.items()},
-    "lancedb": ("tmp_path", Lance),
-}
+DATABASES: dict[str, Callable[[Any], Database]] = {"postgres": Postgres, "qdrant": Qdrant}
 
 
 @pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest) -> Database:
     """A database on the server that all tests of this file share."""
-    fixture, open_database = DATABASES[request.param]
-    return open_database(request.getfixturevalue(fixture))
-
-
-@pytest.fixture(params=SERVED)
-def served(request: pytest.FixtureRequest) -> Served:
-    return SERVED[request.param](request.getfixturevalue(request.param))
+    return DATABASES[request.param](request.getfixturevalue(request.param))
 
 
 @pytest_asyncio.fixture
@@ -201,22 +188,6 @@ async def test_a_search_leaves_out_rows_without_a_direction(sink: Sink, database
         await database._fetch(f'ALTER TABLE "{collection}" ALTER COLUMN embedding DROP NOT NULL')
         await database._fetch(f"INSERT INTO \"{collection}\" VALUES ('none', NULL, '{{}}')")
     assert {hit.id for hit in await sink.search(collection, stored.vectors[0], 10)} == {*stored.ids}
-
-
-@pytest.mark.parametrize("payload", ["no JSON", "[1]"])
-async def test_a_search_reads_a_payload_of_lancedb_that_is_no_object_as_an_empty_one(
-    tmp_path: Path, collection: str, payload: str
-) -> None:
-    stored = rows(0, 1)
-    sink = opened(Lance(tmp_path).url, "SIE_JOBS_SINKS", QUICK)
-    await sink.prepare(collection, {"dense": DIMS}, {})
-    await sink.upsert(stored)
-    table = await (await lancedb.connect_async(str(tmp_path))).open_table(collection)
-    await table.update({"payload": payload})
-    assert [(hit.id, hit.payload) for hit in await sink.search(collection, stored.vectors[0], 3)] == [
-        (stored.ids[0], {})
-    ]
-    await sink.close()
 
 
 @pytest.mark.parametrize("payload", ["NULL", "'[1]'"])
@@ -504,11 +475,11 @@ async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call
         server.kill()
 
 
-async def test_a_database_that_is_killed_and_started_again_is_waited_for(served: Served, collection: str) -> None:
+async def test_a_database_that_is_killed_and_started_again_is_waited_for(database: Database, collection: str) -> None:
     """The server is killed while a writer writes. The writer retries until the server is back, and all rows are stored,
     including those that were answered before the kill.
     """
-    sink = opened(served.url, "SINK", LONG)
+    sink = opened(database.url, "SINK", LONG)
     await sink.prepare(collection, {"dense": DIMS}, {})
     await sink.upsert(rows(0, 100))
 
@@ -522,17 +493,17 @@ async def test_a_database_that_is_killed_and_started_again_is_waited_for(served:
 
     writing = asyncio.create_task(write())
     await halfway.wait()
-    await served.kill()
-    impatient = opened(served.url, "SINK", QUICK)
+    await database.kill()
+    impatient = opened(database.url, "SINK", QUICK)
     with pytest.raises(StoreError, match="cannot be reached") as refused:
         await impatient.prepare(collection, {"dense": DIMS}, {})
     assert type(refused.value) is StoreError
     await impatient.close()
     assert not writing.done(), writing
-    await served.start()
+    await database.start()
     await writing
     await sink.close()
-    await has(served, collection, rows(0, 1000))
+    await has(database, collection, rows(0, 1000))
 
 
 async def test_a_server_that_never_answers_is_given_up_within_the_bound(
@@ -623,7 +594,7 @@ def more_rows(widths: Widths) -> SinkRows:
 async def test_each_output_is_written_once_beside_the_others(
     request: pytest.FixtureRequest, collection: str, name: str, widths: Widths
 ) -> None:
-    database = SERVED[name](request.getfixturevalue(name))
+    database = DATABASES[name](request.getfixturevalue(name))
     sink = opened(database.url, "SINK", QUICK)
     rows_of_two = more_rows(widths)
     for _ in range(2):
@@ -680,38 +651,6 @@ def test_sparse_vectors_and_multivectors_of_another_shape_are_refused(change: di
     assert more_rows(widths).latest(widths).ids == rows(0, 3).ids
     with pytest.raises(RowsRefused, match=message):
         dataclasses.replace(more_rows(widths), **change).latest(widths)
-
-
-async def test_writers_at_once_keep_each_row_once_in_lancedb_over_an_object_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collection: str
-) -> None:
-    with s3_server(tmp_path) as server:
-        address = Place.at(server, monkeypatch).url
-        sinks = [opened(f"lancedb+{address}", "SINK", LONG) for _ in range(3)]
-        await asyncio.gather(*(sink.prepare(collection, {"dense": DIMS}, {}) for sink in sinks))
-        await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks))
-        await has(Lance(address), collection, rows(0, 200))
-        await asyncio.gather(*(sink.close() for sink in sinks))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"id": "string", "vector": 16}, "column payload .* no such column"),
-        ({"id": "int64", "vector": 16, "payload": "string"}, "column id .* the table has int64"),
-        ({"id": "string", "vector": 16, "payload": "string"}, "id .* is not its primary key"),
-    ],
-)
-async def test_a_table_of_lancedb_that_no_job_created_is_refused(
-    tmp_path: Path, collection: str, fields: dict[str, str | int], message: str
-) -> None:
-    schema = [
-        (name, pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type)
-        for name, type in fields.items()
-    ]
-    await (await lancedb.connect_async(tmp_path)).create_table(collection, schema=pyarrow.schema(schema))
-    with pytest.raises(CollectionMismatch, match=message):
-        await opened(f"lancedb://{tmp_path}", "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
 
 
 @pytest.mark.parametrize("version", [16, 18])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import shlex
 import shutil
@@ -25,7 +26,6 @@ import httpx
 import pytest
 from cluster import MODEL, until
 from dockerfiles import ROOT, VERSION, budgets
-from kubelet import engine
 
 NEEDED = ("debootstrap", "buildah", "podman", "runc", "/bin/busybox")
 ABSENT = [name for name in NEEDED if shutil.which(name) is None]
@@ -36,13 +36,29 @@ pytestmark = [
     pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)}"),
 ]
 
+_SYS_RESOURCE = 24  # the number of the capability CAP_SYS_RESOURCE
+_PROCESSES = 32768  # the most processes of a container, even without a limit for podman
+
+
+def _ulimits() -> tuple[str, ...]:
+    """Return options of podman. Without them it raises the limits of a container, which needs a capability."""
+    (effective,) = (
+        int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line
+    )
+    if effective >> _SYS_RESOURCE & 1:
+        return ()
+    files, processes = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    processes = _PROCESSES if processes == resource.RLIM_INFINITY else min(processes, _PROCESSES)
+    return ("--ulimit", f"nofile={files}:{files}", "--ulimit", f"nproc={processes}:{processes}")
+
+
 STORE = Path(os.environ.get("IMAGES_STORE", ROOT / "build" / "images"))
 STORAGE = ("--root", str(STORE / "root"), "--runroot", str(STORE / "run"), "--storage-driver", "overlay")
 PODMAN = ("podman", *STORAGE, "--cgroup-manager", "cgroupfs", "--runtime", "runc")
 BUILDAH = ("buildah", *STORAGE)
 BASE = "docker.io/library/python:3.11-slim"
 NATS = "docker.io/library/nats:2.12-alpine"
-RUN_ARGS = (*engine.ulimits(), *shlex.split(os.environ.get("RUN_ARGS", "")))
+RUN_ARGS = (*_ulimits(), *shlex.split(os.environ.get("RUN_ARGS", "")))
 IMAGES = ("gateway", "config", "sidecar", "adapter-cpu", "serve")
 SERVICES = ("nats", "config", "gateway", "sidecar", "adapter")
 PROJECT = "sie-images-test"

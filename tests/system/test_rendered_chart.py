@@ -1,11 +1,11 @@
 """The rendered chart without Kubernetes: the commands of its containers run here to the letter, beside each other.
 
-The tests do what a kubelet, a container engine and a cluster's network do. A container has processes of its own, the
+The tests do what a node and a cluster's network do. A container has processes of its own, the
 rendered user without capabilities, a read-only root with nothing writable but its volumes, and the files that an image
 would have. Secrets and names of pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of their
 Dockerfile, probes say which containers are ready. A pod is an address of loopback in a network of the test's own, so
 every port is the rendered one, and the name of a service stands for the pods that its selector finds. It needs no
-image, so CI runs it; `test_containers.py` shows the same and more with the images.
+image, so CI runs it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ import psutil
 import pytest
 from cluster import MODEL, until
 from helm import NAMESPACE, Object, allowed, objects, of_kind, pod, template, variables, workloads
-from kubelet.network import CLONE_NEWNET, CLONE_NEWPID, namespace
-from kubelet.release import CLIENT, TOKENS
+from namespaces import CLONE_NEWNET, CLONE_NEWPID, namespace
 from stack import Part, Role
 
 pytestmark = [pytest.mark.debian, pytest.mark.timeout(300)]
@@ -56,6 +55,16 @@ IMAGE = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
 }
+USERS = ("gateway", "config", "worker", "streams", "operator")
+TOKENS = {
+    "auth-tokens": "client-token",
+    "config-read-token": "reader-token",
+    "admin-token": "admin-token",
+    "nats-route": "in-a-url",
+    # passwords that a URL, a configuration of the server or a shell would misread without quotes
+    **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},
+}
+CLIENT = {"Authorization": f"Bearer {TOKENS['auth-tokens']}"}
 START_S = 90.0
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
@@ -226,7 +235,7 @@ def confined(where: Pod, container: Object) -> str:
 
 
 class Container(Part):
-    """A container that a kubelet keeps: the first process of its own, with the readiness of its probe."""
+    """A container of a node: the first process of its own, with the readiness of its probe."""
 
     def __init__(self, node: Node, where: Pod, told: Object) -> None:
         self.where = where
@@ -245,7 +254,7 @@ class Container(Part):
             return super()._spawn(argv)
 
     def execute(self, action: Object) -> bool:
-        """Run an exec action as a kubelet does: return whether its command, run inside, ends with 0."""
+        """Run an exec action: return whether its command, run inside, ends with 0."""
         inside = [
             "nsenter",
             "--target",
@@ -491,7 +500,7 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
         assert {stream["config"]["storage"] for stream in streams()} == {"file"}
         (first,) = (broker for broker in brokers if broker.where.name == "sie-nats-0")
         assert first.execute(first.told["lifecycle"]["preStop"])
-        os.kill(first.pid, signal.SIGTERM)  # a kubelet sends it right after preStop
+        os.kill(first.pid, signal.SIGTERM)  # a node sends it right after preStop
         until(lambda: not first.alive, 60, "the end of a broker whose clients have gone")
         assert any("Closing existing clients" in line for line in first.log)
         until(

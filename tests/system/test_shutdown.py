@@ -20,8 +20,8 @@ import psutil
 import pytest
 from cluster import MODEL, SIE, Cluster, free_ports, running, until
 from job_client import JobClient
-from kubelet.network import CLONE_NEWPID, namespace
 from load import Load, answered
+from namespaces import CLONE_NEWPID, namespace
 from stack import Device, Plan, Stack
 
 GONE_S = 60.0  # bound on a busy machine; the kernel ends processes at once

@@ -103,10 +103,8 @@ MIXEDBREAD = required(
     top_k=WHOLE,
     return_input={"type": "boolean"},
 )
-# docs.nvidia.com: NeMo Retriever, and the client of NeMo Guardrails
+# docs.nvidia.com: NeMo Retriever
 RANKINGS = required(rankings=rows(required(index=WHOLE, logit=NUMBER)), usage=required(total_tokens=WHOLE))
-ENTITY = required(value=TEXT, suggested_label=TEXT, start_position=WHOLE, end_position=WHOLE, score=NUMBER)
-GUARDRAILS = required(entities={"type": "array", "items": ENTITY}, total_entities=WHOLE, tagged_text=TEXT)
 # huggingface.github.io/text-embeddings-inference: its OpenAPI document
 CLASS = required(label=TEXT, score=NUMBER)
 SPARSE = rows(rows(required(index=WHOLE, value=NUMBER)))
@@ -208,7 +206,6 @@ REPLIES = [
         Reply(path, {"model": CLASSES, "input": ["river"]}, infinity.ClassifyResult.from_dict)
         for path in ("/v1/classify", "/classify")
     ),
-    Reply("/v1/extract", {"model": "test/gliner", "text": "Ada met Bob.", "labels": ["person"]}, by_schema(GUARDRAILS)),
     Reply("/api/embed", ASKED, by_model(ollama.EmbedResponse)),
     Reply("/api/embeddings", {"model": DENSE, "prompt": "river"}, by_model(ollama.EmbeddingsResponse)),
     Reply("/api/rerank", RANK, by_schema(RANKED)),

@@ -46,7 +46,7 @@ EXAMPLES = {
 DOCUMENTED = """
     infer  POST /v1/encode/org/name /v1/score/org/name /v1/extract/org/name /v1/redact/org/name
     infer  POST /v1/embeddings /embeddings /v1/contextualizedembeddings
-    infer  POST /v1/rerank /v2/rerank /rerank /v1/ranking /v1/extract
+    infer  POST /v1/rerank /v2/rerank /rerank /v1/ranking
     infer  POST /v1/embed /v2/embed /classify /v1/classify / /embed /embed_all
     infer  POST /embed_sparse /predict /similarity /tokenize /decode
     infer  POST /tei/org/name /tei/org/name/embed /tei/org/name/embed_all

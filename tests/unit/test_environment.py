@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sie_cli.serve.environment import HUB, of_broker, of_components
-from sie_contracts.settings import ROWS, Secret, Settings
+from sie_contracts.settings import ROWS, Settings
 
 CLOUD = {
     "AWS_ACCESS_KEY_ID": "id",
@@ -46,9 +46,6 @@ def test_the_hub_s_token_reaches_adapters_alone() -> None:
         ("payload_store_url", "/a/folder", set()),
         ("jobs_urls", ("/a/folder", "gs://rows/x"), {"gateway"}),
         ("jobs_urls", ("/a/folder",), set()),
-        ("jobs_sinks", (("lake", Secret("lancedb+s3://bucket/x")),), {"gateway"}),
-        ("jobs_sinks", (("lake", Secret("lancedb+az://bucket/x")),), {"gateway"}),
-        ("jobs_sinks", (("lake", Secret("lancedb:///a/folder")), ("q", Secret("https://qdrant:6333"))), set()),
         ("models_dir", "gs://models/x", {"config", "adapter"}),
         ("models_dir", "./models", set()),
         ("cluster_cache", "s3://weights", {"adapter"}),

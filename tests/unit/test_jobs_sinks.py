@@ -122,7 +122,7 @@ async def place(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPa
         adapter = await cluster.adapter()
         gateway = await cluster.gateway(
             SIE_PAYLOAD_STORE_URL=str(cluster.folder / "payloads"),
-            SIE_JOBS_SINKS="main=qdrant://127.0.0.1:1,other=postgresql://127.0.0.1:1/db,lance=lancedb:///nowhere",
+            SIE_JOBS_SINKS="main=qdrant://127.0.0.1:1,other=postgresql://127.0.0.1:1/db",
         )
         await cluster.sidecar(adapter)
         yield Place(gateway, adapter)
@@ -224,7 +224,6 @@ async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
             {"params": {"output_types": ["dense", "multivector"]}, "output": {**OUTPUT, "sink": "other"}},
             "params.output_types",
         ),
-        ({"params": {"output_types": ["sparse"]}, "output": {**OUTPUT, "sink": "lance"}}, "params.output_types"),
         ({"params": {"output_dtype": "int8"}}, "params.output_dtype"),
         ({"params": {"output_dtype": "binary"}}, "params.output_dtype"),
         ({"params": {"dimensions": 7}}, "params.dimensions"),

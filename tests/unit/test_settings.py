@@ -142,7 +142,6 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_IMAGE_URL_HOSTS": Documented(
             UNSET, "a.example.com,*.example.org:8443,*", (",", "http://a", "a/b", "a:port")
         ),
-        "SIE_REMOTES": Documented(UNSET, "/etc/sie/remotes.yaml"),
         "SIE_ROOT_PATH": Documented(UNSET, "/sie", ("sie", "/sie/", "/", "//")),
         "SIE_DEFAULT_MODELS": Documented(UNSET, "embed=a/b,rerank=c/d", ("embed", "chat=a/b", "embed=", ",")),
         "SIE_POOL_WRITE_ROLE": Documented("user", "admin", ("root", "")),
@@ -152,7 +151,7 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_JOBS_URLS": Documented(UNSET, "s3://bucket/a,/mnt/jobs", (",", "ftp://host/x", "s3://a,gs://")),
         "SIE_JOBS_SINKS": Documented(
             UNSET,
-            f"main=qdrant://host:6333,pg=postgresql://user:{CANARY}@host/db,lance=lancedb:///vectors",
+            f"main=qdrant://host:6333,pg=postgresql://user:{CANARY}@host/db",
             (
                 ",",
                 "main",
@@ -162,7 +161,6 @@ DOCUMENTED = _DocumentedSettings(
                 "a=qdrant://h,a=qdrant://h",
                 "a=qdrant://h:x",
                 "a=postgresql:///db",
-                "a=lancedb:///",
             ),
         ),
         "SIE_JOBS_AT_ONCE": Documented("4", "0", ("-1", "x", "")),

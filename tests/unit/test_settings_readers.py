@@ -194,7 +194,6 @@ EFFECTS = {
     "SIE_PREPROCESSOR_WORKERS": (
         f"{BATCHING}::test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers"
     ),
-    "SIE_REMOTES": ("tests/unit/test_remotes.py::test_a_refused_request_has_the_vectors_of_the_proven_remote_server"),
     "SIE_IMAGE_URL_HOSTS": ("tests/unit/test_image_items.py::test_a_url_of_a_listed_host_is_its_file_on_every_route"),
     "SIE_IMAGE_WORKERS": (
         "tests/unit/test_media_pool.py::test_as_many_images_are_prepared_at_once_as_there_are_image_workers"

@@ -16,7 +16,6 @@ import pytest
 from sie_contracts.settings import SettingError
 from sie_store.datasets.templates import Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.lance import LanceSink
 from sie_store.sinks.live import LiveSource
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector import PgvectorSink
@@ -35,9 +34,6 @@ SOURCE = LiveSource("docs", Template.parsed("{body}", "--text"), {"old": "a", "n
         (f"qdrants://{SECRET}%2F@[::1]:443", QdrantSink),
         (f"postgresql://me:{SECRET}@db:5432/vectors?sslmode=verify-full", PgvectorSink),
         ("postgresql://db/vectors", PgvectorSink),
-        ("lancedb:///var/lib/vectors", LanceSink),
-        ("lancedb+s3://bucket", LanceSink),
-        ("lancedb+gs://bucket/some/prefix", LanceSink),
     ],
 )
 async def test_a_url_names_a_database(url: str, kind: type[object]) -> None:
@@ -67,13 +63,6 @@ async def test_a_url_names_a_database(url: str, kind: type[object]) -> None:
         f"postgresql://me:{SECRET}@db",
         f"postgresql:///{SECRET}",
         f"mysql://me:{SECRET}@db/vectors",
-        "lancedb://",
-        "lancedb:///",
-        "lancedb://folder/more",
-        "lancedb+s3:///prefix",
-        f"lancedb+s3://{SECRET}@bucket/prefix",
-        f"lancedb+s3://bucket?key={SECRET}",
-        f"lancedb+https://{SECRET}",
     ],
 )
 def test_what_names_none_is_refused_without_its_secret(url: str) -> None:
@@ -87,10 +76,7 @@ def test_what_names_none_is_refused_without_its_secret(url: str) -> None:
 
 
 def test_no_library_of_a_database_is_imported_before_one_is_opened() -> None:
-    code = (
-        "import sys, sie_store.sinks.opening; "
-        "print(sorted({'httpx', 'asyncpg', 'lancedb', 'pyarrow'} & sys.modules.keys()))"
-    )
+    code = "import sys, sie_store.sinks.opening; print(sorted({'httpx', 'asyncpg', 'pyarrow'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -52,7 +52,6 @@ SILENT = """
     POST   /v1/encode/{model:path} /v1/score/{model:path} /v1/extract/{model:path} /v1/redact/{model:path}
     POST   /v1/embeddings /embeddings /v1/contextualizedembeddings
     POST   /v1/rerank /v2/rerank /rerank /v1/ranking /v1/embed /v2/embed /v1/classify /classify
-    POST   /v1/extract
     POST   / /embed /embed_all /embed_sparse /predict /similarity /tokenize /decode
     POST   /tei/{model:path} /tei/{model:path}/embed /tei/{model:path}/embed_all /tei/{model:path}/embed_sparse
     POST   /tei/{model:path}/predict /tei/{model:path}/similarity /tei/{model:path}/tokenize

@@ -43,8 +43,6 @@ from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.fragments import Damaged, put_together
 from sie_gateway.inference.results import ResultInbox
-from sie_gateway.remotes import remotes
-from sie_gateway.remotes.client import RemoteClient, RemoteFailed
 from sie_runtime import feed, keys
 from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.intake.pool_membership import PoolMembership
@@ -202,12 +200,6 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "table": ({"type": MARK, "parts": [MARK]}, msgpack, lambda data: read_lane(bucket_of(data), "lane"), None),
     "demand": ({"at_s": MARK}, msgpack, lambda data: DemandRecords.is_wanted(bucket_of(data), MagicMock()), None),
     "key": ({"id": MARK}, json, lambda data: keys.readable([Entry("k", data, 1)]), None),
-    "reference of a remote": (
-        {"type": MARK, "model": MARK},
-        msgpack,
-        lambda data: remotes._reference_in(Entry("k", data, 1), MagicMock()),
-        None,
-    ),
     "model": ({"source": MARK}, json, lambda data: mirror.decoded(store._stored, Entry("model.x", data, 1)), NotReady),
     "copy of a model": ({"source": MARK}, json, lambda data: store._copied(Entry("model.x", data, 1)), None),
     "index of aliases": ({"alias": [MARK]}, json, lambda data: aliases.AliasIndex.read(data, 1), NotReady),
@@ -249,12 +241,6 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         json,
         lambda data: PoolMembership._request_pool(connection_of(data), "u"),
         None,
-    ),
-    "vectors of a remote": (
-        {"model": MARK},
-        json,
-        lambda data: RemoteClient._read(MagicMock(_server=SimpleNamespace(kind="openai")), data, 1, 1),
-        RemoteFailed,
     ),
     "answer of Qdrant": ({"result": MARK}, json, qdrant._reply, qdrant.SinkUnsuitable),
     "answer of a gateway": (

@@ -40,11 +40,12 @@ from sie_contracts.models.catalogue import Resolved, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
-from sie_contracts.models.parity import COSINE_8, COSINE_16, COSINE_32
 from sie_store import entry_faults
 from sie_store.folder_files import read_json
 
-COSINE = {torch.float32: COSINE_32}
+COSINE = {torch.float32: 0.9999}
+COSINE_16 = 0.999
+COSINE_8 = 0.99
 TAU, TAU_8 = 0.98, 0.95
 
 

@@ -21,10 +21,8 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """Return the environment for a process that runs these components (gateway, config, sidecar, adapter)."""
-    # A LanceDB sink may be in a bucket, which LanceDB opens in the gateway. So the gateway may need credentials for it.
-    sinks = [url.reveal().removeprefix("lancedb+") for _, url in settings.jobs_sinks or ()]
     urls: dict[str, tuple[str | None, ...]] = {
-        "gateway": (settings.payload_store_url, *(settings.jobs_urls or ()), *sinks),
+        "gateway": (settings.payload_store_url, *(settings.jobs_urls or ())),
         "sidecar": (settings.payload_store_url,),
         "config": (settings.models_dir,),
         "adapter": (settings.models_dir, settings.cluster_cache),

@@ -54,7 +54,7 @@ NO_LIMITS = KeyLimits()
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`. `caches`:
-    answers to requests with this key may be cached. `remote`: inputs of these requests may be sent to remote servers.
+    answers to requests with this key may be cached.
     """
 
     id: str
@@ -66,7 +66,6 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     revoked_s: float = 0.0
     limits: KeyLimits = NO_LIMITS
     caches: bool = True
-    remote: bool = False
 
     def ended(self, now_s: float) -> str:
         """Return why the key is not valid any more ("was revoked" or "has expired"); empty while it is valid."""
@@ -83,7 +82,6 @@ def create(
     expires_s: float = 0.0,
     limits: KeyLimits = NO_LIMITS,
     caches: bool = True,
-    remote: bool = False,
 ) -> tuple[Key, str]:
     """Return a new key and its token. The token is not stored anywhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
@@ -96,7 +94,6 @@ def create(
         expires_s=expires_s,
         limits=limits,
         caches=caches,
-        remote=remote,
     )
     return key, token
 

@@ -34,7 +34,7 @@ LABELS = {
     "engine": "the engine that computes the hidden states of a model: openvino, sglang, torch",
     "event": "what happened to a reservation",
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`; `_shadow` for "
-    "copies to a shadow, `_remote` for the reference vectors of remote servers",
+    "copies to a shadow",
     "kind": "put, removal, unknown",
     "machine_profile": "the machine profile of a lane; empty before one is chosen",
     "method": "the HTTP method",
@@ -49,7 +49,6 @@ LABELS = {
     "priority": "interactive, bulk",
     "reason": "the reason of the refusal",
     "redelivered": "true, false",
-    "remote": "the name of a remote server in SIE_REMOTES",
     "result": "the outcome",
     "route": "a route of the config service, with placeholders for names in its path",
     "side": "served, shadow",
@@ -315,38 +314,6 @@ _GATEWAY = (
         5,
         1,
         _AGREEMENT,
-    ),
-    # remote servers, at most 8
-    Metric(
-        "sie_gateway_remote_requests",
-        "counter",
-        "Requests that the cluster refused and a remote server could take, by result: served, failed, unproven, budget",
-        ("remote", "result"),
-        32,
-    ),
-    Metric(
-        "sie_gateway_remote_tokens", "counter", "Tokens of requests that the remote server answered", ("remote",), 8
-    ),
-    Metric(
-        "sie_gateway_remote_ready",
-        "gauge",
-        "1 if the vectors of the remote server were compared and agree, else 0",
-        ("remote",),
-        8,
-    ),
-    Metric(
-        "sie_gateway_remote_cosine",
-        "gauge",
-        "Lowest cosine of a probe in the last comparison; if it failed, the cosine of the probe that differs most",
-        ("remote",),
-        8,
-    ),
-    Metric(
-        "sie_gateway_remote_difference",
-        "gauge",
-        "Largest relative difference of a probe's vector from its reference vector in the last comparison",
-        ("remote",),
-        8,
     ),
     Metric("sie_gateway_build_info", "gauge", "Always 1; the label is the version that runs", ("version",)),
     Metric("sie_gateway_websockets", "gauge", "Websockets that are open"),

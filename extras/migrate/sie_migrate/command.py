@@ -42,7 +42,7 @@ _STOPPED = {
     "--id",
     "id_column",
     metavar="COLUMN",
-    help="Column of ids.  [default: file and number of the row; in PostgreSQL the primary key, in LanceDB id]",
+    help="Column of ids.  [default: file and number of the row; in PostgreSQL the primary key]",
 )
 @click.option(
     "--input-format",
@@ -68,7 +68,7 @@ _STOPPED = {
 @click.option(
     "--vector",
     metavar="NAME",
-    help="Name of the index's vector.  [default: embedding in PostgreSQL, vector in LanceDB, the only one in Qdrant]",
+    help="Name of the index's vector.  [default: embedding in PostgreSQL, the only one in Qdrant]",
 )
 @click.option(
     "--sample",
@@ -132,7 +132,7 @@ def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 
     \b
-    An index in PostgreSQL (pgvector), Qdrant or LanceDB that stores its texts: --sink, --collection, --text
+    An index in PostgreSQL (pgvector) or Qdrant that stores its texts: --sink, --collection, --text
     1. check    checks the alias, both models, their widths, the index, and the rights of the user of the database
     2. embed    writes vectors of NEW_MODEL beside the present ones, also for rows that clients write meanwhile
     3. quality  compares the nearest neighbours of a sample of rows, or of --queries, by both vectors

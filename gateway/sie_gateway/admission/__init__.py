@@ -9,8 +9,7 @@ many requests in progress, and from `Quotas.spend` for a quota.
 
 The two tables list every place that refuses a request for lack of room: the class or function that makes the error,
 the code of the error, and the resource that is used up. `docs/errors.md` has the codes. `docs/security.md` has the
-limits, under "What a client may hold". A remote server may answer a request that `inference/runner` refuses with
-QUEUE_FULL, QUEUE_UNAVAILABLE, PROVISIONING or MODEL_LOADING (`remotes`). Places in the gateway:
+limits, under "What a client may hold". Places in the gateway:
 
     admission/admission.Admission   QUEUE_FULL          time (`check`, `refuse_late`), or bytes of inputs (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute

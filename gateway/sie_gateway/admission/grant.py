@@ -31,8 +31,7 @@ _MAX_IDLE = 4096
 class Grant:
     """Rights of a credential. `key` identifies the credential for its quota and in the queue; empty if no credential is
     required. `name` identifies the credential in metrics. The token cannot be derived from `key` or `name`. `caches`:
-    the gateway may cache answers to the credential's requests. `remote`: the gateway may send the inputs of these
-    requests to remote servers.
+    the gateway may cache answers to the credential's requests.
     """
 
     key: str = ""
@@ -40,7 +39,6 @@ class Grant:
     limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
     caches: bool = True
-    remote: bool = False
 
     def owns(self, owner: str) -> bool:
         """Return True if this credential may use the jobs, reservations and recorded requests of `owner`, the key of a
@@ -49,7 +47,7 @@ class Grant:
         return owner == self.key or "admin" in self.scopes
 
 
-ANYBODY = Grant(remote=True)
+ANYBODY = Grant()
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -237,7 +237,7 @@ async def _slots(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the slot (reply entry) of each text. If a model failed on a text, the slot has the error and no text. The
     first of `results` includes the failures of all models. With `one_thread`, that thread redacts the texts, else the
-    event loop. Raises GatewayTimeout, and the errors of `model_spans`.
+    event loop. Raises GatewayTimeout, and the errors of `_model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):
@@ -277,11 +277,12 @@ async def _aside(key: str, work: Callable[[Proceed], dict[str, Any]], one_thread
 def _redacted(
     text: str, outcomes: Sequence[Outcome], path: str, rules: RedactionRules, proceed: Proceed = lambda: None
 ) -> dict[str, Any]:
-    """Return the fields of a text's slot. `outcomes`: one for each model. Raises the errors of `model_spans` and of
+    """Return the fields of a text's slot. `outcomes`: one for each model. Raises the errors of `_model_spans` and of
     `proceed`.
     """
-    spans = [span for outcome in outcomes for span in model_spans(text, outcome, path)]
-    spans = joined_spans(text, [*spans, *_pattern_spans(text, rules, proceed)])
+    spans = [span for outcome in outcomes for span in _model_spans(text, outcome, path)]
+    # each span includes the combining marks after it
+    spans = disjoint(with_marks(text, span) for span in (*spans, *_pattern_spans(text, rules, proceed)))
     new_text, parts = redacted(text, spans, Replacer(rules.style, rules.key))
     places = [place for span in spans for place in (span.start, span.end)]
     new_places = [place for part in parts for place in (part.start, part.end)]
@@ -310,7 +311,7 @@ def _pattern_spans(text: str, rules: RedactionRules, proceed: Proceed) -> Iterat
         yield SensitiveSpan(start, end, rules.patterns[name], None, "pattern")
 
 
-def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
+def _model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     """Return the parts of a text that are entities of the model. `path`: place of the text in the body.
 
     Raises InvalidInput if the model did not read the whole text. Raises InferenceFailed if the model returned no list
@@ -330,8 +331,3 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
         if start < end:
             spans.append(SensitiveSpan(start, end, entity["label"], entity["score"], "model"))
     return spans
-
-
-def joined_spans(text: str, spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
-    """Join overlapping spans, in the order of the text. Each span includes the combining marks after it."""
-    return disjoint(with_marks(text, span) for span in spans)

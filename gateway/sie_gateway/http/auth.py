@@ -206,8 +206,8 @@ class Gate:
 
 
 def _grant_of(key: Key) -> Grant:
-    return Grant(key.id, frozenset(key.scopes), key.limits, key.id, key.caches, key.remote)
+    return Grant(key.id, frozenset(key.scopes), key.limits, key.id, key.caches)
 
 
 def _static(token: Secret, scopes: frozenset[str], name: str) -> Grant:
-    return Grant(key_of(token.reveal()), scopes, name=name, remote=True)
+    return Grant(key_of(token.reveal()), scopes, name=name)

@@ -56,7 +56,7 @@ HEADERS = (
         "slot: an error replaces a failed input. fail: the request fails. Public SDKs of SIE get fail by default.",
     ),
     Parameter(
-        "X-SIE-Remote", "header", Literal["forbid"], "No remote server gets the inputs; another value is refused."
+        "X-SIE-Remote", "header", Literal["forbid"], "No other server gets the inputs. Another value is refused."
     ),
     Parameter(
         "X-SIE-Cache",

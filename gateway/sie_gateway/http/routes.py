@@ -23,7 +23,6 @@ from sie_contracts.wire.configs import config_shape
 from sie_gateway.dialects import (
     cohere,
     contextual,
-    guardrails,
     infinity,
     native,
     ollama,
@@ -206,15 +205,6 @@ DIALECTS = (
     _dialect("/v2/embed", "embed", cohere.v2, _EMBED, api.EmbedV2Body, api.Embedded, family("cohere")),
     _CLASSIFY,
     replace(_CLASSIFY, path="/classify"),
-    _dialect(
-        "/v1/extract",
-        "extract",
-        guardrails.extract,
-        ("NVIDIA", "Entities of one text, in the format of NeMo Guardrails"),
-        api.GuardrailText,
-        api.GuardrailEntities,
-        family("native"),
-    ),
     *(
         _dialect(
             f"/v1/audio/{name}",

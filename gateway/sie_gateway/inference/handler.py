@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -26,7 +26,6 @@ from sie_contracts.errors import (
     ModelNotFound,
     NotReady,
     QueueFull,
-    SIEError,
 )
 from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, Resolved
@@ -64,9 +63,6 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.routes import FORM
 
-if TYPE_CHECKING:
-    from sie_gateway.remotes.remotes import Remotes
-
 BODY_THREADS = 2  # threads that read large bodies
 WATCH_AFTER_S = 1.0  # a run must take this many seconds before the gateway checks whether its client disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
@@ -103,7 +99,6 @@ class Inference:
         # capability, such as `embed` -> model for requests that need this capability and name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
-        self.remotes: Remotes | None = None  # remote servers that run requests which this cluster cannot run now
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
@@ -342,13 +337,9 @@ class Inference:
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
-        except SIEError as error:
-            if isinstance(error, QueueFull):  # QueueFull from the broker lacks the depth of the queue
-                error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
-            answer = await self.remotes.instead(call, request, error) if self.remotes is not None else None
-            if answer is None:
-                raise
-            finished = answer
+        except QueueFull as error:  # QueueFull from the broker lacks the depth of the queue
+            error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
+            raise
         call.finished = finished
         if request.resolved.alias:
             self.shadows.after(call, finished)
@@ -464,7 +455,8 @@ def _error_mode(call: Call) -> str:
     return mode
 
 
-# permitted values of headers; `_check_headers` refuses other values, so that a client notices a mistake in a header
+# Permitted values of headers; `_check_headers` refuses other values, so that a client notices a mistake in a header.
+# X-SIE-Remote belongs to the public SDKs: no other server gets inputs, so only `forbid` can be obeyed.
 _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
 
 

@@ -95,12 +95,10 @@ class RequestResult:
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
-        self.served_by = "local"  # "local", or the name of the remote server that computed the results
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # stage -> milliseconds in the reply; empty until `timing` ran
-        # "hit", "partial", "miss" or "off"; empty if the gateway has no cache, if all inputs were refused, or if a
-        # remote server computed the results
+        # "hit", "partial", "miss" or "off"; empty if the gateway has no cache, or if all inputs were refused
         self.cache_status = ""
         self.cached_items = 0  # number of inputs whose answers came from the cache or from another request
         self.cached_tokens = 0  # number of tokens of the inputs in `cached_items`
@@ -311,7 +309,7 @@ class RequestResult:
             "X-SIE-Model-Revision": resolved.entry.revision,
             "X-SIE-Fingerprint": self.fingerprint,
             "X-SIE-Bundle": self.request.lane.bundle,
-            "X-SIE-Served-By": self.served_by,
+            "X-SIE-Served-By": "local",
             "X-SIE-Units-Input-Tokens": str(self.usage["prompt_tokens"]),
             **({"X-SIE-Units-Pairs": str(len(self.outcomes) - failed)} if self.request.operation == "score" else {}),
             **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ import sie_contracts
 from sie_broker import Broker, BrokerError, Bus, NoResponder
 from sie_broker.dead_letters import letter_stream
 from sie_contracts.api.operations import ClusterInfo, DeviceInfo, Health, ModelSummary, WorkerInfo
-from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo, NotFound, NotReady
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
@@ -250,7 +248,6 @@ class ClusterStatus:
         self._visible = visible
         self.sockets = WorkerSockets(settings)
         self.history = RequestHistory()
-        self.further: list[Callable[[], list[ClusterFinding]]] = []  # functions that return more findings
         self.log = LogTail()
         self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
@@ -375,7 +372,6 @@ class ClusterStatus:
             *of_queues(lanes, glance.workers, self._trend, visible),
             *refused,
             *glance.findings,
-            *itertools.chain.from_iterable(findings() for findings in self.further),
         ]
         return {
             "version": sie_contracts.__version__,

@@ -510,20 +510,16 @@ class JetStream(NatsBus):
 
     async def ask_owner(self, request: StreamRequest) -> bool:
         """Ask the owner of streams to create or update a stream. Return False if this process must do this itself,
-        because it is the owner, no owner connects until `owner_until_s`, or its broker user (of an older version) may
-        not send StreamRequests. Raises BrokerError.
+        because it is the owner, or no owner connects until `owner_until_s`. Raises BrokerError.
         """
         if self.owns_streams:
             return False
-        try:
-            while is_no_responder(
-                answer := await self.roundtrip(streams_subject(request.name), messages.encode(request), API_TIMEOUT_S)
-            ):
-                if time.monotonic() >= self.owner_until_s:
-                    return False
-                await asyncio.sleep(_OWNER_RETRY_S)
-        except NotPermitted:
-            return False
+        while is_no_responder(
+            answer := await self.roundtrip(streams_subject(request.name), messages.encode(request), API_TIMEOUT_S)
+        ):
+            if time.monotonic() >= self.owner_until_s:
+                return False
+            await asyncio.sleep(_OWNER_RETRY_S)
         if answer.data:
             raise BrokerError(f"the config service did not create or update {request.name}: {answer.data.decode()}")
         return True

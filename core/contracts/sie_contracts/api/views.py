@@ -29,7 +29,7 @@ class ClusterFinding(Struct, kw_only=True, frozen=True):
     reports the same fault.
     """
 
-    check: Literal["gateway", "loads", "refusals", "queue", "clock", "remotes"]
+    check: Literal["gateway", "loads", "refusals", "queue", "clock"]
     wrong: str
     fix: str
 
@@ -37,7 +37,7 @@ class ClusterFinding(Struct, kw_only=True, frozen=True):
 class ClusterView(Struct, kw_only=True):
     """Overview of the cluster. At most 50 workers and 50 models are listed: unhealthy workers and models in use come
     first. `queues`: null if the broker was not read. `failures`: by model, the reason why it could not be loaded.
-    `findings`: at most 50 faults of workers, loads, queues, clocks and remote servers, and requests refused in the last
+    `findings`: at most 50 faults of workers, loads, queues and clocks, and requests refused in the last
     5 minutes; faults that stop work come first. `data_dir`: data directory of the `sie serve` that runs this gateway:
     the value that commands of `sie` need as `--data-dir` to use this cluster.
     """

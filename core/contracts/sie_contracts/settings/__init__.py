@@ -49,7 +49,6 @@ __all__ = [
     "default_worker_id",
     "load",
     "public_url",
-    "secret_variable",
     "shown",
     "store_url",
 ]
@@ -186,11 +185,6 @@ def load(
     return Loaded(
         settings, sources, (*_warnings(sources, environ, mode), *(ignored if settings.tracing.enabled else ()))
     )
-
-
-def secret_variable(name: str) -> Secret | None:
-    """Return the secret in the environment variable `name`; None if the variable is unset or empty."""
-    return Secret(os.environ[name]) if os.environ.get(name) else None
 
 
 def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:

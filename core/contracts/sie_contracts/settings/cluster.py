@@ -17,7 +17,6 @@ from sie_contracts.settings.values import (
     PASSWORD,
     PAYLOAD_STORE,
     PORT,
-    REMOTES,
     SECRET,
     SECRETS,
     SINKS,
@@ -197,12 +196,6 @@ class ClusterSettings:
         "gateway",
         HOSTS,
         "Hosts from which the gateway fetches images whose URLs a request names. A name without a port allows the ports 80 and 443. `*` allows any name. Addresses that are not public are never fetched from. Unset: nothing is fetched.",
-    )
-    remotes: str | None = row(
-        None,
-        "gateway",
-        REMOTES,
-        "Remote servers that may answer for a model when this cluster has no room (docs/remote.md): a YAML file, or its content as JSON. Read at the start. Unset: nothing is ever sent to another server.",
     )
     root_path: str | None = row(
         None,

@@ -214,9 +214,7 @@ def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
         _ = pieces.port  # reading the port raises ValueError if it is out of range
         if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
-        # the URL of a LanceDB database has the path of a folder, but no host
-        has_place = pieces.path.strip("/") if pieces.scheme == "lancedb" else pieces.hostname
-        if not pieces.scheme or not has_place:
+        if not pieces.scheme or not pieces.hostname:
             raise ValueError
         sinks[name] = Secret(url)
     return tuple(sinks.items())
@@ -229,7 +227,7 @@ def _socket_path(text: str) -> str:
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
-    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe", "redact")
+    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe")
     pairs = []
     for part in _list_of(text):
         operation, equals, model = part.partition("=")
@@ -262,7 +260,6 @@ SECRET = ("a secret", _secret)
 SECRETS = ("a comma-separated list of secrets", _secrets)
 PASSWORD = ("a password", password)
 PATH = ("a path", _path)
-REMOTES = ("a path, or a JSON document", _text)
 PORT = whole(0, 65535)
 HTTP = _url("http", "https")
 WORKERS = "a comma-separated list of http://..., https://..., ws://..., wss://... or host:port", _checked_list(_worker)
@@ -299,7 +296,7 @@ ORIGINS = (
 HOSTS = "a comma-separated list of host names, *.suffixes or *", _checked_list(pattern("", _HOST, lower=True)[1])
 SOCKET = "an absolute path of at most 100 bytes", _socket_path
 DEFAULT_MODELS = (
-    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict, transcribe or redact",
+    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict or transcribe",
     _pairs,
 )
 SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of secret values, which are never shown

@@ -107,33 +107,9 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
     workers: dict[str, str] = {}
 
 
-class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
-    """Vectors that a worker computed for a model's probe texts. Gateways compare vectors of remote servers with these.
-    `source`: digest of the model's entry and of the probe texts. `prompts`: each prompt as (prefix, suffix, whether the
-    prompt is for queries). `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for a long probe
-    text.
-    """
-
-    source: str
-    precision: str
-    fingerprint: str
-    prompts: tuple[tuple[str, str, bool], ...]
-    width: int
-    vectors: bytes
-    has_long: bool = False
-
-
-class RemoteUsage(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-usage/1"):
-    """Tokens that all gateways together sent to a remote server in a month (`2026-11`, by the broker's clock)."""
-
-    month: str
-    tokens: int
-
-
 decode_stream_request = msgspec.msgpack.Decoder(StreamRequest).decode
 decode_demand = msgspec.msgpack.Decoder(Demand).decode
 decode_placement = msgspec.msgpack.Decoder(Placement).decode
 decode_placement_part = msgspec.msgpack.Decoder(PlacementPart).decode
 decode_reservations = msgspec.msgpack.Decoder(Reservations).decode
 decode_assigned = msgspec.msgpack.Decoder(Assigned).decode
-decode_remote = msgspec.msgpack.Decoder(RemoteReference | RemoteUsage).decode

@@ -39,7 +39,6 @@ KEYS_BUCKET = "sie_keys"
 KEYS_COPY_BUCKET = "sie_keys_copy"
 JOBS_BUCKET = "sie_jobs"
 SHARDS_BUCKET = "sie_shards"
-REMOTES_BUCKET = "sie_remotes"
 BUCKETS = frozenset(
     {
         CATALOGUE_BUCKET,
@@ -53,7 +52,6 @@ BUCKETS = frozenset(
         KEYS_COPY_BUCKET,
         JOBS_BUCKET,
         SHARDS_BUCKET,
-        REMOTES_BUCKET,
     }
 )
 RESERVATIONS_KEY = "reservations"  # key of POOLS_BUCKET with all reservations

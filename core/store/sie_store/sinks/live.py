@@ -70,7 +70,7 @@ class LiveState:
 class LiveRow:
     """A row of a live collection. `columns`: values of the columns that the template names. `version`: digest of these
     values when they were read, empty if the database compares `stored` instead. A write skips a row whose values have
-    changed since they were read. `stored`: the row in the form of its database, such as `_LanceRow`.
+    changed since they were read. `stored`: the row in the form of its database.
     """
 
     id: str

@@ -3,8 +3,6 @@
 qdrant://[api-key@]host:port     Qdrant over HTTP
 qdrants://[api-key@]host:port    Qdrant over HTTPS
 postgresql://user:password@host:port/database?sslmode=verify-full    PostgreSQL with pgvector
-lancedb:///folder                LanceDB in a folder
-lancedb+s3://bucket/prefix       LanceDB in an object store, also lancedb+gs:// and lancedb+az://
 """
 
 from __future__ import annotations
@@ -18,12 +16,10 @@ from sie_store.sinks.live import LiveCollection, LiveSource
 from sie_store.sinks.sink import PATIENCE, ROW_ID, Output, Sink
 
 QDRANT_PORT = 6333
-LANCE_SCHEMES = ("lancedb", "lancedb+s3", "lancedb+gs", "lancedb+az")
 
 _OUTPUTS: dict[str, tuple[Output, ...]] = {
     "qdrant": ("dense", "sparse", "multivector"),
     "postgresql": ("dense", "sparse"),
-    "lancedb": ("dense",),
 }
 
 
@@ -36,10 +32,6 @@ def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
         from sie_store.sinks.pgvector import PgvectorSink
 
         return PgvectorSink(url, patience)
-    if scheme in LANCE_SCHEMES:
-        from sie_store.sinks.lance import LanceDatabase, LanceSink
-
-        return LanceSink(LanceDatabase(_lance_address(url), patience))
     from sie_store.sinks.qdrant import QdrantSink
 
     return QdrantSink(*_address(url, setting), patience)
@@ -55,11 +47,6 @@ def opened_live(url: str, setting: str, source: LiveSource, patience: RetryPolic
         from sie_store.sinks.pgvector_live import PgvectorLive
 
         return PgvectorLive(PostgresDatabase(url, patience), source)
-    if scheme in LANCE_SCHEMES:
-        from sie_store.sinks.lance import LanceDatabase
-        from sie_store.sinks.lance_live import LanceLive
-
-        return LanceLive(LanceDatabase(_lance_address(url), patience), source)
     from sie_store.sinks.qdrant import QdrantConnection
     from sie_store.sinks.qdrant_live import ANSWER_BYTES, QdrantLive
 
@@ -84,31 +71,11 @@ def _scheme(url: str, setting: str) -> str:
     elif pieces.scheme == "postgresql":
         if not pieces.hostname or not pieces.path.strip("/"):
             raise SettingError(setting, "the URL of PostgreSQL is postgresql://user:password@host:port/database")
-        _need("asyncpg", "PostgreSQL", "pgvector", setting)
-    elif pieces.scheme in LANCE_SCHEMES:
-        is_folder = pieces.scheme == "lancedb"
-        if is_folder == bool(pieces.netloc) or (is_folder and not pieces.path.strip("/")) or "@" in pieces.netloc:
-            raise SettingError(
-                setting, "the URL of LanceDB is lancedb:///folder or lancedb+s3://bucket/prefix (also +gs and +az)"
-            )
-        if pieces.query or pieces.fragment:
-            raise SettingError(setting, "the URL of LanceDB must not contain ? or #")
-        _need("lancedb", "LanceDB", "lancedb", setting)
+        if importlib.util.find_spec("asyncpg") is None:
+            raise SettingError(setting, "PostgreSQL needs asyncpg: pip install 'sie-cluster[pgvector]'")
     else:
-        raise SettingError(
-            setting, "the URL of a database begins with qdrant://, qdrants://, postgresql://, lancedb:// or lancedb+"
-        )
+        raise SettingError(setting, "the URL of a database begins with qdrant://, qdrants:// or postgresql://")
     return pieces.scheme
-
-
-def _need(package: str, database: str, extra: str, setting: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise SettingError(setting, f"{database} needs {package}: pip install 'sie-cluster[{extra}]'")
-
-
-def _lance_address(url: str) -> str:
-    """Return the address of a database for LanceDB: a folder, or a URL of an object store."""
-    return unquote(urlsplit(url).path) if url.startswith("lancedb:") else url.removeprefix("lancedb+")
 
 
 def _address(url: str, setting: str) -> tuple[str, str]:
@@ -130,7 +97,7 @@ def _address(url: str, setting: str) -> tuple[str, str]:
 
 def outputs(url: str) -> tuple[Output, ...]:
     """Return the outputs of models that the database at `url` can store."""
-    return _OUTPUTS[url.partition("://")[0].partition("+")[0].replace("qdrants", "qdrant")]
+    return _OUTPUTS[url.partition("://")[0].replace("qdrants", "qdrant")]
 
 
 def reserved(url: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""`sie migrate` of an index in use, in PostgreSQL, Qdrant's engine and LanceDB: an application writes all the time, the
+"""`sie migrate` of an index in use, in PostgreSQL and Qdrant's engine: an application writes all the time, the
 command is killed again and again, and each row ends with the new model's vector of its latest text.
 """
 
@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 from cluster import SIE, Cluster, running, until
 from databases import with_extension
-from live_application import Application, Points, Rows, Table, is_close
+from live_application import Application, Points, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
@@ -75,11 +75,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
     "postgres": ("postgres", Table),
     "qdrant": ("qdrant", Points),
-    "lancedb": ("tmp_path", Rows),
 }
 
 
-@pytest.fixture(params=["postgres", "qdrant"])
+@pytest.fixture(params=APPLICATIONS)
 def application(request: pytest.FixtureRequest) -> Iterator[Application]:
     name = f"docs-{re.sub('[^a-z]', '-', request.node.name.split('[')[0])[-30:]}"
     engine, opened_application = APPLICATIONS[request.param]

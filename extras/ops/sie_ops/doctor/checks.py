@@ -121,11 +121,6 @@ async def loads(probe: ClusterProbe) -> CheckResult:
     return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
 
 
-async def remotes(probe: ClusterProbe) -> CheckResult:
-    """List the remote servers of SIE_REMOTES that get no requests, with the reason."""
-    return "no remote server is refused", _of_check("remotes", await probe.views())
-
-
 async def refusals(probe: ClusterProbe) -> CheckResult:
     """List the error codes with which a gateway answered more than 1 % of the requests of the last 5 minutes. It
     looks only at codes whose cause is overload, a limit of a key, or a fault of the cluster.

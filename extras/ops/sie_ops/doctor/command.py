@@ -101,7 +101,6 @@ CHECKS: dict[str, Check] = {
     "loads": checks.loads,
     "refusals": checks.refusals,
     "queue": checks.queue,
-    "remotes": checks.remotes,
     "sockets": machine.sockets,
     "gpu": machine.gpu,
     "disk": machine.disk,
@@ -134,7 +133,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Run the command with the settings of the processes, because it checks these settings. If the address of the broker
     or of the config service is not set, it asks the gateway for this address. The checks cover the cluster (gateways,
-    workers, broker, config service, remote servers), its work (models, queues, refused requests) and the machine
+    workers, broker, config service), its work (models, queues, refused requests) and the machine
     (settings, ports, sockets of adapters, GPUs, disks, clocks, versions).
 
     Status 0: no fault. 1: at least one fault. 2: no fault was found, but some checks were not possible.

@@ -44,7 +44,6 @@ CLUSTER = (
     "loads",
     "refusals",
     "queue",
-    "remotes",
     "clock",
     "versions",
 )
