@@ -60,7 +60,12 @@ class KeyTurns:
         await self._turn(key)
         thread = asyncio.get_running_loop().run_in_executor(None, work)
         thread.add_done_callback(lambda _: self._pass_on())
-        return await asyncio.shield(thread)
+        try:
+            return await asyncio.shield(thread)
+        finally:
+            # An error of `work` has this frame in its traceback, and the future has the error. Without this statement
+            # they would keep what `work` has read until the garbage collector runs.
+            del thread
 
     async def _turn(self, key: str) -> None:
         if self._free:
