@@ -34,7 +34,7 @@ from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
-from sie_gateway.http.routes import inference_route
+from sie_gateway.http.routes import PLUGINS, inference_route
 from sie_gateway.inference.cached import CachedRuns, CachePolicy
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
@@ -176,7 +176,17 @@ async def serve(
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = ClusterStatus(
-        settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible, data_dir
+        settings,
+        broker,
+        feed,
+        placer,
+        admission.peers,
+        record.own,
+        lag,
+        nats_monitor_url,
+        pools.visible,
+        data_dir,
+        PLUGINS.faults,
     )
     keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys, host)

@@ -34,8 +34,7 @@ OPTIONAL = {
     "sie_gateway.dialects.cohere": 1,
     "sie_gateway.dialects.contextual": 1,
     "sie_gateway.dialects.infinity": 1,
-    "sie_gateway.dialects.ollama": 2,
-    "sie_gateway.dialects.redact": 1,
+    "sie_gateway.dialects.ollama": 3,
     "sie_gateway.dialects.tei": 2,
     "sie_gateway.dialects.transcriptions": 1,
     "sie_gateway.dialects.voyage": 2,
@@ -47,7 +46,6 @@ OPTIONAL = {
     "sie_gateway.operations.history": 2,
     "sie_gateway.operations.ollama": 1,
     "sie_gateway.operations.overview": 1,
-    "sie_gateway.redaction": 0,
     "sie_store.datasets": 0,
     "sie_store.sinks": 0,
 }

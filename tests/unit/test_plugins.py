@@ -10,6 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from sie_cli.options import Commands
+from sie_gateway import plugin
+from sie_gateway.http.routes import ROUTES
+from sie_gateway.operations.findings import of_plugins
 
 COMMAND = 'import click\n@click.command(short_help="Says hello.")\ndef hello():\n    click.echo("hello")\n'
 
@@ -44,3 +47,33 @@ def test_commands_of_packages_run_and_a_broken_one_is_told(tmp_path: Path, monke
     assert (raised.exit_code, "ValueError: out of order" in raised.output) == (2, True)
     lacking = run(program, ["lacks"])
     assert (lacking.exit_code, "pip install 'stranger[more]'" in lacking.output) == (2, True)
+
+
+ROUTE = """
+from sie_gateway.http.route_kinds import control
+from sie_gateway.plugin import Plugin
+async def answer(gateway, request): return {}
+hello = Plugin(routes=(control("GET", "%s", "hello", answer, ("Stranger", "Hello"), dict),))
+"""
+
+
+def test_gateway_takes_routes_of_packages_and_names_those_that_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules = {
+        "stranger_route": ROUTE % "/v1/hello",
+        "stranger_twice": ROUTE % "/v1/models",
+        "stranger_faulty": "raise ValueError('out of order')",
+        "stranger_apart": "import no_such_package\n",
+    }
+    _install(tmp_path, monkeypatch, plugin.GROUP, modules)
+    monkeypatch.setattr(plugin, "_entries", plugin._entries.__wrapped__)
+    core = [route for route in ROUTES if route.path != "/v1/redact/{model:path}"]
+    with caplog.at_level("INFO", "sie.gateway.plugins"):
+        loaded = plugin.load(core)
+    assert "/v1/hello" in {route.path for route in loaded.routes}
+    assert loaded.faults.keys() == {"faulty", "twice"}
+    assert loaded.faults["faulty"] == "ValueError: out of order"
+    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert [line for line in told if "pip install 'stranger[more]'" in line]
+    assert [finding.check for finding in of_plugins(loaded.faults)] == ["gateway", "gateway"]

@@ -216,7 +216,7 @@ class Patterns:
     tokens = 0
 
     def facts(self, task: FactTask, texts: Sequence[LabelledText]) -> Sequence[Sequence[Fact]]:
-        from sie_gateway.redaction.patterns import KINDS, pattern_of, ranges_of
+        from sie_redact.patterns import KINDS, pattern_of, ranges_of
 
         if task.kind != "redaction":
             raise CommandRefused(

@@ -7,21 +7,21 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from sie_contracts.api.faults import Provisioning
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Operation, RunOptions
+from sie_gateway.http.route_kinds import HEADERS
 from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.handler import Handler, Inference, InferenceRoute
 from sie_gateway.inference.results import RequestResult
-from sie_runtime.http.routes import ARROW, RAW
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
+from sie_runtime.http.routes import ARROW, JSON, MSGPACK, RAW, Content
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
@@ -145,3 +145,22 @@ def written(
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, late, msgpack=msgpack, name=name, row=row)
     return EncodedReply(data, content_type, finished.headers(call.received_s))
+
+
+def route(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
+    """Build the row of a route in the native format, with the model in its path."""
+    not_yet = (
+        "Only for public SDKs below 0.6.5: no worker is ready yet (PROVISIONING); repeat the request after Retry-After"
+    )
+    return InferenceRoute(
+        method="POST",
+        path=f"/v1/{verb}/{{model:path}}",
+        scope="infer",
+        summary=summary,
+        tag="SIE",
+        endpoint=verb,
+        handler=handler,
+        body=Content(body, (JSON, MSGPACK)),
+        replies={200: Content(reply, (JSON, MSGPACK, *media)), 202: Content(Provisioning, description=not_yet)},
+        parameters=HEADERS,
+    )

@@ -37,7 +37,7 @@ from sie_contracts.wire.configs import config_shape
 from sie_gateway.dialects import ollama
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
-from sie_gateway.http.routes import PROBES, TABLE, openapi_document
+from sie_gateway.http.routes import PLUGINS, PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import (
     BodyIntake,
@@ -190,7 +190,7 @@ class Edge:
         self._readiness = readiness
         self._tracer = tracer
         self._intake = BodyIntake(body_memory(gateway.settings))
-        self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
+        self._probes = probes(readiness.not_ready, None, functools.partial(_details, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
         self._log = RequestLogger()
@@ -345,16 +345,16 @@ class Edge:
             self._gateway.status.history.ended(call, endpoint, status, seconds)
 
 
-def _healthy_workers(gateway: Gateway) -> int:
-    return sum(worker.info.healthy for worker in gateway.status.workers())
+def _details(gateway: Gateway) -> dict[str, Any]:
+    healthy = sum(worker.info.healthy for worker in gateway.status.workers())
+    return {"healthy_workers": healthy, **({"plugins": dict(PLUGINS.faults)} if PLUGINS.faults else {})}
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
     """Build the application of the metrics port, which requires no token. The port serves metrics, probes and the
     figures that an autoscaler polls, and nothing else.
     """
-    healthy = functools.partial(_healthy_workers, gateway)
-    inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)
+    inner = probes(readiness.not_ready, gateway.metrics.registry, functools.partial(_details, gateway))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         match = TABLE.match(scope["path"])

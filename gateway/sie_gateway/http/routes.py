@@ -18,8 +18,8 @@ from sie_contracts.api import models as models_api
 from sie_contracts.api import ollama as ollama_api
 from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
-from sie_contracts.api.faults import Provisioning
 from sie_contracts.wire.configs import config_shape
+from sie_gateway import plugin
 from sie_gateway.dialects import (
     cohere,
     contextual,
@@ -27,7 +27,6 @@ from sie_gateway.dialects import (
     native,
     ollama,
     openai,
-    redact,
     rerank,
     tei,
     transcriptions,
@@ -41,32 +40,12 @@ from sie_gateway.operations import cache_routes, configs, dead_letter_routes, ha
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
-from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
-
-
-def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
-    not_yet = (
-        "Only for public SDKs below 0.6.5: no worker is ready yet (PROVISIONING); repeat the request after Retry-After"
-    )
-    return InferenceRoute(
-        method="POST",
-        path=f"/v1/{verb}/{{model:path}}",
-        scope="infer",
-        summary=summary,
-        tag="SIE",
-        endpoint=verb,
-        handler=handler,
-        body=Content(body, (JSON, MSGPACK)),
-        replies={200: Content(reply, (JSON, MSGPACK, *media)), 202: Content(Provisioning, description=not_yet)},
-        parameters=HEADERS,
-    )
-
+from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
 NATIVE = (
-    _native("encode", native.encode, "Vectors of inputs", native_api.Encode, native_api.Encoded, RAW, ARROW),
-    _native("score", native.score, "Scores of inputs against a query", native_api.Score, native_api.Scored),
-    _native("extract", native.extract, "Entities or classes in inputs", native_api.Extract, native_api.Extracted),
-    _native("redact", redact.redact, "Texts without personal data", native_api.Redact, native_api.Redacted),
+    native.route("encode", native.encode, "Vectors of inputs", native_api.Encode, native_api.Encoded, RAW, ARROW),
+    native.route("score", native.score, "Scores of inputs against a query", native_api.Score, native_api.Scored),
+    native.route("extract", native.extract, "Entities or classes in inputs", native_api.Extract, native_api.Extracted),
 )
 
 
@@ -494,7 +473,7 @@ OPERATIONS = (
     _socket(WORKER_PATH, "The status of a worker of this gateway, every 200 ms"),
 )
 
-ROUTES: tuple[GatewayRoute, ...] = (
+_CORE: tuple[GatewayRoute, ...] = (
     *NATIVE,
     *DIALECTS,
     *OLLAMA,
@@ -512,6 +491,8 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *whoami.WHOAMI,
     *OPERATIONS,
 )
+PLUGINS = plugin.load(_CORE)
+ROUTES: tuple[GatewayRoute, ...] = (*_CORE, *PLUGINS.routes)
 TABLE = Table(ROUTES)
 
 

@@ -101,6 +101,15 @@ _SOCKET = "the worker's /readyz (SIE_WORKER_METRICS_PORT) says why; `sie doctor`
 _ADAPTER = "the worker's other devices do the work; the adapter's log says why the process of this device ended"
 
 
+def of_plugins(faults: Mapping[str, str]) -> list[ClusterFinding]:
+    """List the packages that this gateway could not load."""
+    fix = "install a version of the package that loads beside this gateway, or remove the package; the log has more"
+    return [
+        ClusterFinding(check="gateway", wrong=f"the plug-in {name} is off: {reason}", fix=fix)
+        for name, reason in faults.items()
+    ]
+
+
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     """List workers that are not healthy, workers on the CPU despite a GPU profile, and devices without an adapter
     process. Without any worker, return one finding that says so.

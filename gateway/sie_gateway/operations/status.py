@@ -40,6 +40,7 @@ from sie_gateway.operations.findings import (
     QueueTrend,
     of_clocks,
     of_loads,
+    of_plugins,
     of_queues,
     of_refusals,
     of_workers,
@@ -231,12 +232,15 @@ class ClusterStatus:
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
         data_dir: Path | None = None,
+        faults: Mapping[str, str] | None = None,
     ) -> None:
         """Create the status. `visible(grant)(pool)` returns True if the credential of `grant` may read the name `pool`.
+        `faults`: packages that this gateway could not load, each with the reason.
         Raises SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
         """
         self._settings = settings
         self._data_dir = data_dir
+        self._of_plugins = of_plugins(faults or {})
         self._queue = queue
         self._feed = feed
         self._placer = placer
@@ -368,6 +372,7 @@ class ClusterStatus:
         lanes = queues[0] if queues else []
         refused = of_refusals(*self.history.counted(WINDOW_S), has_loads=bool(glance.failures))
         findings = [
+            *self._of_plugins,
             *of_workers([of_pool(info, visible) for info in glance.workers]),
             *of_queues(lanes, glance.workers, self._trend, visible),
             *refused,

@@ -259,10 +259,13 @@ class LaneFigures(Struct, kw_only=True):
 
 
 class Readiness(Struct, kw_only=True):
-    """Answer to a readiness probe. Only a gateway has `healthy_workers`."""
+    """Answer to a readiness probe. Only a gateway has `healthy_workers`, and `plugins`: the packages that it could not
+    load, each with the reason.
+    """
 
     EXAMPLE: ClassVar[Any] = {"status": "ready", "healthy_workers": 1}
 
     status: Literal["ready", "not ready"]
     reason: Text = UNSET
     healthy_workers: Whole = UNSET
+    plugins: dict[str, str] | UnsetType = UNSET

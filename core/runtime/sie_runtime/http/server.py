@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -175,12 +175,14 @@ def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
 
 
 def probes(
-    not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
+    not_ready: Callable[[], str | None],
+    registry: Registry | None,
+    details: Callable[[], Mapping[str, Any]] | None = None,
 ) -> App:
     """Return an application with the probes `/healthz`, `/livez`, `/ping` and `/readyz` and, if there is a registry,
     `/metrics`. `not_ready` returns why the process is not ready; None if it is ready.
 
-    `/readyz` replies in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
+    `/readyz` replies in JSON if the Accept header names JSON. `details`: further members of the JSON.
     """
     paths = {*_ALIVE, "/readyz", *(["/metrics"] if registry is not None else [])}
 
@@ -193,8 +195,8 @@ def probes(
         content: dict[str, Any] = {"status": "not ready" if reason else "ready"}
         if reason:
             content["reason"] = reason
-        if healthy_workers is not None:
-            content["healthy_workers"] = healthy_workers()
+        if details is not None:
+            content.update(details())
         await reply(send, status, msgspec.json.encode(content), "application/json")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

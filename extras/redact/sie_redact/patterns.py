@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from sie_gateway.redaction.normalise import copies_of
+from sie_redact.normalise import copies_of
 
 if TYPE_CHECKING:
     from phonenumbers import PhoneMetadata, PhoneNumberDesc, PhoneNumberMatcher

@@ -14,9 +14,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
-from sie_contracts.api.inference import Offsets, RedactionStyle
+from sie_contracts.api.inference import Offsets, Redact, Redacted, RedactionStyle
 from sie_contracts.errors import GatewayTimeout, InferenceFailed, InvalidInput
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import needs_labels
@@ -31,13 +31,12 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import PlannedRequest, RequestResult
-from sie_gateway.redaction.patterns import KINDS, Proceed, is_region, pattern_of, ranges_of
-from sie_gateway.redaction.replacements import Replacer, redacted
-from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets, with_marks
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
+from sie_gateway.plugin import Plugin
+from sie_redact.patterns import KINDS, Proceed, is_region, pattern_of, ranges_of
+from sie_redact.replacements import Replacer, redacted
+from sie_redact.spans import SensitiveSpan, disjoint, utf16_offsets, with_marks
 
 MAX_TEXT = 1 << 18  # largest number of code points of a text
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
@@ -331,3 +330,6 @@ def _model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
         if start < end:
             spans.append(SensitiveSpan(start, end, entity["label"], entity["score"], "model"))
     return spans
+
+
+PLUGIN = Plugin(routes=(native.route("redact", redact, "Texts without personal data", Redact, Redacted),))

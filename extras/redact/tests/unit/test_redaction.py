@@ -16,12 +16,12 @@ from redaction_texts import CARD, EMAIL, IBAN, IPV4, IPV6, PHONE, VALUES, random
 from sie_client import InvalidInputError, restore
 from sie_contracts.api.inference import Offsets, RedactionStyle
 from sie_contracts.errors import InferenceFailed
-from sie_gateway.dialects.redact import RedactionRules
-from sie_gateway.redaction import patterns
-from sie_gateway.redaction.normalise import copies_of
-from sie_gateway.redaction.patterns import KINDS, pattern_of, ranges_of
-from sie_gateway.redaction.replacements import MASK, Replacer
-from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets
+from sie_redact import patterns
+from sie_redact.normalise import copies_of
+from sie_redact.patterns import KINDS, pattern_of, ranges_of
+from sie_redact.redact import RedactionRules
+from sie_redact.replacements import MASK, Replacer
+from sie_redact.spans import SensitiveSpan, disjoint, utf16_offsets
 
 STYLES = get_args(RedactionStyle)
 HOSTILE_SIZE = 1 << 14

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from sie_contracts.api.inference import RedactionStyle
-from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, plain_name
-from sie_gateway.redaction.spans import SensitiveSpan
+from sie_redact.patterns import iban_remainder, is_luhn, pattern_of, plain_name
+from sie_redact.spans import SensitiveSpan
 
 MASK = "*****"  # the same for every value, so that the mask does not show the length of the value
 HASH_DIGITS = 16  # number of hexadecimal digits of a hash in a replacement

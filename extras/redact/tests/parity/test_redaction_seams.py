@@ -13,7 +13,7 @@ from redaction_texts import VALUES, redacted_slot
 from sie_adapter.extractors.gliner import GlinerModel
 from sie_adapter.families.extraction import ExtractOptions
 from sie_client import restore
-from sie_gateway.dialects.redact import RedactionRules
+from sie_redact.redact import RedactionRules
 
 WINDOW = 20  # words
 LABELS = ("person", "river mountain")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sie_contracts.wire.messages import Ok
-from sie_gateway.dialects import redact
-from sie_gateway.dialects.redact import RedactionRules
+from sie_redact import redact
+from sie_redact.redact import RedactionRules
 
 CARD, IBAN, EMAIL, IPV4, IPV6, PHONE = (
     "4111 1111 1111 1111",

@@ -26,7 +26,7 @@ from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_gateway.admission.slots import KeyTurns
-from sie_gateway.dialects import redact
+from sie_redact import redact
 
 STREAM = "WORK__default"
 LABELLED, FIXED = "toy/find", "toy/kinds"
