@@ -296,7 +296,7 @@ def poison(field: Field, name: str, place: Place) -> None:
         return sum("status 86" in line for line in adapter.log)
 
     # a death before its mark is written does not count for the verdict
-    expected = deaths() + (3 if name == "poison.before_mark" else 2)
+    expected = deaths() + (4 if name == "poison.before_mark" else 3)
     first = field.ask(f"{name}: {DEADLY}", budget_s=30.0)
     neighbours = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
     # the verdict may come before the adapter's process has ended
