@@ -149,8 +149,8 @@ class Commands(UserDict[str, Any]):
     def _read_entry_points(self) -> None:
         if self._group:
             group, self._group = self._group, ""
-            found = importlib.metadata.entry_points(group=group)
-            self.data = {entry.name: entry for entry in found} | self.data
+            entries = importlib.metadata.entry_points(group=group)
+            self.data = {entry.name: entry for entry in entries} | self.data
 
     def __contains__(self, name: object) -> bool:
         if name not in self.data:

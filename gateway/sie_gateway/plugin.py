@@ -1,4 +1,4 @@
-"""What packages add to a gateway, by entry points of the group `sie.gateway`.
+"""Routes that packages add to a gateway, by entry points of the group `sie.gateway`.
 
     entry point ──► Plugin ──► its rows in `http/routes.ROUTES`
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger("sie.gateway.plugins")
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What an entry point names. `routes`: rows for the table of routes; the handler of an `InferenceRoute` is called
+    """Object that an entry point names. `routes`: rows for the table of routes; the handler of an `InferenceRoute` is called
     with (inference, call, body), that of another `GatewayRoute` with (gateway, request).
     """
 

@@ -1,1 +1,3 @@
-"""Functions that every process of the cluster uses: start, shutdown, logging, HTTP server, reading of the catalogue."""
+"""Functions that every process of the cluster uses: start, shutdown, logging, HTTP server, reading of the catalogue,
+metrics, traces, API keys. It knows no component.
+"""

@@ -12,4 +12,12 @@ tools       the tools
 sentences   errors of the gateway as sentences for an agent
 server      the handlers of the protocol: tools, and resources by URI
 http        the HTTP transport
+
+A new tool has its arguments and answer in `schemas`, its function and its texts in `tools`.
+
+Places that refuse a call for lack of room:
+
+    server.AgentServer._refusing  ToolRefused  calls in progress, of a caller or of all
+    tools.AgentTools              ToolRefused  documents that are parsed at once
+    http._Sessions                (no code)    sessions, of a key or of all keys
 """

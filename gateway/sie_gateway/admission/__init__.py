@@ -42,7 +42,4 @@ Places in other packages:
     adapter         memory/residency.ResidentModels   MODEL_LOAD_FAILED   device memory for a model (`no_room`)
     adapter         documents/parsers.Parsers         RESOURCE_EXHAUSTED  memory or processes to parse a document
     adapter         documents/docling._result         RESOURCE_EXHAUSTED  memory for the tree of a document
-    cli             mcp/server.AgentServer._refusing  ToolRefused         calls in progress, of a caller or of all
-    cli             mcp/tools.AgentTools              ToolRefused         documents that are parsed at once
-    cli             mcp/http._Sessions                (no code)           sessions, of a key or of all keys
 """

@@ -1,7 +1,7 @@
 """Table of all routes of a gateway, with one row for each method and path. Scopes, dispatch, labels in metrics and the
 OpenAPI document are derived from the table. A path that is not in the table is not served.
 
-To add a route, see "Where to change what" in ARCHITECTURE.md.
+To add a route, see "Where to add what" in ARCHITECTURE.md.
 """
 
 from __future__ import annotations
