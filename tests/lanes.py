@@ -96,12 +96,12 @@ LONG = (
     Lane(
         "long",
         selected="(long or hypothesis) and not serial",
-        paths=("tests",),
+        paths=("tests", "extras"),
         # no more processes: long tests take more memory, and more of them have bounds of time
         options=(*_PATIENT, *_processes(3)),
         environ={"OMP_NUM_THREADS": "1"},
     ),
-    Lane("long-serial", selected="(long or hypothesis) and serial", paths=("tests",), options=_PATIENT),
+    Lane("long-serial", selected="(long or hypothesis) and serial", paths=("tests", "extras"), options=_PATIENT),
 )
 _SETS = {"--system": SYSTEM, "--long": LONG}
 

@@ -24,8 +24,8 @@ _logger = logging.getLogger("sie.gateway.plugins")
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """Object that an entry point names. `routes`: rows for the table of routes; the handler of an `InferenceRoute` is called
-    with (inference, call, body), that of another `GatewayRoute` with (gateway, request).
+    """Object that an entry point names. `routes`: rows for the table of routes. The handler of an `InferenceRoute` is
+    called with (inference, call, body), that of another `GatewayRoute` with (gateway, request).
     """
 
     routes: tuple[GatewayRoute, ...] = ()

@@ -46,7 +46,7 @@ def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
     ]
     for argv in commands:
         assert {"-v", "--hypothesis-profile=long"} <= set(argv)
-        assert argv[-1] == "tests"
+        assert argv[-2:] == ["tests", "extras"]
 
 
 def test_a_group_is_in_the_id_by_which_processes_are_given_tests(request: pytest.FixtureRequest) -> None:
