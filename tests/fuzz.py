@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from sie_contracts import arrays
-from sie_contracts.models.options import FIELDS
+from sie_contracts.models.options import known_fields
 
 MODEL = "toy/one"
 _ARRAY = arrays.pack(np.zeros((2, 8), np.float32))
@@ -306,7 +306,7 @@ def everywhere() -> Iterator[Case]:
     for path, body in VALID.items():
         for place in _places(body):
             yield from _with(path, body, place)
-        for name in sorted({*FIELDS, "x"}):
+        for name in sorted({*known_fields(), "x"}):
             for level in ((), ("params",), ("options",), ("params", "options"))[
                 : 4 if path.startswith("/v1/e") or "score" in path else 1
             ]:

@@ -252,11 +252,11 @@ def _check_names(verb: str, params: Mapping[str, Any]) -> None:
     names = _PARAMS[verb]
     if params.keys() <= names:
         return
-    # imported only here, because few calls need it: FIELDS has the parameters of all model families
-    from sie_contracts.models.options import FIELDS
+    # imported only here, because few calls need it: `known_fields` has the parameters of all model families
+    from sie_contracts.models.options import known_fields
 
     for name in params:
-        if name not in names and name not in FIELDS:
+        if name not in names and name not in known_fields():
             like = difflib.get_close_matches(name, sorted(names), 1, 0.5)
             suggestion = f"did you mean {like[0]}?" if like else "pass a parameter of your own model in options={...}"
             raise TypeError(f"{verb}() got an unexpected parameter {name!r}; {suggestion}")

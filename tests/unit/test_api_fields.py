@@ -13,8 +13,7 @@ from inprocess import GatewayProcess, InProcess
 from sie_contracts.api import dialects, inference
 from sie_contracts.api.operations import PoolRequest
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models import entries, options
-from sie_contracts.models.families import FAMILIES
+from sie_contracts.models import entries, families, options
 from sie_gateway.dialects import cohere, openai, vocabulary
 from sie_gateway.http.routes import DIALECTS, OLLAMA, TEI
 from sie_gateway.inference import body as bodies
@@ -174,7 +173,7 @@ def _types(struct: Any, name: str) -> tuple[Any, ...]:
 
 def test_the_parameters_of_the_three_verbs_are_those_that_are_merged() -> None:
     """A parameter of a family belongs to the verb that its models do."""
-    of_family = {name for family in FAMILIES.values() for name in family.parameters}
+    of_family = {name for family in families.rows().values() for name in family.parameters}
     declared = {
         "encode": set(inference.EncodeParams.__struct_fields__),
         "score": set(inference.ScoreParams.__struct_fields__),

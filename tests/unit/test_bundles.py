@@ -12,10 +12,10 @@ from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.models import families
 from sie_contracts.models.bundles import BundleEntry, lacking, parse_bundle, serving
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.options import run_options
 from sie_contracts.wire.records import ReservationSpec
 from sie_gateway.fleet.lanes import Fleet
@@ -64,14 +64,14 @@ def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() 
 
 
 def test_built_in_stands_for_every_row_that_needs_no_environment_of_its_own() -> None:
-    built_in = tuple(name for name, row in FAMILIES.items() if not row.extra)
+    built_in = tuple(name for name, row in families.rows().items() if not row.extra)
     assert parse_bundle({"id": "a", "families": ["built-in"]}).families == built_in
     more = parse_bundle({"id": "a", "families": ["gliner", "built-in", "mine"]}).families
     assert set(more) == {*built_in, "mine"}
     packaged = read_bundles(packaged_folder() / "bundles")
     assert packaged["default"].families == built_in
     assert not packaged["default"].serves("mine")
-    assert {name for bundle in packaged.values() for name in bundle.families} == {*FAMILIES}
+    assert {name for bundle in packaged.values() for name in bundle.families} == {*families.rows()}
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.loading.loading import Loader, family_of
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
+from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, parse_entry, widths
-from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.options import run_options
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
@@ -271,9 +271,9 @@ PROFILES = [(entry, profile) for entry in ENTRIES.values() for profile in ("defa
 
 @pytest.mark.parametrize("entry", list(ENTRIES.values()), ids=list(ENTRIES))
 def test_an_entry_has_a_family_a_bundle_and_a_file_of_its_name(entry: ModelEntry) -> None:
-    assert entry.family in FAMILIES
+    assert entry.family in families.rows()
     assert isinstance(family_of(entry.family), type)
-    assert CATALOGUE.bundles_of(entry) == (FAMILIES[entry.family].extra or "default",)
+    assert CATALOGUE.bundles_of(entry) == (families.row(entry.family).extra or "default",)
     assert (MODELS / f"{entry.id}.yaml").is_file()
 
 

@@ -18,8 +18,8 @@ import transformers
 
 from sie_adapter.loading.loading import family_of
 from sie_adapter.loading.weight_files import check_weights
+from sie_contracts.models import families
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.load_errors import load_failed
 
 
@@ -27,7 +27,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
     """Raise ModelLoadFailed if the files in `folder` do not fit `entry`, so that a load would refuse them. Return the
     parts that could not be checked, each with the reason. No code in the folder is run.
     """
-    if entry.family not in FAMILIES:
+    if entry.family not in families.rows():
         return [f"its files: the family {entry.family} comes from another package"]
     check_weights(folder)
     if entry.load.trust_remote_code:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sie_adapter.loading.described import Described
 from sie_adapter.loading.tokenizer import UNLIMITED, tokenizer_limit
 from sie_store.folder_files import read_json
 
@@ -15,17 +15,6 @@ _GLINER_WORDS = 384
 # if the files have a lower limit. The package limits only words, and counts a whole Chinese clause as one word.
 TOKENS_PER_WORD = 8
 _WINDOW = 512  # max_tokens of an entry if the model's files have no limit; for GLiNER2 also its upper bound
-
-
-@dataclass(frozen=True)
-class Described:
-    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts in the files that led to
-    the entry. `assumed`: values that are in no file.
-    """
-
-    entry: dict[str, Any]
-    findings: list[str]
-    assumed: list[str] = field(default_factory=list)
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:

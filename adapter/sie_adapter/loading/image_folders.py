@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from sie_adapter.loading.checkpoint import stored_rows
-from sie_adapter.loading.extraction_folders import Described
+from sie_adapter.loading.described import Described
 from sie_adapter.loading.open_clip import CONFIG, is_open_clip
 from sie_adapter.loading.published_florence import is_published, published_config
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit

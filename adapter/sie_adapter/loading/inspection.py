@@ -26,8 +26,7 @@ from sie_adapter.families.text_model import check_pair_prompt, stored_activation
 from sie_adapter.loading.chat_pairs import pair_pieces
 from sie_adapter.loading.checkpoint import ENCODERS, construction, stored_rows
 from sie_adapter.loading.comparison import compare_files, quiet
-from sie_adapter.loading.extraction_folders import described_by_package
-from sie_adapter.loading.image_folders import described_by_image_model
+from sie_adapter.loading.described import described
 from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules, states_width
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
@@ -96,13 +95,13 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
 
 def _describe(folder: Path, report: Inspection) -> None:
     raw = read_json(folder / "config.json")
-    described = described_by_package(folder, raw) or described_by_image_model(folder, raw)
+    description = described(folder, raw)
     if is_model2vec(folder) or _begins_with_a_table(folder):
         _static(folder, report)
-    elif described is not None:
-        report.entry.update(described.entry)
-        report.findings.extend(described.findings)
-        report.assumed.extend(described.assumed)
+    elif description is not None:
+        report.entry.update(description.entry)
+        report.findings.extend(description.findings)
+        report.assumed.extend(description.assumed)
     else:
         _transformer(folder, report)
     if reason := _needs_bfloat16(raw):

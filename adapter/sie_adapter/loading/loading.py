@@ -36,9 +36,10 @@ from sie_adapter.memory.footprint import weight_bytes
 from sie_adapter.packed import attention_backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
 from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.models import families
 from sie_contracts.models.catalogue import Resolved, fingerprint
 from sie_contracts.models.entries import ModelEntry, Precision
-from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.models.families import TEXT_ENCODER
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.settings import Settings
 from sie_store.weights.locks import Lock
@@ -61,13 +62,13 @@ def _files_of(folder: Path) -> list[Path]:
 
 def family_of(name: str) -> Any:
     """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError if a package is missing."""
-    if name in FAMILIES:
-        module, _, attribute = FAMILIES[name].implementation.partition(":")
+    if name in families.rows():
+        module, _, attribute = families.row(name).implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
     plugins = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name in plugins:
         return plugins[name].load()
-    listed = ", ".join([*FAMILIES, *sorted(plugins)])
+    listed = ", ".join([*families.rows(), *sorted(plugins)])
     cause = f"this adapter has no family {name}, it has {listed}; a package adds one by the entry point {ENTRY_POINTS}"
     raise incompatible(cause)
 
@@ -133,7 +134,7 @@ class Loader:
         ModelLoadFailed if the engine that the entry demands cannot run the model, or if no engine can run it.
         """
         compute = self.compute(resolved.load.precision)
-        family = FAMILIES.get(resolved.entry.family)
+        family = families.rows().get(resolved.entry.family)
         facts = EngineFacts(
             self.device.type,
             reads_text=family is not None and family.implementation == TEXT_ENCODER,
@@ -224,7 +225,7 @@ class Loader:
         a family that another package defines.
         """
         facts = (str(folder), *_facts(_files_of(folder)))
-        if entry.family in FAMILIES and facts not in self._checked:
+        if entry.family in families.rows() and facts not in self._checked:
             check_weights(folder)
             if len(self._checked) >= MAX_CERTIFICATES:
                 self._checked.clear()

@@ -18,6 +18,7 @@ from sie_cli.display import transfers
 from sie_cli.options import loaded
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.errors import SIEError
+from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
 from sie_contracts.models.options import run_options
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 F = TypeVar("F", bound=Callable[..., Any])
+DEFAULT_FAMILY = "text-encoder"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+")
 SAMPLE, SECOND = "A short sentence of everyday words.", "Ada Lovelace wrote to Charles Babbage in London."
@@ -167,7 +169,10 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     def sources(family: str, *, may_download: bool) -> Path:
         return weights_folder(dataclasses.replace(settings, hf_fallback=may_download), stub(hub, commit, family))
 
-    for family in ("gliner", "text-encoder"):
+    # configuration file -> family whose models have this file, and other files than a text encoder
+    rows = families.rows().items()
+    own_files = {row.config_file: name for name, row in rows if row.names_backbones and row.described_by}
+    for family in (*own_files.values(), DEFAULT_FAMILY):
         try:
             return sources(family, may_download=False)
         except SIEError as error:
@@ -175,13 +180,13 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     if not settings.hf_fallback:
         raise absent  # this error lists the folders and buckets that were searched
     try:
-        is_gliner = has_file(hub, commit, "gliner_config.json")
+        family = next((name for file, name in own_files.items() if has_file(hub, commit, file)), DEFAULT_FAMILY)
     except FetchFailed as error:
         raise CommandRefused(error.message) from error
-    return sources("gliner" if is_gliner else "text-encoder", may_download=True)
+    return sources(family, may_download=True)
 
 
-def stub(hub: str, commit: str, family: str = "text-encoder") -> ModelEntry:
+def stub(hub: str, commit: str, family: str = DEFAULT_FAMILY) -> ModelEntry:
     """Return an entry with which a hub repository can be fetched although the catalogue has no entry for it. `family`
     decides which files are fetched.
     """

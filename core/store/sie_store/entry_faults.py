@@ -17,7 +17,7 @@ import msgspec
 
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions, ModelEntry, Pooling
-from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.models.families import TEXT_ENCODER
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
 MODEL_FILE = "config_sentence_transformers.json"
@@ -115,7 +115,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def _truncation_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
+    if entry.family not in families.rows() or families.row(entry.family).implementation != TEXT_ENCODER:
         return None
     if entry.run.truncate is not None or entry.pair or not truncates_start(transformer_folder(folder)):
         return None
@@ -140,7 +140,7 @@ def truncates_start(folder: Path) -> bool:
 
 
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
+    if entry.family not in families.rows() or families.row(entry.family).implementation != TEXT_ENCODER:
         return None  # other families cut texts to the model's length themselves
     limit = positions(read_json(transformer_folder(folder) / "config.json"))
     if not limit or entry.max_tokens <= limit:

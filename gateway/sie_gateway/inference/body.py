@@ -19,7 +19,7 @@ from sie_contracts import arrays, plain
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad, describe
-from sie_contracts.models.options import FIELDS
+from sie_contracts.models.options import known_fields
 from sie_contracts.names import did_you_mean
 from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
@@ -150,7 +150,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
     if isinstance(raw, str | dict):
         raw = [raw]
     if raw is None or raw == []:
-        instead = in_its_place(body, "items", FIELDS) if raw is None else ""
+        instead = in_its_place(body, "items", known_fields()) if raw is None else ""
         raise InvalidInput.at(name, f"expected at least one item{instead}", reason="empty_items")
     if not isinstance(raw, list):
         raise bad(name, raw, "a list of items")
@@ -175,7 +175,7 @@ def query(body: Mapping[str, Any]) -> RequestItem:
     """Read the query to which the items are compared. Raises InvalidInput (reason `schema` if it is missing)."""
     raw = body.get("query")
     if raw is None:
-        raise InvalidInput.at("query", f"missing{in_its_place(body, 'query', FIELDS)}")
+        raise InvalidInput.at("query", f"missing{in_its_place(body, 'query', known_fields())}")
     return _item(raw, "query")
 
 

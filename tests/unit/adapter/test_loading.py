@@ -39,9 +39,9 @@ from sie_adapter.loading.modules import read_modules
 from sie_adapter.loading.tokenizer import fault, load_tokenizer
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.families import FAMILIES
 from sie_contracts.settings import Settings
 from sie_store.weights.sources import WeightSources
 
@@ -418,7 +418,7 @@ def test_an_end_token_that_there_is_not_fails_the_load(bert: Path) -> None:
 
 
 def test_each_family_that_is_named_can_be_imported_and_compares_files_without_a_load() -> None:
-    for name in FAMILIES:
+    for name in families.rows():
         assert isinstance(family_of(name), type), name
         assert callable(family_of(name).fault_of_files), name
 

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 import msgspec
 
 from sie_contracts.errors import BundleConflict, faulty
-from sie_contracts.models.families import FAMILIES
+from sie_contracts.models import families
 from sie_contracts.names import located
 from sie_contracts.plain import struct_of
 
 DEFAULT = "default"
 BUILT_IN = "built-in"  # value in `families` that means all families without extra dependencies
-_BUILT_IN_FAMILIES = [name for name, row in FAMILIES.items() if not row.extra]
 # allowed form of a bundle's id, in the catalogue and in SIE_BUNDLE
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
@@ -58,8 +57,9 @@ def parse_bundle(raw: object) -> BundleEntry:
             raise faulty(
                 f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}"
             )
-    families = [name for family in bundle.families for name in (_BUILT_IN_FAMILIES if family == BUILT_IN else [family])]
-    return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(families)))
+    built_in = [name for name, row in families.rows().items() if not row.extra]
+    names = [name for family in bundle.families for name in (built_in if family == BUILT_IN else [family])]
+    return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(names)))
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:

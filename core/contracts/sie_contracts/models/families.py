@@ -4,17 +4,43 @@ know about the family.
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
                                    class, files, tokens around a text (adapter)
 
-To add a family, write a file with its class in `sie_adapter` and a row here (docs/families.md).
+    rows of the core (FAMILIES) + rows of packages, by the entry points `sie.families` ──► rows()
 
-A family from another package has no row. The entry point `sie.adapters` names its class. The family checks the
-parameters that `option_values` does not check, and may read any file of a model's folder.
+To add a family, write a file with its class in `sie_adapter` and a row here (docs/families.md). A package brings rows
+by an entry point of the group `sie.families`: `module:attribute` of a map from names to rows, in a module that imports
+neither torch nor a library of models, since gateway, sidecar and client read it too.
+
+A family that only the entry point `sie.adapters` names has no row. The family checks the parameters that
+`option_values` does not check, and may read any file of a model's folder.
 """
 
+import functools
+import importlib.metadata
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
+_logger = logging.getLogger("sie.families")
+
+ENTRY_POINTS = "sie.families"
 TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
+
+
+@dataclass(frozen=True, slots=True)
+class PublicClass:
+    """Class of the public server that a family replaces. `extracts`: outputs of the family for the task `extract`.
+    `package`: the Python package that contains the model; empty for a model with weights. `is_complete`: a public model
+    file has all values that an entry of this family needs; if false, the file lacks the prompts, which are copied from
+    the entry that this catalogue has for the same model. `option`: the family replaces the class only in profiles with
+    this runtime option; empty if in all profiles for which no other family has an option.
+    """
+
+    extracts: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ("text",)
+    package: str = ""
+    is_complete: bool = True
+    option: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +78,10 @@ class Family:
     # pip extra of sie-cluster that the family needs; `built-in` in a bundle means the families that need no extra
     extra: str = ""
     is_package: bool = False  # a model of the family is the Python package that `weights.package` names
+    # `module:function` that describes a model's folder for an inspection (`sie_adapter.loading.described`)
+    described_by: str = ""
+    # classes of the public server, by the names in its model files (`public_models`)
+    public_classes: Mapping[str, PublicClass] = field(default_factory=dict)
 
 
 # options of the families whose models fill an output schema and accept any label
@@ -64,6 +94,30 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parameters=frozenset({"score_mode", "score_weights"}),
             gives_vectors=True,
             takes_lora=True,
+            public_classes=dict.fromkeys(
+                (
+                    "BGEM3Adapter",
+                    "BGEM3FlagAdapter",
+                    "BGEM3FlashAdapter",
+                    "BertFlashAdapter",
+                    "CandleEmbeddingAdapter",
+                    "ColBERTAdapter",
+                    "ColBERTModernBERTFlashAdapter",
+                    "ColBERTRotaryFlashAdapter",
+                    "GTESparseFlashAdapter",
+                    "ModernBERTFlashAdapter",
+                    "NomicFlashAdapter",
+                    "PyTorchEmbeddingAdapter",
+                    "Qwen2FlashAdapter",
+                    "RoPEFlashAdapter",
+                    "SGLangEmbeddingAdapter",
+                    "SPLADEFlashAdapter",
+                    "SentenceTransformerDenseAdapter",
+                    "SentenceTransformerSparseAdapter",
+                    "XLMRobertaFlashAdapter",
+                ),
+                PublicClass(),
+            ),
         ),
         "cross-encoder": Family(
             implementation=TEXT_ENCODER,
@@ -71,11 +125,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             takes_lora=True,
             reads_first_token=True,
             separates_pairs=True,
+            public_classes=dict.fromkeys(
+                (
+                    "BertFlashCrossEncoderAdapter",
+                    "CrossEncoderAdapter",
+                    "JinaFlashCrossEncoderAdapter",
+                    "ModernBertFlashCrossEncoderAdapter",
+                ),
+                PublicClass(),
+            ),
         ),
         "decoder-reranker": Family(
             implementation=TEXT_ENCODER,
             transformers_class="AutoModelForCausalLM",
             reads_answer=True,
+            public_classes={
+                "Qwen2FlashCrossEncoderAdapter": PublicClass(),
+            },
         ),
         "zero-shot-classifier": Family(
             implementation=TEXT_ENCODER,
@@ -85,6 +151,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             has_row_per_label=True,
             reads_first_token=True,
             separates_pairs=True,
+            public_classes=dict.fromkeys(
+                (
+                    "NLIClassificationAdapter",
+                    "NLIClassificationFlashAdapter",
+                ),
+                PublicClass(extracts=("classifications",)),
+            ),
         ),
         "text-classifier": Family(
             implementation=TEXT_ENCODER,
@@ -104,29 +177,54 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "dual-encoder": Family(
             implementation="sie_adapter.families.dual_encoder:DualEncoder",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             gives_vectors=True,
             ignores_text_beside_images=True,
+            public_classes=dict.fromkeys(
+                (
+                    "CLIPAdapter",
+                    "SiglipAdapter",
+                ),
+                PublicClass(inputs=("text", "image")),
+            ),
         ),
         "sound-encoder": Family(
             implementation="sie_adapter.families.sound_encoder:SoundEncoder",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             gives_vectors=True,
             ignores_text_beside_images=True,
         ),
         "vision-language": Family(
             implementation="sie_adapter.families.vision_language:VisionLanguage",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             gives_vectors=True,
             ignores_text_beside_images=True,
             takes_lora=True,
+            public_classes=dict.fromkeys(
+                (
+                    "ColPaliAdapter",
+                    "ColQwen2Adapter",
+                    "NemoColEmbedAdapter",
+                ),
+                PublicClass(inputs=("text", "image"), is_complete=False),
+            ),
         ),
         "multimodal-encoder": Family(
             implementation="sie_adapter.families.vision_language:VisionLanguage",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             gives_vectors=True,
             takes_lora=True,
             ends_instruction=True,
+            public_classes={
+                "Qwen3VLEmbeddingAdapter": PublicClass(inputs=("text", "image"), is_complete=False),
+            },
         ),
         "multimodal-reranker": Family(
             implementation="sie_adapter.families.vision_language:VisionLanguage",
             reads_answer=True,
+            public_classes={
+                "Qwen3VLRerankerAdapter": PublicClass(inputs=("text", "image"), is_complete=False),
+            },
         ),
         "pruner": Family(
             implementation=TEXT_ENCODER,
@@ -135,29 +233,55 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             needs_instruction=True,
             reads_first_token=True,
             separates_pairs=True,
+            public_classes={
+                "StablebridgePrunerAdapter": PublicClass(extracts=("entities",)),
+            },
         ),
         "gliner": Family(
             implementation="sie_adapter.extractors.gliner:GlinerModel",
+            described_by="sie_adapter.loading.extraction_folders:described_by_package",
             parameters=frozenset(
                 {"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}
             ),
             config_file="gliner_config.json",
             needs_labels=True,
             has_pickled_weights=True,
+            public_classes=dict.fromkeys(
+                (
+                    "GLiNERAdapter",
+                    "GLiNERBiAdapter",
+                ),
+                PublicClass(extracts=("entities",)),
+            ),
         ),
         "gliner-relations": Family(
             implementation="sie_adapter.extractors.gliner_relations:GlinerRelationModel",
+            described_by="sie_adapter.loading.extraction_folders:described_by_package",
             parameters=frozenset({"threshold", "flat_ner", "multi_label", "relation_labels", "relation_threshold"}),
             config_file="gliner_config.json",
             needs_labels=True,
             has_pickled_weights=True,
+            public_classes=dict.fromkeys(
+                (
+                    "GLiNERAdapter",
+                    "GLiNERBiAdapter",
+                ),
+                PublicClass(extracts=("entities", "relations"), option="relation_threshold"),
+            ),
         ),
         "gliner2": Family(
             implementation="sie_adapter.extractors.gliner2:Gliner2Model",
+            described_by="sie_adapter.loading.extraction_folders:described_by_package",
             parameters=frozenset({"threshold", "multi_label", "task", "relation_labels", "relation_threshold"})
             | _ANSWERS,
             needs_labels=True,
             relates_alone=True,
+            public_classes={
+                "GLiNER2Adapter": PublicClass(extracts=("entities", "relations")),
+                "GLiNER2EntitiesAdapter": PublicClass(extracts=("entities",)),
+                "GLiNER2ClassificationAdapter": PublicClass(extracts=("classifications",)),
+                "GLiNER2DecideAdapter": PublicClass(extracts=("classifications",)),
+            },
         ),
         "glirel": Family(
             implementation="sie_adapter.extractors.glirel:GlirelModel",
@@ -166,39 +290,71 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             needs_labels=True,
             reads_mentions=True,
             has_pickled_weights=True,
+            public_classes={
+                "GLiRELAdapter": PublicClass(extracts=("relations",)),
+            },
         ),
         "gliclass": Family(
             implementation="sie_adapter.extractors.gliclass:GliclassModel",
+            described_by="sie_adapter.loading.extraction_folders:described_by_package",
             parameters=frozenset({"threshold", "multi_label", "examples"}) | _ANSWERS,
             needs_labels=True,
+            public_classes={
+                "GLiClassAdapter": PublicClass(extracts=("classifications",)),
+            },
         ),
         "laya": Family(
             implementation="sie_adapter.extractors.laya:LayaModel",
+            described_by="sie_adapter.loading.extraction_folders:described_by_package",
             parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
             config_file="rl_agent_config.json",
             files=("rl_agent_config.json", "model.safetensors", "tokenizer/*", "encoder/*", "README.md"),
             needs_labels=True,
             reads_questions=True,
             reads_scales=True,
+            public_classes={
+                "LayaAdapter": PublicClass(extracts=("classifications",)),
+            },
         ),
         "document-reader": Family(
             implementation="sie_adapter.readers.document_reader:DocumentReader",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             parameters=frozenset({"task", "max_new_tokens"}),
             transformers_class="VisionEncoderDecoderModel",
             ignores_text_beside_images=True,
+            public_classes={
+                "DonutAdapter": PublicClass(extracts=("entities", "data"), inputs=("image",)),
+                "GlmOcrAdapter": PublicClass(extracts=("entities", "data"), inputs=("image",)),
+                "LightOnOCRAdapter": PublicClass(extracts=("entities", "data"), inputs=("image",)),
+                "PaddleOCRVLAdapter": PublicClass(extracts=("entities", "data"), inputs=("image",)),
+                "SGLangVisionExtractAdapter": PublicClass(extracts=("entities", "data"), inputs=("image",)),
+                "Florence2Adapter": PublicClass(extracts=("entities", "objects", "data"), inputs=("image",)),
+            },
         ),
         "sound-reader": Family(
             implementation="sie_adapter.readers.sound_reader:SoundReader",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             parameters=frozenset({"task", "language", "max_new_tokens", "word_times"}),
             transformers_class="WhisperForConditionalGeneration",
             ignores_text_beside_images=True,
+            public_classes={
+                "WhisperAdapter": PublicClass(extracts=("entities", "data"), inputs=("audio",)),
+            },
         ),
         "detector": Family(
             implementation="sie_adapter.detectors.detector:Detector",
+            described_by="sie_adapter.loading.image_folders:described_by_image_model",
             parameters=frozenset({"threshold", "box_threshold", "text_threshold", "score_threshold"}),
             transformers_class="AutoModelForZeroShotObjectDetection",
             ignores_text_beside_images=True,
             needs_labels=True,
+            public_classes=dict.fromkeys(
+                (
+                    "GroundingDINOAdapter",
+                    "Owlv2Adapter",
+                ),
+                PublicClass(extracts=("objects",), inputs=("image",)),
+            ),
         ),
         "docling": Family(
             implementation="sie_adapter.documents.docling:DoclingModel",
@@ -206,11 +362,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ignores_text_beside_images=True,
             extra="documents",
             is_package=True,
+            public_classes={
+                "DoclingAdapter": PublicClass(extracts=("data",), inputs=("document",), package="docling-slim"),
+            },
         ),
     }
 )
 FOREIGN = Family(implementation="")  # row of all families from other packages
 
 
+@functools.cache
+def rows() -> Mapping[str, Family]:
+    """Return the rows of all families: those of the core, then those of packages, by the names of their entry points. A
+    name that an earlier table has keeps its first row. Rows that cannot be imported are left out and logged.
+    """
+    found = dict(FAMILIES)
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        try:
+            table = entry.load()
+        except Exception as error:  # noqa: BLE001  code of another package may raise anything; other families still work
+            _logger.error("the families of %s cannot be imported: %s: %s", entry.value, type(error).__name__, error)
+            continue
+        for name, family in table.items():
+            found.setdefault(name, family)
+    return MappingProxyType(found)
+
+
 def row(family: str) -> Family:
-    return FAMILIES.get(family, FOREIGN)
+    return rows().get(family, FOREIGN)

@@ -7,6 +7,7 @@ Options are merged only here, so all routes have the same rules.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import unicodedata
@@ -31,7 +32,6 @@ from sie_contracts.models.entries import (
     parse_document,
     templates,
 )
-from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import (
     CHECKS,
@@ -107,11 +107,14 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-# all fields of a body that a route or at least one family reads
-FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
-ITEM_FIELDS = frozenset(Item.__struct_fields__) - FIELDS
 _FIELD = re.compile(r"\{(query|document)\}")
 _QUERY_KINDS = {"query", "search_query"}
+
+
+@functools.cache
+def known_fields() -> frozenset[str]:
+    """Return all fields of a body that a route or at least one family reads."""
+    return _KNOWN.union(*(family.parameters for family in families.rows().values()))
 
 
 class _Parameters:
@@ -175,10 +178,10 @@ class _Parameters:
                 elif name not in options:
                     shown = str(name)[:64]
                     suggestion: str | None = None
-                    if name in ITEM_FIELDS:
-                        suggestion = "; it is a field of an item"
-                    elif name in FIELDS:
+                    if name in known_fields():
                         suggestion = ""
+                    elif name in Item.__struct_fields__:
+                        suggestion = "; it is a field of an item"
                     elif compared < MAX_COMPARED:
                         compared += 1
                         suggestion = did_you_mean(shown, options) or None
@@ -234,7 +237,7 @@ def run_options(
             f"{operation}"
         )
         raise InvalidInput(message, reason="unsupported_task", param="model")
-    own = families.row(entry.family).parameters if entry.family in FAMILIES else None
+    own = families.row(entry.family).parameters if entry.family in families.rows() else None
     names = request.foreign() - {output_schemas.PARTS} if own is None else own
     used = _USED[operation] | names
     if not _takes_instruction(entry, defaults, operation):
@@ -368,7 +371,7 @@ def _encode(
 def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
     if defaults.instruction == "":
         return False
-    if operation != "score" or entry.family not in FAMILIES or FAMILIES[entry.family].gives_vectors:
+    if operation != "score" or entry.family not in families.rows() or families.row(entry.family).gives_vectors:
         return True
     return any("{instruction}" in piece for piece in entry.pair)
 
@@ -406,7 +409,7 @@ def _extract(
     path, labels = request.get("labels")
     parts = output_schemas.parts_of(parameters)
     relations = parameters.get("relation_labels")
-    if relations and entry.family in FAMILIES and "relations" not in entry.outputs:
+    if relations and entry.family in families.rows() and "relations" not in entry.outputs:
         message = f"{entry.id} does not have the output `relations`"
         raise InvalidInput.at(request.get("relation_labels")[0], message, reason="unsupported_output")
     is_enough = parts or (relations and families.row(entry.family).relates_alone)
@@ -439,12 +442,12 @@ def _family_parameters(
         path, value = request.get(name)
         if value is not None:
             parameters[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
-    if entry.family in FAMILIES and not parameters.get("raw_scores"):
+    if entry.family in families.rows() and not parameters.get("raw_scores"):
         for name in names & THRESHOLDS:
             path, value = request.get(name)
             if value is not None:
                 check_fraction(path, value)
-    if entry.family in FAMILIES and (parts := _schema_parts(entry, request, parameters)):
+    if entry.family in families.rows() and (parts := _schema_parts(entry, request, parameters)):
         parameters[output_schemas.PARTS] = msgspec.to_builtins(parts)
     return parameters
 

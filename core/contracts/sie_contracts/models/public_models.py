@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -23,86 +23,10 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.names import located
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Family that replaces a class of the public server. `extracts`: outputs of the family for the task `extract`.
-    `package`: the Python package that contains the model; empty for a model with weights. `is_complete`: a public model
-    file has all values that an entry of this family needs; if false, the file lacks the prompts, which are copied from
-    the entry that this catalogue has for the same model.
-    """
-
+class _Kind(NamedTuple):
     family: str
-    extracts: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ("text",)
-    package: str = ""
-    is_complete: bool = True
+    public: families.PublicClass
 
-
-_ENCODER = _Kind("text-encoder")
-_CROSS = _Kind("cross-encoder")
-_DECODER = _Kind("decoder-reranker")
-_TWO_TOWERS = _Kind("dual-encoder", inputs=("text", "image"))
-_PAGES = _Kind("vision-language", inputs=("text", "image"), is_complete=False)
-_READER = _Kind("document-reader", ("entities", "data"), ("image",))
-_DETECTOR = _Kind("detector", ("objects",), ("image",))
-_GLINER = _Kind("gliner", ("entities",))
-_GLINER_RELATIONS = _Kind("gliner-relations", ("entities", "relations"))
-_CLASSIFIER = _Kind("zero-shot-classifier", ("classifications",))
-_KINDS: Mapping[str, _Kind] = {
-    "BGEM3Adapter": _ENCODER,
-    "BGEM3FlagAdapter": _ENCODER,
-    "BGEM3FlashAdapter": _ENCODER,
-    "BertFlashAdapter": _ENCODER,
-    "CandleEmbeddingAdapter": _ENCODER,
-    "ColBERTAdapter": _ENCODER,
-    "ColBERTModernBERTFlashAdapter": _ENCODER,
-    "ColBERTRotaryFlashAdapter": _ENCODER,
-    "GTESparseFlashAdapter": _ENCODER,
-    "ModernBERTFlashAdapter": _ENCODER,
-    "NomicFlashAdapter": _ENCODER,
-    "PyTorchEmbeddingAdapter": _ENCODER,
-    "Qwen2FlashAdapter": _ENCODER,
-    "RoPEFlashAdapter": _ENCODER,
-    "SGLangEmbeddingAdapter": _ENCODER,
-    "SPLADEFlashAdapter": _ENCODER,
-    "SentenceTransformerDenseAdapter": _ENCODER,
-    "SentenceTransformerSparseAdapter": _ENCODER,
-    "XLMRobertaFlashAdapter": _ENCODER,
-    "BertFlashCrossEncoderAdapter": _CROSS,
-    "CrossEncoderAdapter": _CROSS,
-    "JinaFlashCrossEncoderAdapter": _CROSS,
-    "ModernBertFlashCrossEncoderAdapter": _CROSS,
-    "Qwen2FlashCrossEncoderAdapter": _DECODER,
-    "CLIPAdapter": _TWO_TOWERS,
-    "SiglipAdapter": _TWO_TOWERS,
-    "ColPaliAdapter": _PAGES,
-    "ColQwen2Adapter": _PAGES,
-    "NemoColEmbedAdapter": _PAGES,
-    "Qwen3VLEmbeddingAdapter": _Kind("multimodal-encoder", inputs=("text", "image"), is_complete=False),
-    "Qwen3VLRerankerAdapter": _Kind("multimodal-reranker", inputs=("text", "image"), is_complete=False),
-    "DonutAdapter": _READER,
-    "GlmOcrAdapter": _READER,
-    "LightOnOCRAdapter": _READER,
-    "PaddleOCRVLAdapter": _READER,
-    "SGLangVisionExtractAdapter": _READER,
-    "Florence2Adapter": _Kind("document-reader", ("entities", "objects", "data"), ("image",)),
-    "WhisperAdapter": _Kind("sound-reader", ("entities", "data"), ("audio",)),
-    "DoclingAdapter": _Kind("docling", ("data",), ("document",), package="docling-slim"),
-    "GroundingDINOAdapter": _DETECTOR,
-    "Owlv2Adapter": _DETECTOR,
-    "GLiNERAdapter": _GLINER,
-    "GLiNERBiAdapter": _GLINER,
-    "GLiNER2Adapter": _Kind("gliner2", ("entities", "relations")),
-    "GLiNER2EntitiesAdapter": _Kind("gliner2", ("entities",)),
-    "GLiNER2ClassificationAdapter": _Kind("gliner2", ("classifications",)),
-    "GLiNER2DecideAdapter": _Kind("gliner2", ("classifications",)),
-    "LayaAdapter": _Kind("laya", ("classifications",)),
-    "GLiRELAdapter": _Kind("glirel", ("relations",)),
-    "GLiClassAdapter": _Kind("gliclass", ("classifications",)),
-    "NLIClassificationAdapter": _CLASSIFIER,
-    "NLIClassificationFlashAdapter": _CLASSIFIER,
-    "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
-}
 
 # option in a public file -> (part of an entry, field of this part with the same meaning)
 _LOADTIME = {
@@ -267,7 +191,7 @@ class _Translator:
             "family": kind.family,
             "weights": self._weights(kind),
             "outputs": outputs,
-            **({"inputs": list(kind.inputs)} if kind.inputs != ("text",) else {}),
+            **({"inputs": list(kind.public.inputs)} if kind.public.inputs != ("text",) else {}),
             "max_tokens": self._max_tokens(),
             **parts,
             **own["pair"],
@@ -284,14 +208,20 @@ class _Translator:
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
             raise faulty(loc, "expected the class that runs the model")
-        kind = _KINDS.get(name)
-        if kind is _GLINER and "relation_threshold" in self._flat(profile).adapter_options.runtime:
-            kind = _GLINER_RELATIONS
+        kinds = [
+            _Kind(family, row.public_classes[name])
+            for family, row in families.rows().items()
+            if name in row.public_classes
+        ]
+        options = self._flat(profile).adapter_options.runtime.keys() | {""} if kinds else set()
+        kind = max(
+            (kind for kind in kinds if kind.public.option in options), key=lambda kind: kind.public.option, default=None
+        )
         if kind is None:
             raise faulty(
                 loc, f"no family here does what {name[:80]} does; `sie models inspect` says which family fits a folder"
             )
-        if not kind.is_complete and kind.family != self._present.get("family"):
+        if not kind.public.is_complete and kind.family != self._present.get("family"):
             raise faulty(
                 loc,
                 f"a {kind.family} needs prompts, which the file does not have; `sie models add` reads them from the "
@@ -330,10 +260,10 @@ class _Translator:
 
     def _weights(self, kind: _Kind) -> dict[str, Any]:
         model = self._model
-        if kind.package:
+        if kind.public.package:
             if model.hf_id:
-                self._ignored["hf_id"] = f"ignored, because the package {kind.package} contains the model"
-            return {"package": kind.package}
+                self._ignored["hf_id"] = f"ignored, because the package {kind.public.package} contains the model"
+            return {"package": kind.public.package}
         if not (model.hf_id or model.weights_path):
             raise faulty("$.hf_id", "expected the repository or the folder of the weights")
         present = self._present.get("weights", {})
@@ -362,7 +292,7 @@ class _Translator:
         if tasks.score is not None and widths.keys() != {"multivector"}:
             outputs["score"] = 0
         if tasks.extract is not None:
-            outputs |= dict.fromkeys(kind.extracts, 0)
+            outputs |= dict.fromkeys(kind.public.extracts, 0)
         if not outputs:
             raise faulty("$.tasks", f"expected a task that the family {kind.family} supports")
         present = self._present.get("outputs", {})
@@ -432,7 +362,7 @@ class _Translator:
         if option in _OF_VECTORS:
             return row.gives_vectors and (option != "pooling" or "dense" in outputs)
         if option in ("query_max_length", "max_seq_length"):
-            return "multivector" in outputs and row is families.FAMILIES["text-encoder"]
+            return "multivector" in outputs and row is families.row("text-encoder")
         if option in ("query_template", "doc_template"):
             return row.gives_vectors
         if option == "default_instruction":

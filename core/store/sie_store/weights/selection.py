@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 
+from sie_contracts.models import families
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.families import FAMILIES
 from sie_store.weights.manifest import MANIFEST, FetchFailed
 
 FILES = (
@@ -58,11 +58,11 @@ def wanted_by(entry: ModelEntry) -> Wanted:
     """Return a function that tests, by the name of a file, whether a load of `entry` may read the file. A load of a
     family that an installed package adds may read any file that no pattern of UNREAD matches.
     """
-    if entry.family not in FAMILIES:
+    if entry.family not in families.rows():
         return _matching(("*",))
-    if own := FAMILIES[entry.family].files:
+    if own := families.row(entry.family).files:
         return _matching(own)
-    pickled = (PICKLED,) if FAMILIES[entry.family].has_pickled_weights else ()
+    pickled = (PICKLED,) if families.row(entry.family).has_pickled_weights else ()
     return _matching((*FILES, *(("*.py",) if runs_code(entry) else ()), *pickled))
 
 
@@ -79,9 +79,9 @@ def is_model(folder: Path, entry: ModelEntry) -> bool:
     """Return whether the folder has the files that every load of the entry's family needs. For a family of another
     package, the folder only needs to exist.
     """
-    if entry.family not in FAMILIES:
+    if entry.family not in families.rows():
         return folder.is_dir()
-    family = FAMILIES[entry.family]
+    family = families.row(entry.family)
     if family.has_pickled_weights:
         return (folder / family.config_file).is_file() and (has_safetensors(folder) or (folder / PICKLED).is_file())
     in_subfolder = (folder / "modules.json").is_file() and any(folder.glob("*/*.safetensors"))
@@ -95,7 +95,7 @@ def has_safetensors(folder: Path) -> bool:
 
 def lacking(entry: ModelEntry) -> str:
     """Return the end of an error message about a folder that `is_model` refuses, for example "has no config.json"."""
-    if entry.family not in FAMILIES:
+    if entry.family not in families.rows():
         return "is not a folder"
-    family = FAMILIES[entry.family]
+    family = families.row(entry.family)
     return f"has no {family.config_file} and {'weights' if family.has_pickled_weights else 'safetensors'}"
