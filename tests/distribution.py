@@ -37,13 +37,13 @@ FOR = {
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
     "gliner": (
-        "sie_adapter.extractors.gliner",
-        "sie_adapter.extractors.gliner_folder",
-        "sie_adapter.extractors.gliner_relations",
+        "sie_models_extract.gliner",
+        "sie_models_extract.gliner_folder",
+        "sie_models_extract.gliner_relations",
     ),
-    "gliner2": ("sie_adapter.extractors.gliner2", "sie_adapter.extractors.gliner2_boundary"),
-    "gliclass": ("sie_adapter.extractors.gliclass",),
-    "glirel": ("sie_adapter.extractors.glirel",),
+    "gliner2": ("sie_models_extract.gliner2", "sie_models_extract.gliner2_boundary"),
+    "gliclass": ("sie_models_extract.gliclass",),
+    "glirel": ("sie_models_extract.glirel",),
     "openvino": ("sie_adapter.engine.graph",),
     "documents": ("sie_adapter.documents.docling_parser",),
     "tracing": ("sie_runtime.spans",),
@@ -54,9 +54,11 @@ FOR = {
     "serve": ("sie_cli",),
 }
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
+# packages of extras that run in the adapter
+OF_MODELS = {entry.partition(".")[0] for entry in PROJECT["entry-points"]["sie.families"].values()}
 for _folder, _package in measure.PACKAGES.items():
-    if _package not in measure.CORE:  # an extra whose imports the extra `cli` brings has none of its name
-        _name = Path(_folder).name if Path(_folder).name in EXTRAS else "cli"
+    if _package not in measure.CORE:  # an extra whose imports another one brings has none of its name
+        _name = Path(_folder).name if Path(_folder).name in EXTRAS else "adapter" if _package in OF_MODELS else "cli"
         FOR[_name] = (*FOR.get(_name, ()), _package)
 # modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
@@ -69,13 +71,13 @@ APART: dict[str, tuple[str, ...]] = {
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
     "gateway": ("sie_store.datasets", *_SINKS),
     "adapter": (
-        "sie_adapter.extractors.gliner",
-        "sie_adapter.extractors.gliner_folder",
-        "sie_adapter.extractors.gliner_relations",
-        "sie_adapter.extractors.gliner2",
-        "sie_adapter.extractors.gliner2_boundary",
-        "sie_adapter.extractors.gliclass",
-        "sie_adapter.extractors.glirel",
+        "sie_models_extract.gliner",
+        "sie_models_extract.gliner_folder",
+        "sie_models_extract.gliner_relations",
+        "sie_models_extract.gliner2",
+        "sie_models_extract.gliner2_boundary",
+        "sie_models_extract.gliclass",
+        "sie_models_extract.glirel",
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
@@ -162,8 +164,14 @@ def modules_of(extra: str) -> list[str]:
     """Return the modules that an extra is for, and the modules of ours that they import."""
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
-    is_command = "sie_cli" in packages or not packages <= measure.CORE
-    near = {*packages, *_SHARED, *(("sie_client", "sie_cli") if is_command else ())}
+    of_models = packages & OF_MODELS
+    is_command = "sie_cli" in packages or not packages - of_models <= measure.CORE
+    near = {
+        *packages,
+        *_SHARED,
+        *(("sie_client", "sie_cli") if is_command else ()),
+        *(("sie_adapter",) if of_models else ()),
+    }
     names: set[str] = set()
     # an import of __main__ would run it
     waiting = [name for name in modules() if _is_in(name, roots) and not name.endswith(".__main__")]

@@ -16,8 +16,8 @@ import torch
 from oracle import model_folder
 from parity import dual_checkpoints, heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, add_modules, build, dense, pooling
-from parity.gliner_checkpoints import edit_weights, gliner_folder
 from parity.score_checkpoints import QWEN3_ENTRY, QWEN3_PIECES, build_head, build_reranker
+from parity.toys import edit_weights
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -95,6 +95,8 @@ def _reranker(folder: Path) -> Entry:
 
 
 def _gliner(folder: Path) -> Entry:
+    from parity.gliner_checkpoints import gliner_folder  # of an extra
+
     gliner_folder(folder)
     return {"family": "gliner", "outputs": {"entities": 0}, "max_tokens": 512}
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from parity.dual_checkpoints import clip_tokenizer
-from parity.gliner_checkpoints import edit_weights
 from parity.tokenizer_recipes import word_pieces
-from parity.toys import randomised, with_processor
+from parity.toys import edit_weights, randomised, with_processor
 from torch import Tensor
 from transformers import (
     BertConfig,

@@ -10,7 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from sie_adapter.engine.device import Compute, resolve_device
 from sie_adapter.engine.engine import AdapterEngine
+from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
 from sie_contracts.models.entries import Precision
 from sie_contracts.settings import Settings
 
@@ -29,3 +31,10 @@ def require_precision(actual: str, precision: str) -> None:
     """Skip the test if a model runs in the precision `actual`, because this machine lacks `precision`."""
     if actual != precision:
         pytest.skip(f"this CPU does not compute in {precision}")
+
+
+def on_device(dtype: torch.dtype = torch.float32) -> Compute:
+    """The device of these tests, as a load computes it."""
+    device = resolve_device(DEVICE)
+    facts = attention_facts(device, dtype)
+    return Compute(device, dtype, *resolve_attention(ATTENTION, facts), facts)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from oracle import WORDS
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, ORIGINAL_TOKENS, add_modules, build, modules_of
-from parity.conftest import Folders, References, Serve
 from parity.device import SIXTEEN
 from parity.engine import Ids, ParityEngine, Served
 from parity.reference import Reference
 from parity.table import Agreement, ParityTable, path_of
 from safetensors.numpy import load_file
 from selection import BACKBONES, long_but
+from support.parity import Folders, References, Serve
 
 from sie_contracts.errors import ModelLoadFailed
 

@@ -15,8 +15,7 @@ from image_files import turned
 from numpy.typing import NDArray
 from parity import detector_checkpoints
 from parity.detector_checkpoints import LABEL_TOKENS, LONGEST, PROMPT_TOKENS, SIDE
-from parity.device import SIXTEEN, SIXTEEN_TYPE
-from parity.gliner_checkpoints import on_device
+from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
 from parity.page_engine import Load, Pair, Served, at_once, pairs, served_by
 from parity.table import ParityTable, Scores
 from parity.toys import image, png, prepared

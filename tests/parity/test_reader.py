@@ -15,8 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import reader_checkpoints
-from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE
-from parity.gliner_checkpoints import on_device
+from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE, on_device
 from parity.page_engine import Served, at_once, served_by
 from parity.table import ParityTable, Texts
 from parity.toys import image, png, prepared

@@ -19,8 +19,7 @@ import pytest
 import torch
 from cluster import until
 from numpy.typing import NDArray
-from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE
-from parity.gliner_checkpoints import on_device
+from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE, on_device
 from parity.page_engine import Served, at_once, served_by
 from parity.sound_checkpoints import reader_entry
 from parity.table import ParityTable, Texts

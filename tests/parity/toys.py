@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from sie_contracts.media.images import Recipe
 from sie_contracts.wire.ipc import Rows
@@ -84,3 +86,10 @@ def prepared(file: bytes, recipe: Recipe) -> PreparedImage:
         raster.digest(),
         raster.pixels,
     )
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Load the weights of a folder, change them and write them back."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -22,7 +22,6 @@ OPTIONAL = {
     "sie_adapter.documents": 0,
     "sie_adapter.engine.graph": 2,
     "sie_adapter.engine.sglang_server": 2,
-    "sie_adapter.extractors": 0,
     "sie_adapter.families.dual_encoder": 0,
     "sie_adapter.families.sound_encoder": 0,
     "sie_adapter.families.vision_language": 0,

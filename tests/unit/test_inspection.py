@@ -19,10 +19,8 @@ from click.testing import CliRunner
 from inspected_models import entry_of, inspected, run
 from overlays import wanted_models
 from parity import (
-    decision_checkpoints,
     detector_checkpoints,
     dual_checkpoints,
-    gliner_checkpoints,
     heads_checkpoints,
     qwen_checkpoints,
     reader_checkpoints,
@@ -200,31 +198,6 @@ def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     ]
 
 
-def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
-    folder = gliner_checkpoints.gliner_folder(tmp_path / "gliner", max_len=64)
-    entry = inspected(folder)
-    assert (entry.family, entry.outputs, entry.max_tokens) == ("gliner", {"entities": 0}, 512)
-    assert {"gliner_config.json", "model.safetensors"} <= entry.weights.digests.keys()
-    (output,) = run(engine, entry, "extract", TEXTS[:1], labels=["person", "place"], threshold=0.0)
-    assert output["entities"]
-
-
-def test_a_gliner_folder_with_relations(tmp_path: Path, engine: AdapterEngine) -> None:
-    entry = inspected(gliner_checkpoints.gliner_folder(tmp_path / "gliner", "relations"))
-    assert (entry.family, entry.outputs) == ("gliner-relations", {"entities": 0, "relations": 0})
-    (output,) = run(
-        engine,
-        entry,
-        "extract",
-        TEXTS[:1],
-        labels=["person", "place"],
-        threshold=0.0,
-        relation_labels=["lives in"],
-        relation_threshold=0.0,
-    )
-    assert output["relations"]
-
-
 def stanford_folder(folder: Path) -> Path:
     return heads_checkpoints.stanford(folder, 24, {"query_maxlen": 24, "doc_maxlen": 90, "query_token_id": "[unused1]"})
 
@@ -250,10 +223,6 @@ OTHER_FOLDERS: list[Any] = [
     (idf_folder, "text-encoder", {"sparse"}),
     (routed_folder, "text-encoder", {"sparse"}),
     (entailment_folder, "zero-shot-classifier", {"classifications"}),
-    (gliner_checkpoints.gliner2_folder, "gliner2", {"entities"}),
-    (gliner_checkpoints.gliner2_boundary_folder, "gliner2", {"entities"}),
-    (gliner_checkpoints.gliclass_folder, "gliclass", {"classifications"}),
-    (decision_checkpoints.laya_folder, "laya", {"classifications"}),
 ]
 
 

@@ -4,24 +4,42 @@ refusal says what to do.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from parity import gliner_checkpoints, heads_checkpoints
+from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 from parity.score_checkpoints import build_head
-from safetensors.torch import load_file, save_file
+from refused_files import (
+    COPY,
+    WEIGHTS,
+    Good,
+    cut_off,
+    cut_off_in_the_header,
+    empty,
+    good_folders,
+    lacking,
+    larger,
+    load,
+    of_unreal_words,
+    quantised,
+    refused_everywhere,
+    with_its_configuration_alone,
+    with_nan,
+    without_a_part,
+    without_a_tensor,
+    without_markers,
+    without_tokenizer,
+)
 from selection import long_but
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sie_adapter.loading.inspection import inspect
 from sie_adapter.loading.loading import Loader
@@ -29,12 +47,9 @@ from sie_adapter.loading.weight_files import check_weights, holds_nan
 from sie_cli.main import main
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_store.weights.sources import WeightSources
-
-WEIGHTS = "model.safetensors"
-COPY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
 
 
 def dense(folder: Path) -> Path:
@@ -58,198 +73,46 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "cross": cross,
     "late": late,
     "sparse": sparse,
-    "gliner": gliner_checkpoints.gliner_folder,
-    "gliner2": gliner_checkpoints.gliner2_folder,
-    "gliclass": gliner_checkpoints.gliclass_folder,
 }
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
     """Return a function that gives the model folder of a kind and its entry. Each is made once."""
-    root = tmp_path_factory.mktemp("good")
-    cache: dict[str, tuple[Path, dict[str, Any]]] = {}
-
-    def made(kind: str) -> tuple[Path, dict[str, Any]]:
-        if kind not in cache:
-            folder = KINDS[kind](root / kind)
-            cache[kind] = folder, inspect(folder, f"test/{kind}", {"path": str(folder)}).entry
-        return cache[kind]
-
-    return made
-
-
-# faults of a folder
-
-
-def files_of_tokenizer(folder: Path) -> list[Path]:
-    return [
-        file for file in folder.iterdir() if "token" in file.name or file.name in ("vocab.txt", "added_tokens.json")
-    ]
-
-
-def without_tokenizer(folder: Path) -> None:
-    for file in files_of_tokenizer(folder):
-        file.unlink()
-
-
-def with_its_configuration_alone(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def replaced(folder: Path, tokens: list[str]) -> None:
-    for file in files_of_tokenizer(folder):
-        file.unlink()
-    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    roles = {
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": "[MASK]",
-    }
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
-
-
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-def empty(folder: Path) -> None:
-    replaced(folder, SPECIALS)
-
-
-def of_unreal_words(folder: Path) -> None:
-    replaced(folder, [*SPECIALS, *(f"token{number}" for number in range(40))])
-
-
-def larger(folder: Path) -> None:
-    """Add tokens without resizing the table of the weights."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([f"new{number}" for number in range(5000)])
-    tokenizer.save_pretrained(folder)
-
-
-def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    state = json.loads((folder / "tokenizer.json").read_text())
-    change(state)
-    (folder / "tokenizer.json").write_text(json.dumps(state))
-
-
-def without_markers(folder: Path) -> None:
-    """Leave out the special tokens before a text and between two."""
-    edited(folder, lambda state: state.update(post_processor=None))
-
-
-def lacking(*tokens: str) -> Callable[[Path], None]:
-    def without(folder: Path) -> None:
-        def change(state: dict[str, Any]) -> None:
-            state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in tokens]
-            state["model"]["vocab"] = {
-                token: number for token, number in state["model"]["vocab"].items() if token not in tokens
-            }
-
-        edited(folder, change)
-
-    return without
-
-
-def cut_off(folder: Path) -> None:
-    data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(data[: len(data) * 2 // 3])
-
-
-def cut_off_in_the_header(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
-
-
-def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-
-
-def some_matrix(tensors: dict[str, torch.Tensor]) -> str:
-    return next(name for name in sorted(tensors) if tensors[name].ndim == 2 and "layer" in name)
-
-
-def with_nan(folder: Path) -> None:
-    """Change one number, in the row of one token: a sample that a load computes need not contain this token."""
-    changed(folder, lambda tensors: tensors[some_matrix(tensors)].__setitem__((-1, -1), float("nan")))
-
-
-def quantised(dtype: torch.dtype) -> Callable[[Path], None]:
-    """Return a fault: a matrix has this dtype, and config.json has no quantization_config with its scale."""
-
-    def without_scale(folder: Path) -> None:
-        changed(folder, lambda tensors: tensors.update({some_matrix(tensors): tensors[some_matrix(tensors)].to(dtype)}))
-
-    return without_scale
-
-
-def without_a_tensor(folder: Path) -> None:
-    changed(folder, lambda tensors: tensors.pop(some_matrix(tensors)))
-
-
-def without_a_part(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    save_file(tensors, folder / names[0], {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: names[number % 2] for number, name in enumerate(tensors)}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
-    """Return the texts of `inspect`, of `add` for the folder and for an entry, and of a load; the last two use the
-    entry of the good folder.
-    """
-    outputs = []
-    named = {**entry, "weights": {"path": str(folder)}}
-    file = tmp_path.with_name("entry.yaml")
-    file.write_text(yaml.safe_dump(named))
-    place = ["--models-dir", str(tmp_path)]
-    for arguments in (["inspect", str(folder)], ["add", str(folder), *place], ["add", str(file), *place]):
-        done = CliRunner().invoke(main, ["models", *arguments], env={"SIE_HF_FALLBACK": "false"})
-        assert done.exit_code == 1, (arguments, done.output)
-        assert "Traceback" not in done.output
-        outputs.append(" ".join(done.output.split()))
-    assert not list(tmp_path.glob("**/*.yaml"))
-    with pytest.raises(ModelLoadFailed) as refused:
-        load(parse_entry(named))
-    return [*outputs, refused.value.message]
-
-
-def load(entry: ModelEntry) -> Any:
-    loader = Loader(
-        torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")
-    )
-    return loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
+    return good_folders(tmp_path_factory.mktemp("good"), KINDS)
 
 
 CASES = [
-    *(
-        (kind, without_tokenizer, ["has no tokenizer", COPY])
-        for kind in ("dense", "cross", "late", "sparse", "gliner2", "gliclass")
-    ),
-    ("gliner", with_its_configuration_alone, ["has no tokenizer", COPY]),
+    *((kind, without_tokenizer, ["has no tokenizer", COPY]) for kind in ("dense", "cross", "late", "sparse")),
     ("dense", with_its_configuration_alone, ["has no tokenizer", COPY]),
     ("dense", empty, ["tokenizer", COPY]),
     ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
     *(
         (kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"])
-        for kind in ("dense", "cross", "gliner", "gliner2", "gliclass")
+        for kind in (
+            "dense",
+            "cross",
+        )
     ),
     ("dense", lacking("[UNK]"), ["has no [UNK], which the model needs", COPY]),
     ("dense", lacking("[CLS]", "[SEP]"), ["has no token with the id", "which the model needs", COPY]),
     ("cross", without_markers, ["puts no special token before a text", COPY]),
-    *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense", "gliner")),
+    *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense",)),
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
     *(
         (kind, with_nan, [WEIGHTS, "contains NaN in 1 of its tensors"])
-        for kind in ("dense", "sparse", "gliner", "gliner2", "gliclass")
+        for kind in (
+            "dense",
+            "sparse",
+        )
     ),
-    *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliner2", "gliclass")),
+    *(
+        (kind, without_a_tensor, ["1 missing"])
+        for kind in (
+            "dense",
+            "cross",
+        )
+    ),
     ("dense", quantised(torch.int8), [WEIGHTS, "in int8, and config.json has no quantization_config"]),
     (
         "cross",
@@ -271,19 +134,13 @@ def test_a_folder_that_cannot_be_right_is_refused_everywhere(
     kind: str,
     spoil: Callable[[Path], None],
     texts: list[str],
-    good: Callable[[str], tuple[Path, dict[str, Any]]],
+    good: Good,
     tmp_path: Path,
 ) -> None:
-    source, entry = good(kind)
-    folder = shutil.copytree(source, tmp_path / "model")
-    spoil(folder)
-    for refusal in refusals(folder, entry, tmp_path / "models"):
-        assert all(text in refusal for text in texts), refusal
+    refused_everywhere(spoil, texts, good(kind), tmp_path)
 
 
-def test_weights_that_change_after_a_load_are_checked_again(
-    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_weights_that_change_after_a_load_are_checked_again(good: Good, tmp_path: Path) -> None:
     source, entry = good("dense")
     folder = shutil.copytree(source, tmp_path / "model")
     loader = Loader(
@@ -328,7 +185,7 @@ def added(file: Path, models: Path) -> str:
 
 
 def test_an_entry_whose_weights_are_elsewhere_is_added_and_says_that_a_load_checks_them(
-    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+    good: Good, tmp_path: Path
 ) -> None:
     folder, entry = good("dense")
     for number, weights in enumerate(
@@ -342,9 +199,7 @@ def test_an_entry_whose_weights_are_elsewhere_is_added_and_says_that_a_load_chec
         assert ("a worker checks them when it loads the model" in output) == (number != 2)
 
 
-def test_an_entry_with_the_digest_of_another_file_is_not_added(
-    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_an_entry_with_the_digest_of_another_file_is_not_added(good: Good, tmp_path: Path) -> None:
     folder, entry = good("dense")
     file = tmp_path / "entry.yaml"
     file.write_text(yaml.safe_dump({**entry, "weights": {"path": str(folder), "digests": {WEIGHTS: "0" * 64}}}))
@@ -354,9 +209,7 @@ def test_an_entry_with_the_digest_of_another_file_is_not_added(
     assert not (tmp_path / "models").exists()
 
 
-def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(
-    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(good: Good, tmp_path: Path) -> None:
     """Published models have such tokens, for images for instance. A text that holds one is no fault of its client."""
     source, entry = good("dense")
     folder = shutil.copytree(source, tmp_path / "model")

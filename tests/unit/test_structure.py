@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 
 import measure
 import pytest
@@ -25,7 +26,6 @@ SET_ELSEWHERE = {
     "sie_runtime.http.protocol self.cycle.transport": "uvicorn makes its cycles itself",
     "sie_adapter.packed.backbone model.config.use_cache": "the configuration of a model of transformers",
     "sie_adapter.loading.checkpoint model.config.use_cache": "the configuration of a model of transformers",
-    "sie_adapter.extractors.gliner_relations self._gliner.model.select_span_target_embedding": "bounds its pairs",
     "sie_adapter.families.dual_encoder model.text_model.embeddings": "replaced in a model of transformers",
     "sie_adapter.families.dual_encoder model.text_model.head": "taken out of a model of transformers",
     "sie_adapter.pages.colpali language.config.is_causal": "the configuration of a model of transformers",
@@ -35,6 +35,7 @@ SET_ELSEWHERE = {
     "sie_adapter.detectors.grounding_dino self._given.maps": "a value of each thread, as threading.local has them",
     "sie_adapter.heads.transformers_head self.backbone.pooler": "taken out of a model of transformers",
     "sie_adapter.heads.transformers_head model.config.pad_token_id": "the configuration of a model of transformers",
+    **tomllib.loads((measure.ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["sets"],
 }
 
 

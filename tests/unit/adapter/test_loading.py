@@ -30,7 +30,6 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from unit.adapter.test_batch import message
 
 from sie_adapter.engine.engine import BatchRun
-from sie_adapter.families.extraction import fill
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import load_model
@@ -41,7 +40,7 @@ from sie_adapter.packed.linear import BlockedLinear, block_linears
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.entries import LoadOptions
 from sie_contracts.settings import Settings
 from sie_store.weights.sources import WeightSources
 
@@ -421,13 +420,6 @@ def test_each_family_that_is_named_can_be_imported_and_compares_files_without_a_
     for name in families.rows():
         assert isinstance(family_of(name), type), name
         assert callable(family_of(name).fault_of_files), name
-
-
-def test_a_pooler_of_another_shape_is_not_copied_because_it_is_never_run() -> None:
-    model = nn.ModuleDict({"pooler": nn.Linear(2, 2), "body": nn.Linear(2, 3)})
-    weights = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
-    fill(model, {**weights, "pooler.weight": torch.ones(5, 5)}, ModelEntry("m", {}, "gliner", {}, 8))
-    assert torch.equal(model["body"].weight, torch.ones(3, 2))
 
 
 def test_an_unknown_family_is_refused_with_what_there_is() -> None:

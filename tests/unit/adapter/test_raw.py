@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,11 +14,11 @@ import torch
 from unit.adapter.test_batch import arrays, reasons, tokens
 
 from sie_adapter.engine.raw import extract_options, run_raw
-from sie_adapter.families.extraction import ExtractOptions, Extractor
+from sie_adapter.families.extraction import ExtractOptions, Preparation, by_options
 from sie_adapter.memory.device_errors import cancelled
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ShuttingDown, SIEError
 from sie_contracts.models.muvera import Muvera
-from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
+from sie_contracts.wire.ipc import BatchDone, Group, Rows, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
 
 CPU = torch.device("cpu")
@@ -280,11 +280,26 @@ class Counted:
     padding: int
 
 
-class Tokenising(Extractor[Counted]):
+class Tokenising:
     """A family that tokenises itself and records the threads."""
+
+    rows: ClassVar = {"extract": Rows("raw")}
 
     def __init__(self) -> None:
         self.threads: list[str] = []
+
+    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
+        preparation = Preparation()
+        preparation.make(texts, options, self._make)
+        return preparation
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
+    ) -> list[Any]:
+        prepared = preparation or Preparation()
+        return by_options(
+            texts, options, lambda some, own: self._extract(some, own, prepared.pop_or_make(some, own, self._make))
+        )
 
     def _make(self, texts: Sequence[str], option: ExtractOptions) -> Counted:
         self.threads.append(threading.current_thread().name)

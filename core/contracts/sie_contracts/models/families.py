@@ -85,7 +85,7 @@ class Family:
 
 
 # options of the families whose models fill an output schema and accept any label
-_ANSWERS = frozenset({"output_schema", "label_groups", "label_thresholds"})
+ANSWERS = frozenset({"output_schema", "label_groups", "label_thresholds"})
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -145,7 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "zero-shot-classifier": Family(
             implementation=TEXT_ENCODER,
-            parameters=frozenset({"threshold", "multi_label", "hypothesis_template"}) | _ANSWERS,
+            parameters=frozenset({"threshold", "multi_label", "hypothesis_template"}) | ANSWERS,
             transformers_class="AutoModelForSequenceClassification",
             needs_labels=True,
             has_row_per_label=True,
@@ -237,85 +237,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "StablebridgePrunerAdapter": PublicClass(extracts=("entities",)),
             },
         ),
-        "gliner": Family(
-            implementation="sie_adapter.extractors.gliner:GlinerModel",
-            described_by="sie_adapter.loading.extraction_folders:described_by_package",
-            parameters=frozenset(
-                {"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}
-            ),
-            config_file="gliner_config.json",
-            needs_labels=True,
-            has_pickled_weights=True,
-            public_classes=dict.fromkeys(
-                (
-                    "GLiNERAdapter",
-                    "GLiNERBiAdapter",
-                ),
-                PublicClass(extracts=("entities",)),
-            ),
-        ),
-        "gliner-relations": Family(
-            implementation="sie_adapter.extractors.gliner_relations:GlinerRelationModel",
-            described_by="sie_adapter.loading.extraction_folders:described_by_package",
-            parameters=frozenset({"threshold", "flat_ner", "multi_label", "relation_labels", "relation_threshold"}),
-            config_file="gliner_config.json",
-            needs_labels=True,
-            has_pickled_weights=True,
-            public_classes=dict.fromkeys(
-                (
-                    "GLiNERAdapter",
-                    "GLiNERBiAdapter",
-                ),
-                PublicClass(extracts=("entities", "relations"), option="relation_threshold"),
-            ),
-        ),
-        "gliner2": Family(
-            implementation="sie_adapter.extractors.gliner2:Gliner2Model",
-            described_by="sie_adapter.loading.extraction_folders:described_by_package",
-            parameters=frozenset({"threshold", "multi_label", "task", "relation_labels", "relation_threshold"})
-            | _ANSWERS,
-            needs_labels=True,
-            relates_alone=True,
-            public_classes={
-                "GLiNER2Adapter": PublicClass(extracts=("entities", "relations")),
-                "GLiNER2EntitiesAdapter": PublicClass(extracts=("entities",)),
-                "GLiNER2ClassificationAdapter": PublicClass(extracts=("classifications",)),
-                "GLiNER2DecideAdapter": PublicClass(extracts=("classifications",)),
-            },
-        ),
-        "glirel": Family(
-            implementation="sie_adapter.extractors.glirel:GlirelModel",
-            parameters=frozenset({"threshold", "top_k"}),
-            config_file="glirel_config.json",
-            needs_labels=True,
-            reads_mentions=True,
-            has_pickled_weights=True,
-            public_classes={
-                "GLiRELAdapter": PublicClass(extracts=("relations",)),
-            },
-        ),
-        "gliclass": Family(
-            implementation="sie_adapter.extractors.gliclass:GliclassModel",
-            described_by="sie_adapter.loading.extraction_folders:described_by_package",
-            parameters=frozenset({"threshold", "multi_label", "examples"}) | _ANSWERS,
-            needs_labels=True,
-            public_classes={
-                "GLiClassAdapter": PublicClass(extracts=("classifications",)),
-            },
-        ),
-        "laya": Family(
-            implementation="sie_adapter.extractors.laya:LayaModel",
-            described_by="sie_adapter.loading.extraction_folders:described_by_package",
-            parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
-            config_file="rl_agent_config.json",
-            files=("rl_agent_config.json", "model.safetensors", "tokenizer/*", "encoder/*", "README.md"),
-            needs_labels=True,
-            reads_questions=True,
-            reads_scales=True,
-            public_classes={
-                "LayaAdapter": PublicClass(extracts=("classifications",)),
-            },
-        ),
         "document-reader": Family(
             implementation="sie_adapter.readers.document_reader:DocumentReader",
             described_by="sie_adapter.loading.image_folders:described_by_image_model",
@@ -376,7 +297,7 @@ def rows() -> Mapping[str, Family]:
     """Return the rows of all families: those of the core, then those of packages, by the names of their entry points. A
     name that an earlier table has keeps its first row. Rows that cannot be imported are left out and logged.
     """
-    found = dict(FAMILIES)
+    families = dict(FAMILIES)
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         try:
             table = entry.load()
@@ -384,8 +305,8 @@ def rows() -> Mapping[str, Family]:
             _logger.error("the families of %s cannot be imported: %s: %s", entry.value, type(error).__name__, error)
             continue
         for name, family in table.items():
-            found.setdefault(name, family)
-    return MappingProxyType(found)
+            families.setdefault(name, family)
+    return MappingProxyType(families)
 
 
 def row(family: str) -> Family:

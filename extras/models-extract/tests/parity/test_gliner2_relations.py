@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from gliner2 import GLiNER2
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import entry_of, gliner2_folder, on_device
+from parity.device import on_device
+from parity.gliner_checkpoints import entry_of, gliner2_folder
 from parity.table import ParityTable, Scores, path_of
 
-from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.output_schemas import parts_of_schema
+from sie_models_extract.gliner2 import Gliner2Model
 
 LABELS = ("person", "river mountain")
 RELATIONS = ("works for", "lives in", "Owns")

@@ -13,15 +13,16 @@ from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from gliner2 import GLiNER2
 from gliner2.inference.schema import RegexValidator
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import entry_of, gliclass_folder, gliner2_folder, on_device
+from parity.device import on_device
+from parity.gliner_checkpoints import entry_of, gliclass_folder, gliner2_folder
 from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
-from sie_adapter.extractors.gliclass import GliclassModel
-from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.output_schemas import parts_of_groups, parts_of_schema
+from sie_models_extract.gliclass import GliclassModel
+from sie_models_extract.gliner2 import Gliner2Model
 
 THRESHOLD = 0.5
 PLACE = {

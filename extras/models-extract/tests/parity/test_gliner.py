@@ -19,18 +19,20 @@ import pytest
 import torch
 from gliner import GLiNER
 from oracle import WORDS, ragged_texts
-from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
 from parity.extraction import Entities, assert_equal, failed
-from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_device
+from parity.gliner_checkpoints import GlinerKind, entry_of, gliner_folder
 from parity.table import ParityTable, Scores, path_of
+from parity.toys import edit_weights
 from selection import long_but
 
-from sie_adapter.extractors import gliner as family
-from sie_adapter.extractors.gliner import GlinerModel, WindowResult
 from sie_adapter.families import extraction
-from sie_adapter.families.extraction import ExtractOptions, LabelVectors, TextWindow
+from sie_adapter.families.extraction import ExtractOptions, LabelVectors
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
+from sie_models_extract import gliner as family
+from sie_models_extract.extraction import TextWindow
+from sie_models_extract.gliner import GlinerModel, WindowResult
 
 KINDS: tuple[GlinerKind, ...] = ("span", "token", "bi", "bi-token")
 LABELS = ("person", "river mountain", "Engine")

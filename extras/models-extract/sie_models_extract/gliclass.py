@@ -22,23 +22,21 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import (
-    ExtractOptions,
-    Extractor,
-    Result,
-    bound_length,
-    check_encoder,
-    classified,
-    labels_refused,
-    padding_of,
-    refuse_misfits,
-    tokenizer_fault,
-)
+from sie_adapter.families.extraction import ExtractOptions, Result, labels_refused
 from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
+from sie_models_extract.extraction import (
+    Extractor,
+    bound_length,
+    check_encoder,
+    classified,
+    padding_of,
+    refuse_misfits,
+    tokenizer_fault,
+)
 
 _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 

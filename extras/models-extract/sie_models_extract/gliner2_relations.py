@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sie_adapter.extractors.gliner2_records import WordPlaces
-from sie_adapter.families.extraction import TextWindow, scores_not_finite
+from sie_adapter.families.extraction import scores_not_finite
 from sie_contracts.errors import SIEError
+from sie_models_extract.extraction import TextWindow
+from sie_models_extract.gliner2_records import WordPlaces
 
 FIELDS = ("head", "tail")
 

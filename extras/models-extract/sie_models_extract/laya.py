@@ -25,20 +25,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.engine import engines
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import (
-    ExtractOptions,
-    Extractor,
-    Result,
-    check_encoder,
-    classified,
-    compare,
-    fill,
-    labels_refused,
-    read_weights,
-    tokenizer_fault,
-)
+from sie_adapter.families.extraction import ExtractOptions, Result, labels_refused
 from sie_adapter.loading.checkpoint import construction, for_inference
-from sie_adapter.loading.extraction_folders import LAYA
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.packing import Items
@@ -47,6 +35,16 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import Decision, SchemaPart
 from sie_contracts.wire.ipc import Rows
+from sie_models_extract.extraction import (
+    Extractor,
+    check_encoder,
+    classified,
+    compare,
+    fill,
+    read_weights,
+    tokenizer_fault,
+)
+from sie_models_extract.folders import LAYA
 from sie_store.folder_files import read_json
 
 TOKENIZER, ENCODER = "tokenizer", "encoder"  # folders below the model's folder

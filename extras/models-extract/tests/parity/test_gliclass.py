@@ -12,16 +12,18 @@ import pytest
 import torch
 from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from oracle import WORDS, ragged_texts
+from parity.device import on_device
 from parity.extraction import failed
-from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, on_device
+from parity.gliner_checkpoints import entry_of, gliclass_folder
 from parity.table import ParityTable, Scores, path_of
+from parity.toys import edit_weights
 from transformers import AutoTokenizer
 
-from sie_adapter.extractors import gliclass as family
-from sie_adapter.extractors.gliclass import GliclassModel
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
+from sie_models_extract import gliclass as family
+from sie_models_extract.gliclass import GliclassModel
 
 LABELS = ("person", "river mountain", "Engine", "vector")
 MAX_TOKENS = 128

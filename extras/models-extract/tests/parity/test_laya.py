@@ -17,14 +17,15 @@ from laya import Agent
 from laya.structured import decide
 from oracle import WORDS, ragged_texts
 from parity.decision_checkpoints import laya_folder
-from parity.device import SIXTEEN, SIXTEEN_TYPE
-from parity.gliner_checkpoints import edit_weights, entry_of, on_device
+from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
+from parity.gliner_checkpoints import entry_of
 from parity.table import ParityTable, Scores, path_of
+from parity.toys import edit_weights
 
-from sie_adapter.extractors.laya import LayaModel
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.models.output_schemas import parts_of_schema
+from sie_models_extract.laya import LayaModel
 
 LABELS = ("person", "river mountain: where water runs", "Engine")
 QUESTION = "Who is it of?"

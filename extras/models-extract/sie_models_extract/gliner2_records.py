@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.schema_answers import FieldSpan, is_cut, value_of
-from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
+from sie_adapter.families.extraction import scores_not_finite
 from sie_contracts.errors import SIEError
 from sie_contracts.models.output_schemas import TextField, TextRecord
+from sie_models_extract.extraction import TextWindow, own_ranges
 
 _CANDIDATES = 256  # largest number of spans, best first, that are compared for one property of one object
 

@@ -36,35 +36,32 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.schema_answers import LEAST
-from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities, window_candidates
-from sie_adapter.extractors.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
-from sie_adapter.extractors.gliner2_relations import FIELDS, WordPair, relations_of_text, window_relations
-from sie_adapter.families.extraction import (
-    ExtractOptions,
-    Extractor,
-    Result,
-    TextWindow,
-    absolute_positions,
-    check_encoder,
-    classified,
-    compare,
-    fill,
-    labels_refused,
-    own_ranges,
-    padding_of,
-    read_weights,
-    scores_not_finite,
-    tokenizer_fault,
-    tokens_of,
-    windows,
-    words_with_tokens,
-)
+from sie_adapter.families.extraction import ExtractOptions, Result, labels_refused, scores_not_finite
 from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
+from sie_models_extract.extraction import (
+    Extractor,
+    TextWindow,
+    absolute_positions,
+    check_encoder,
+    classified,
+    compare,
+    fill,
+    own_ranges,
+    padding_of,
+    read_weights,
+    tokenizer_fault,
+    tokens_of,
+    windows,
+    words_with_tokens,
+)
+from sie_models_extract.gliner2_boundary import BoundedSpan, bounded_entities, window_candidates
+from sie_models_extract.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
+from sie_models_extract.gliner2_relations import FIELDS, WordPair, relations_of_text, window_relations
 from sie_store.folder_files import read_json
 
 _CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`, before it is tokenised

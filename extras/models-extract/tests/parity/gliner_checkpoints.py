@@ -12,20 +12,14 @@ import functools
 import json
 import string
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from oracle import WORDS
-from parity.device import ATTENTION, DEVICE
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch import Tensor
 from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFast
 
-from sie_adapter.engine.device import Compute, resolve_device
-from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
 from sie_contracts.models.entries import ModelEntry, parse_entry
 
 GlinerKind = Literal["span", "token", "bi", "bi-token", "relations"]
@@ -328,17 +322,3 @@ def entry_of(
         "run": run,
     }
     return parse_entry({**raw, "max_tokens": max_tokens})
-
-
-def on_device(dtype: torch.dtype = torch.float32) -> Compute:
-    """The device of these tests, as a load computes it."""
-    device = resolve_device(DEVICE)
-    facts = attention_facts(device, dtype)
-    return Compute(device, dtype, *resolve_attention(ATTENTION, facts), facts)
-
-
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Load the weights of a folder, change them and write them back."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})

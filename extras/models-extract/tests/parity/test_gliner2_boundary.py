@@ -11,15 +11,17 @@ import msgspec
 import pytest
 from gliner2 import AutoExtractor
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import entry_of, gliner2_boundary_folder, on_device
+from parity.device import on_device
+from parity.gliner_checkpoints import entry_of, gliner2_boundary_folder
 from parity.table import ParityTable, Scores, path_of
 
-from sie_adapter.extractors import gliner2_boundary
-from sie_adapter.extractors.gliner2 import Gliner2Model
-from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities
-from sie_adapter.families.extraction import ExtractOptions, TextWindow
+from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_contracts.models.output_schemas import parts_of_schema
+from sie_models_extract import gliner2_boundary
+from sie_models_extract.extraction import TextWindow
+from sie_models_extract.gliner2 import Gliner2Model
+from sie_models_extract.gliner2_boundary import BoundedSpan, bounded_entities
 
 LABELS = ("person", "river mountain", "Engine")
 THRESHOLD = 0.5

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import check_encoder, compare, describe_backbone, fill, read_weights
 from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import read_tokenizer, take_file
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
+from sie_models_extract.extraction import check_encoder, compare, describe_backbone, fill, read_weights
 
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:

@@ -26,25 +26,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import (
-    ExtractOptions,
-    Extractor,
-    Result,
-    check_encoder,
-    compare,
-    describe_backbone,
-    fill,
-    labels_refused,
-    read_weights,
-    scores_not_finite,
-    tokenizer_fault,
-)
+from sie_adapter.families.extraction import ExtractOptions, Result, labels_refused, scores_not_finite
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.messages import Mention
+from sie_models_extract.extraction import (
+    Extractor,
+    check_encoder,
+    compare,
+    describe_backbone,
+    fill,
+    read_weights,
+    tokenizer_fault,
+)
 
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
 _THRESHOLD, _TOP_K = 0.3, 10  # defaults of the options `threshold` and `top_k`

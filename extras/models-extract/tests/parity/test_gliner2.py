@@ -18,17 +18,18 @@ import pytest
 import torch
 from gliner2 import GLiNER2
 from oracle import WORDS, ragged_texts
-from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
 from parity.extraction import Entities, assert_equal, failed
-from parity.gliner_checkpoints import edit_weights, entry_of, gliner2_folder, on_device
+from parity.gliner_checkpoints import entry_of, gliner2_folder
 from parity.table import ParityTable, Scores, path_of
+from parity.toys import edit_weights
 from selection import long_but
 
-from sie_adapter.extractors import gliner2 as family
-from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
+from sie_models_extract import gliner2 as family
+from sie_models_extract.gliner2 import Gliner2Model
 
 LABELS = ("person", "river mountain", "Engine")
 THRESHOLD = 0.5

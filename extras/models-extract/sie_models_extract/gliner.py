@@ -22,28 +22,24 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.extractors.gliner2_relations import WordPair
-from sie_adapter.extractors.gliner_folder import empty_gliner, load_gliner
-from sie_adapter.families.extraction import (
-    ExtractOptions,
-    Extractor,
-    LabelVectors,
-    Result,
-    TextWindow,
-    bound_length,
-    labels_refused,
-    own_ranges,
-    padding_of,
-    scores_not_finite,
-    tokenizer_fault,
-    windows,
-    words_with_tokens,
-)
-from sie_adapter.loading.extraction_folders import TOKENS_PER_WORD
+from sie_adapter.families.extraction import ExtractOptions, LabelVectors, Result, labels_refused, scores_not_finite
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
+from sie_models_extract.extraction import (
+    Extractor,
+    TextWindow,
+    bound_length,
+    own_ranges,
+    padding_of,
+    tokenizer_fault,
+    windows,
+    words_with_tokens,
+)
+from sie_models_extract.folders import TOKENS_PER_WORD
+from sie_models_extract.gliner2_relations import WordPair
+from sie_models_extract.gliner_folder import empty_gliner, load_gliner
 
 # A word is cut after this number of characters times `max_tokens`. The cut changes no result, because the model reads
 # only the first token of a word.

@@ -15,9 +15,10 @@ from gliner2.inference.overlap import resolve_overlaps
 from gliner2.models.boundary.model import _group_scored_candidates
 from torch import Tensor
 
-from sie_adapter.extractors.gliner2_records import WordPlaces
-from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
+from sie_adapter.families.extraction import scores_not_finite
 from sie_contracts.errors import SIEError
+from sie_models_extract.extraction import TextWindow, own_ranges
+from sie_models_extract.gliner2_records import WordPlaces
 
 # Largest number of spans in a group of overlapping spans of one label (`_clusters`): about the number of candidates of
 # 8 windows. Of a larger group, the package gets only the best spans.

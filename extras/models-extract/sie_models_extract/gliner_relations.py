@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.extractors.gliner import GlinerModel, GlinerRequest, GlinerWords, WindowResult
-from sie_adapter.extractors.gliner2_relations import WordPair, relations_of_text
-from sie_adapter.families.extraction import ExtractOptions, Result, TextWindow, scores_not_finite
+from sie_adapter.families.extraction import ExtractOptions, Result, scores_not_finite
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_models_extract.extraction import TextWindow
+from sie_models_extract.gliner import GlinerModel, GlinerRequest, GlinerWords, WindowResult
+from sie_models_extract.gliner2_relations import WordPair, relations_of_text
 
 # Limit of the spans of a window that may be head or tail of a relation; the spans with the best scores are used. Each
 # pair of these spans has a vector.

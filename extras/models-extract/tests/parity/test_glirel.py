@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from oracle import WORDS
+from parity.device import on_device
 from parity.extraction import failed
-from parity.gliner_checkpoints import entry_of, glirel_folder, on_device
+from parity.gliner_checkpoints import entry_of, glirel_folder
 from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families.extraction import ExtractOptions
@@ -23,7 +24,7 @@ from sie_contracts.wire.messages import Mention
 
 glirel = pytest.importorskip("glirel", reason="the extra glirel is for non-commercial use alone")
 
-from sie_adapter.extractors.glirel import GlirelModel  # noqa: E402  after its package
+from sie_models_extract.glirel import GlirelModel  # noqa: E402  after its package
 
 LABELS = ("located in", "Works for", "date of")
 KINDS = ("person", "place", "work")

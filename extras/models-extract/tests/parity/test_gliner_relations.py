@@ -17,14 +17,15 @@ import pytest
 import torch
 from gliner import GLiNER
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import entry_of, gliner_folder, on_device
+from parity.device import on_device
+from parity.gliner_checkpoints import entry_of, gliner_folder
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
-from sie_adapter.extractors import gliner_relations as family
-from sie_adapter.extractors.gliner_relations import GlinerRelationModel
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
+from sie_models_extract import gliner_relations as family
+from sie_models_extract.gliner_relations import GlinerRelationModel
 
 LABELS = ("person", "river mountain", "Engine")
 RELATIONS = ("works for", "lives in", "Owns")
