@@ -34,6 +34,7 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path += map(str, Path(__file__).parents[1].glob("extras/*/tests"))
 
 from client import request
 from image_files import encoded, picture

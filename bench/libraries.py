@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path += map(str, Path(__file__).parents[1].glob("extras/*/tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from client import request

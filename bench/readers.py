@@ -39,6 +39,7 @@ import torch
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path += map(str, Path(__file__).parents[1].glob("extras/*/tests"))
 
 from client import Answer, Clients, open_loop, percentile, request, statuses
 from image_files import encoded, picture

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path += map(str, Path(__file__).parents[1].glob("extras/*/tests"))
 
 from parity import qwen_checkpoints
 from parity.page_engine import Served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,27 @@ def run(
             outcome.data if outcome.data is not None else outcome.score if outcome.score is not None else arrays
         )
     return outputs
+
+
+def check_that_it_loads(
+    folder: Path, engine: AdapterEngine, family: str, outputs: dict[str, int], max_tokens: int, file: str = "image"
+) -> Any:
+    """Inspect a folder of a model that reads a `file`, check the entry, and return the loaded model."""
+    entry = inspected(folder)
+    assert (entry.family, entry.outputs, entry.max_tokens) == (family, outputs, max_tokens)
+    assert file in entry.inputs
+    assert {"preprocessor_config.json", "open_clip_config.json"} & set(entry.weights.digests)
+    return engine.residency.ensure(f"me/{family}-{folder.parent.name}", entry).weights
+
+
+def check_processor_alone(folder: Path, engine: AdapterEngine, part: str) -> None:
+    """Check that the processor of a folder may be in processor_config.json alone: transformers 5 writes no other file
+    of the processor.
+    """
+    before = engine.residency.ensure("me/before", replace(inspected(folder), id="me/before")).weights.rows
+    own = folder / "preprocessor_config.json"
+    (folder / "processor_config.json").write_text(json.dumps({part: json.loads(own.read_text())}))
+    own.unlink()
+    entry = replace(inspected(folder), id="me/after")
+    assert "processor_config.json" in entry.weights.digests
+    assert engine.residency.ensure("me/after", entry).weights.rows == before

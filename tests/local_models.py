@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from oracle import model_folder
-from parity import dual_checkpoints, heads_checkpoints
+from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, add_modules, build, dense, pooling
 from parity.score_checkpoints import QWEN3_ENTRY, QWEN3_PIECES, build_head, build_reranker
 from parity.toys import edit_weights
@@ -117,6 +117,8 @@ def _tags(folder: Path) -> Entry:
 
 
 def _clip(folder: Path) -> Entry:
+    from parity import dual_checkpoints  # of an extra
+
     dual_checkpoints.clip(folder)
     return {
         "family": "dual-encoder",
@@ -139,6 +141,8 @@ def _clap(folder: Path) -> Entry:
 
 
 def _pages(folder: Path) -> Entry:
+    from parity import dual_checkpoints  # of an extra
+
     dual_checkpoints.colpali(folder)
     question = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
     return {

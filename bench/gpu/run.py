@@ -37,6 +37,7 @@ PRODUCT = (
     "cli",
     *(f"extras/{place.name}" for place in sorted(ROOT.glob("extras/*"))),
     "tests",
+    *(f"extras/{place.name}/tests" for place in sorted(ROOT.glob("extras/*"))),
     "tools",
 )
 # part -> its script and the argument of the script

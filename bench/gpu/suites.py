@@ -140,7 +140,8 @@ def parity() -> None:
     (RESULTS / "parity-cells.jsonl").unlink(missing_ok=True)
     processes = max(1, (len(os.sched_getaffinity(0)) - 2) // 2)
     attentions = ["auto", *(["sdpa"] if importlib.util.find_spec("flash_attn") else [])]
-    paths = ["tests/parity", "--ignore=tests/parity/test_table.py"]
+    extras = [str(place.relative_to(ROOT)) for place in sorted(ROOT.glob("extras/*/tests/parity"))]
+    paths = ["tests/parity", *extras, "--ignore=tests/parity/test_table.py"]
     if REHEARSAL:
         paths = ["tests/parity/test_table.py"]
     running = {}

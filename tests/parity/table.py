@@ -217,7 +217,7 @@ distance. Scores differ by at most 1e-5 in float32. In bfloat16 their ranking ha
 the oracle in bfloat16 less 0.01. The bound of BGE-M3 in bfloat16 is 0.995. A kind without a packed value runs padded.
 `graph` is the engine openvino, which a kind without a value does not run on; all else is torch.
 
-    python -m pytest tests/parity --parity-table docs/parity.md
+    python -m pytest tests/parity extras/*/tests/parity --parity-table docs/parity.md
 
 {_processor()}; {versions}.
 """

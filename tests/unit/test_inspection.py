@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,12 +18,7 @@ from click.testing import CliRunner
 from inspected_models import entry_of, inspected, run
 from overlays import wanted_models
 from parity import (
-    detector_checkpoints,
-    dual_checkpoints,
     heads_checkpoints,
-    qwen_checkpoints,
-    reader_checkpoints,
-    tiled_checkpoints,
 )
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
@@ -44,7 +38,7 @@ from sie_cli.main import main
 from sie_cli.models.inspect import answers
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import packaged_folder
-from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 
 TEXTS = ["The river runs north.", "", "Zürich, 東京 and 😀: (a) 3.14...", "one " * (2 * MAX_TOKENS)]
@@ -242,121 +236,6 @@ def test_other_folders_load_and_answer_too(
 
 
 # folders that lack information, and folders that are no model
-
-
-@pytest.mark.parametrize(
-    ("build_folder", "family", "outputs", "max_tokens"),
-    [
-        (dual_checkpoints.clip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.CLIP_TOKENS),
-        (dual_checkpoints.siglip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.SIGLIP_TOKENS),
-        (
-            dual_checkpoints.marqo,
-            "dual-encoder",
-            {"dense": dual_checkpoints.OPEN_CLIP_WIDTH},
-            dual_checkpoints.FIRST_SIGLIP_TOKENS,
-        ),
-        (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
-        (qwen_checkpoints.colqwen, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
-        (qwen_checkpoints.colqwen3, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
-        (tiled_checkpoints.colidefics3, "vision-language", {"multivector": tiled_checkpoints.WIDTH}, 2048),
-        (qwen_checkpoints.qwen3_vl, "multimodal-encoder", {"dense": 48}, 4096),
-        (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
-        (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
-        (reader_checkpoints.donut, "document-reader", {"entities": 0, "data": 0}, reader_checkpoints.DONUT_TOKENS),
-        (reader_checkpoints.glm, "document-reader", {"entities": 0, "data": 0}, reader_checkpoints.OCR_TOKENS),
-    ],
-)
-def test_models_of_images_become_entries_that_load(
-    build_folder: Callable[[Path], object],
-    family: str,
-    outputs: dict[str, int],
-    max_tokens: int,
-    tmp_path: Path,
-    engine: AdapterEngine,
-) -> None:
-    folder = tmp_path / "model"
-    build_folder(folder)
-    report = inspect(folder, "me/seen", {"path": str(folder)})
-    entry = entry_of(report)
-    assert (entry.family, entry.outputs, entry.max_tokens) == (family, outputs, max_tokens)
-    assert "image" in entry.inputs
-    assert {"preprocessor_config.json", "open_clip_config.json"} & set(entry.weights.digests)
-    resident = engine.residency.ensure(f"me/{family}-{folder.parent.name}", entry)
-    assert resident.weights.rows
-
-
-@pytest.mark.parametrize(
-    ("build_folder", "part", "precision"),
-    [
-        (dual_checkpoints.clip, "", None),
-        (qwen_checkpoints.qwen3_vl, "text_config", "bfloat16"),
-        (qwen_checkpoints.qwen3_vl, "", None),
-        (dual_checkpoints.colpali, "", "bfloat16"),
-    ],
-)
-def test_what_float16_does_not_hold_is_not_computed_in_it(
-    build_folder: Callable[[Path], object], part: str, precision: str | None, tmp_path: Path
-) -> None:
-    """The language model was published in bfloat16, or is a Gemma."""
-    folder = tmp_path / "model"
-    build_folder(folder)
-    config = json.loads((folder / "config.json").read_text())
-    if part:
-        config[part]["dtype"] = "bfloat16"
-    (folder / "config.json").write_text(json.dumps(config))
-    report = inspect(folder, "me/seen", {"path": str(folder)})
-    assert entry_of(report).load.precision == precision
-    assert any("precision bfloat16" in line for line in report.findings) == (precision is not None)
-
-
-@pytest.mark.parametrize(
-    "build_folder", [dual_checkpoints.clip, dual_checkpoints.siglip, "clap", "whisper", "parakeet"]
-)
-def test_the_processor_of_a_folder_may_be_in_processor_config_alone(
-    build_folder: Any, tmp_path: Path, engine: AdapterEngine
-) -> None:
-    """transformers 5 writes no other file of the processor."""
-    from parity import sound_checkpoints
-
-    folder = tmp_path / "model"
-    getattr(sound_checkpoints, build_folder)(folder) if isinstance(build_folder, str) else build_folder(folder)
-    before = engine.residency.ensure("me/before", renamed(inspected(folder), "me/before")).weights.rows
-    own = folder / "preprocessor_config.json"
-    part = "feature_extractor" if isinstance(build_folder, str) else "image_processor"
-    (folder / "processor_config.json").write_text(json.dumps({part: json.loads(own.read_text())}))
-    own.unlink()
-    entry = renamed(inspected(folder), "me/after")
-    assert "processor_config.json" in entry.weights.digests
-    assert engine.residency.ensure("me/after", entry).weights.rows == before
-
-
-def renamed(entry: ModelEntry, model: str) -> ModelEntry:
-    return msgspec.structs.replace(entry, id=model)
-
-
-def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: AdapterEngine) -> None:
-    from parity import sound_checkpoints
-
-    folder = sound_checkpoints.clap(tmp_path / "model")
-    entry = entry_of(inspect(folder, "me/heard", {"path": str(folder)}))
-    assert (entry.family, entry.outputs) == ("sound-encoder", {"dense": sound_checkpoints.WIDTH})
-    assert (set(entry.inputs), entry.max_tokens) == ({"text", "audio"}, sound_checkpoints.TOKENS)
-    assert "preprocessor_config.json" in entry.weights.digests
-    assert engine.residency.ensure("me/heard", entry).weights.rows["encode"].sounds
-
-
-@pytest.mark.parametrize(("kind", "max_tokens"), [("whisper", 64), ("parakeet", 375)])
-def test_a_reader_of_sounds_becomes_an_entry_that_loads(
-    kind: str, max_tokens: int, tmp_path: Path, engine: AdapterEngine
-) -> None:
-    from parity import sound_checkpoints
-
-    folder = getattr(sound_checkpoints, kind)(tmp_path / "model")
-    entry = entry_of(inspect(folder, "me/written", {"path": str(folder)}))
-    assert (entry.family, entry.outputs) == ("sound-reader", {"entities": 0, "data": 0})
-    assert (set(entry.inputs), entry.max_tokens) == ({"audio"}, max_tokens)
-    assert {"preprocessor_config.json", "generation_config.json"} <= set(entry.weights.digests)
-    assert engine.residency.ensure("me/written", entry).weights.rows["extract"].sounds
 
 
 def test_what_no_file_says_is_named(tmp_path: Path) -> None:

@@ -187,3 +187,14 @@ def scores_not_finite() -> InferenceFailed:
 def labels_refused(message: str) -> InvalidInput:
     """Return an error about the labels of one request, without the text of the labels."""
     return InvalidInput.at("labels", message, reason="labels")
+
+
+def miscounted(field: str, files: int) -> InvalidInput | None:
+    """Return an error if an input has no file or several files in `field`, and None if it has one."""
+    if files == 1:
+        return None
+    if not files:
+        return InvalidInput(f"{field}: expected one file, got none", reason="unsupported_modality", param=field)
+    return InvalidInput(
+        f"{field}: expected one file, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
+    )

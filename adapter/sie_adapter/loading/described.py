@@ -29,3 +29,13 @@ def described(folder: Path, raw: dict[str, Any]) -> Described | None:
         if description is not None:
             return description
     return None
+
+
+def of_files(model_type: str, entry: dict[str, Any], assumed: str = "") -> Described:
+    """Return the description of a folder whose model reads images or sounds. `model_type`: that of its config.json."""
+    input_name = "a sound" if "audio" in entry["inputs"] else "an image"
+    findings = [
+        f"family {entry['family']}: model_type {model_type} of config.json",
+        f"how {input_name} is prepared: preprocessor_config.json or processor_config.json",
+    ]
+    return Described(entry, findings, [assumed] if assumed else [])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sie_adapter.families.extraction import ExtractOptions, Result, by_options
+from sie_adapter.families.extraction import ExtractOptions, Result, by_options, miscounted
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Rules, unknown_rule
@@ -91,17 +91,6 @@ class ReaderCall(Generic[P, F_contra]):
         result = self._kind.result(prompt, written)
         data = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
         return {**result, "data": {**data, **result.get("data", {})}}
-
-
-def miscounted(field: str, files: int) -> InvalidInput | None:
-    """Return an error if an input has no file or several files in `field`, and None if it has one."""
-    if files == 1:
-        return None
-    if not files:
-        return InvalidInput(f"{field}: expected one file, got none", reason="unsupported_modality", param=field)
-    return InvalidInput(
-        f"{field}: expected one file, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
-    )
 
 
 @dataclass(frozen=True)

@@ -175,57 +175,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             config_file="tokenizer.json",
             gives_vectors=True,
         ),
-        "dual-encoder": Family(
-            implementation="sie_adapter.families.dual_encoder:DualEncoder",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
-            gives_vectors=True,
-            ignores_text_beside_images=True,
-            public_classes=dict.fromkeys(
-                (
-                    "CLIPAdapter",
-                    "SiglipAdapter",
-                ),
-                PublicClass(inputs=("text", "image")),
-            ),
-        ),
-        "sound-encoder": Family(
-            implementation="sie_adapter.families.sound_encoder:SoundEncoder",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
-            gives_vectors=True,
-            ignores_text_beside_images=True,
-        ),
-        "vision-language": Family(
-            implementation="sie_adapter.families.vision_language:VisionLanguage",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
-            gives_vectors=True,
-            ignores_text_beside_images=True,
-            takes_lora=True,
-            public_classes=dict.fromkeys(
-                (
-                    "ColPaliAdapter",
-                    "ColQwen2Adapter",
-                    "NemoColEmbedAdapter",
-                ),
-                PublicClass(inputs=("text", "image"), is_complete=False),
-            ),
-        ),
-        "multimodal-encoder": Family(
-            implementation="sie_adapter.families.vision_language:VisionLanguage",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
-            gives_vectors=True,
-            takes_lora=True,
-            ends_instruction=True,
-            public_classes={
-                "Qwen3VLEmbeddingAdapter": PublicClass(inputs=("text", "image"), is_complete=False),
-            },
-        ),
-        "multimodal-reranker": Family(
-            implementation="sie_adapter.families.vision_language:VisionLanguage",
-            reads_answer=True,
-            public_classes={
-                "Qwen3VLRerankerAdapter": PublicClass(inputs=("text", "image"), is_complete=False),
-            },
-        ),
         "pruner": Family(
             implementation=TEXT_ENCODER,
             parameters=frozenset({"prune_threshold", "highlight_threshold"}),
@@ -239,7 +188,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "document-reader": Family(
             implementation="sie_adapter.readers.document_reader:DocumentReader",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
+            described_by="sie_adapter.loading.image_folders:described",
             parameters=frozenset({"task", "max_new_tokens"}),
             transformers_class="VisionEncoderDecoderModel",
             ignores_text_beside_images=True,
@@ -254,28 +203,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "sound-reader": Family(
             implementation="sie_adapter.readers.sound_reader:SoundReader",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
+            described_by="sie_adapter.loading.image_folders:described",
             parameters=frozenset({"task", "language", "max_new_tokens", "word_times"}),
             transformers_class="WhisperForConditionalGeneration",
             ignores_text_beside_images=True,
             public_classes={
                 "WhisperAdapter": PublicClass(extracts=("entities", "data"), inputs=("audio",)),
             },
-        ),
-        "detector": Family(
-            implementation="sie_adapter.detectors.detector:Detector",
-            described_by="sie_adapter.loading.image_folders:described_by_image_model",
-            parameters=frozenset({"threshold", "box_threshold", "text_threshold", "score_threshold"}),
-            transformers_class="AutoModelForZeroShotObjectDetection",
-            ignores_text_beside_images=True,
-            needs_labels=True,
-            public_classes=dict.fromkeys(
-                (
-                    "GroundingDINOAdapter",
-                    "Owlv2Adapter",
-                ),
-                PublicClass(extracts=("objects",), inputs=("image",)),
-            ),
         ),
         "docling": Family(
             implementation="sie_adapter.documents.docling:DoclingModel",

@@ -13,12 +13,8 @@ from redaction_texts import VALUES, redacted_slot
 
 from sie_adapter.families.extraction import ExtractOptions
 from sie_client import restore
-<<<<<<<< HEAD:extras/redact/tests/parity/test_redaction_seams.py
 from sie_redact.redact import RedactionRules
-========
-from sie_gateway.dialects.redact import RedactionRules
 from sie_models_extract.gliner import GlinerModel
->>>>>>>> 4cb7fc40d (Extras: the families that extract by names leave the adapter):extras/models-extract/tests/parity/test_redaction_seams.py
 
 WINDOW = 20  # words
 LABELS = ("person", "river mountain")

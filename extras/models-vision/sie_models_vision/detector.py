@@ -12,19 +12,18 @@ from typing import Any, ClassVar, Protocol
 import torch
 from tokenizers import Tokenizer
 
-from sie_adapter.detectors.boxes import ImageFrame, Sight, objects
-from sie_adapter.detectors.grounding_dino import GroundingDino
-from sie_adapter.detectors.owlv2 import Owlv2
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import ExtractOptions, Result, by_options
+from sie_adapter.families.extraction import ExtractOptions, Result, by_options, miscounted
 from sie_adapter.loading.checkpoint import class_of
 from sie_adapter.packed.packing import Shown
-from sie_adapter.readers.written import miscounted
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
+from sie_models_vision.boxes import ImageFrame, Sight, objects
+from sie_models_vision.grounding_dino import GroundingDino
+from sie_models_vision.owlv2 import Owlv2
 
 # largest number of images in one pass on a device that is not a CPU; on a CPU each image has a separate pass
 _IMAGES_PER_PASS = 8

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
-from sie_adapter.detectors.boxes import Float32, ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import LabelVectors, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
@@ -33,11 +32,12 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
+from sie_models_vision.boxes import Float32, ImageFrame, Sight
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Largest edge of an image that the adapter gets, as a multiple of the edge of the images that the model reads. The
 # sidecar scales a larger submitted image down to this edge, which slightly changes the pixels that the model reads
-# (figures: tests/parity/test_detector.py).
+# (figures: extras/models-vision/tests/parity/test_detector.py).
 _OVERSAMPLED = 3
 _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
 

@@ -32,14 +32,14 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Shown
-from sie_adapter.pages.colpali import ColPali
-from sie_adapter.pages.idefics3 import ColIdefics
-from sie_adapter.pages.qwen3_vl import Qwen3Encoder, Qwen3Reranker
-from sie_adapter.pages.qwen_vl import ColQwen
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_ids
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
+from sie_models_vision.colpali import ColPali
+from sie_models_vision.idefics3 import ColIdefics
+from sie_models_vision.qwen3_vl import Qwen3Encoder, Qwen3Reranker
+from sie_models_vision.qwen_vl import ColQwen
 from sie_store.folder_files import read_json
 
 Seen = Sequence[Sequence[Shown]]  # images of each sequence of a forward pass, in packed order

@@ -23,11 +23,11 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import GridTower, Patches
 from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
-from sie_adapter.pages.projection import Projected, TokenVectors, projection_of, tensor_names
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
+from sie_models_vision.projection import Projected, TokenVectors, projection_of, tensor_names
 
 # Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor and ColQwen3Processor.
 _BEFORE_PAGE, _AFTER_PAGE = (

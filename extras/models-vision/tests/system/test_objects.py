@@ -16,7 +16,7 @@ import pytest
 import shared
 from cluster import Cluster, until
 from local_models import LocalModels
-from pages import DOCS, blocks, run
+from pages import ROOT, blocks, run
 from parity import detector_checkpoints
 from parity.test_detector import CLOSE, LABELS, ROUNDED, GroundingDino, _differences
 from parity.toys import image, png
@@ -136,7 +136,7 @@ def test_the_example_of_the_page_prints_and_draws_what_was_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     SHOWN.save("street.jpg")
-    (example,) = blocks(DOCS / "objects.md", "python")
+    (example,) = blocks(ROOT / "extras/models-vision/objects.md", "python")
     printed = run(example.code, open_cluster)
     file = (tmp_path / "street.jpg").read_bytes()
     (result,) = asked(client, [given(file)], labels=["a red car", "a traffic light"], threshold=None)

@@ -20,11 +20,11 @@ from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.tokenizer import load_tokenizer
-from sie_adapter.pages.qwen_vl import LANGUAGE_HEAD, QwenVL
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
+from sie_models_vision.qwen_vl import LANGUAGE_HEAD, QwenVL
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
 # end of the user's turn and begin of the answer; `Qwen3Encoder` adds both after every text, even after a truncated text

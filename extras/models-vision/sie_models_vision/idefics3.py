@@ -21,10 +21,10 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import TileTower
 from sie_adapter.packed.packing import PackedBatch, PlacedFeatures, Shown
-from sie_adapter.pages.projection import Projected, TokenVectors, projection_of, tensor_names
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, TileTokens, max_tiles
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
+from sie_models_vision.projection import Projected, TokenVectors, projection_of, tensor_names
 
 # Text around an image, and names of tokens. Source: colpali-engine, ColIdefics3Processor; transformers,
 # Idefics3Processor.

@@ -1,7 +1,7 @@
-"""Vectors of open_clip 3.3.0 with timm 1.0.31 for tests/parity/test_dual_encoder.py, written to marqo.json beside this
-file. Both import torchvision, which the environment of the tests does not have.
+"""Vectors of open_clip 3.3.0 with timm 1.0.31 for test_dual_encoder.py, written to marqo.json beside this file. Both
+import torchvision, which the environment of the tests does not have.
 
-    PYTHONPATH=tests python tests/parity/golden/make_marqo.py
+    PYTHONPATH=tests:extras/models-vision/tests python extras/models-vision/tests/parity/golden/make_marqo.py
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForZeroShotObjectDetection
 from transformers.modeling_outputs import BackboneOutput
 
-from sie_adapter.detectors.boxes import ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
@@ -38,6 +37,7 @@ from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
+from sie_models_vision.boxes import ImageFrame, Sight
 
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}

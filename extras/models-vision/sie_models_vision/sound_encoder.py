@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.text_encoder import fault_of_tokenizer
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head
@@ -33,6 +32,7 @@ from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
+from sie_models_vision.dual_encoder import TwoTowers, VectorHead
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"

@@ -34,9 +34,9 @@ from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.packing import PackedBatch
-from sie_adapter.pages.qwen_vl import axes_of
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.wire.messages import Input
+from sie_models_vision.qwen_vl import axes_of
 
 MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 8e-2}
 MAX_TOKENS = 200

@@ -29,8 +29,6 @@ from transformers import (
     Owlv2Processor,
 )
 
-from sie_adapter.detectors import owlv2
-from sie_adapter.detectors.detector import Detector
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families import extraction
 from sie_adapter.families.extraction import LabelVectors
@@ -39,6 +37,8 @@ from sie_client import draw
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import RunOptions
+from sie_models_vision import owlv2
+from sie_models_vision.detector import Detector
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "grounding-dino": detector_checkpoints.grounding_dino,

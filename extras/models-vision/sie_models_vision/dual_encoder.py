@@ -31,7 +31,6 @@ from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.heads.pooling import finite_rows
-from sie_adapter.loading import open_clip
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer, with_normalizers
 from sie_adapter.packed.backbone import Backbone
@@ -43,6 +42,7 @@ from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import Rows, Side
+from sie_models_vision import open_clip
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space

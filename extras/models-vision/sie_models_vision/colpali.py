@@ -16,9 +16,9 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import Tower
 from sie_adapter.packed.packing import PackedBatch, PlacedFeatures, Shown
-from sie_adapter.pages.projection import TokenVectors
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_models_vision.projection import TokenVectors
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
 # The cost of an image in tokens is the number of its patches, divided by this number: 4 patches take about as long in

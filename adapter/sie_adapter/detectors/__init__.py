@@ -1,1 +1,0 @@
-"""Families that detect objects in images. The request names the classes of objects."""

@@ -1,1 +1,0 @@
-"""Model classes of the language models that read images, for `families/vision_language.py`."""
