@@ -45,7 +45,7 @@ FOR = {
     "gliclass": ("sie_models_extract.gliclass",),
     "glirel": ("sie_models_extract.glirel",),
     "openvino": ("sie_adapter.engine.graph",),
-    "documents": ("sie_adapter.documents.docling_parser",),
+    "documents": ("sie_models_readers.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
     "mteb": ("sie_evals.mteb_tasks",),
@@ -78,7 +78,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_models_extract.gliner2_boundary",
         "sie_models_extract.gliclass",
         "sie_models_extract.glirel",
-        "sie_adapter.documents.docling_parser",
+        "sie_models_readers.docling_parser",
         "sie_adapter.engine.graph",
     ),
     # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes

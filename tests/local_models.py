@@ -129,7 +129,7 @@ def _clip(folder: Path) -> Entry:
 
 
 def _clap(folder: Path) -> Entry:
-    from parity import sound_checkpoints  # classes of transformers that no other model here needs
+    from parity import sound_checkpoints  # of an extra
 
     sound_checkpoints.clap(folder)
     return {

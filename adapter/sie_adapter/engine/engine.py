@@ -34,6 +34,7 @@ from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply, check_groups
 from sie_adapter.engine.late_chunks import LateChunks, results_of
 from sie_adapter.engine.raw import extract_options, run_raw
+from sie_adapter.generation.reading import Readings
 from sie_adapter.heads import Row, States
 from sie_adapter.loading.loading import Loader, classed
 from sie_adapter.memory import oom
@@ -44,7 +45,6 @@ from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModel
 from sie_adapter.packed.packing import Int64, Items, MalformedBatch, images, items, sounds
 from sie_adapter.packed.pass_graphs import drop_graphs
 from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
-from sie_adapter.readers.reading import Readings
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, LoraLoadFailed, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.load_errors import lora_failed, lora_of_entry, lora_rejected

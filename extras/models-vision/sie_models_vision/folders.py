@@ -1,4 +1,4 @@
-"""Parts of catalogue entries for folders of models of images and sounds: family, widths and limits."""
+"""Parts of catalogue entries for folders of models of images: family, widths and limits."""
 
 from __future__ import annotations
 
@@ -65,18 +65,6 @@ def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:
         "inputs": _BOTH,
         "outputs": {"dense": config.projection_dim if is_clip else config.text_config.projection_size},
         "max_tokens": config.text_config.max_position_embeddings,
-    }
-
-
-def _sound_encoder(config: Any, folder: Path) -> dict[str, Any]:
-    text = config.text_config
-    limit = tokenizer_limit(folder) or UNLIMITED
-    return {
-        "description": f"Texts and sounds in one space, {config.model_type}.",
-        "family": "sound-encoder",
-        "inputs": ["text", "audio"],
-        "outputs": {"dense": config.projection_dim},
-        "max_tokens": min(limit, text.max_position_embeddings - text.pad_token_id - 1),
     }
 
 
@@ -148,7 +136,6 @@ def _detector(config: Any, folder: Path) -> dict[str, Any]:
 _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
     "clip": _dual_encoder,
     "siglip": _dual_encoder,
-    "clap": _sound_encoder,
     "colpali": _pages,
     "qwen2_5_vl": _qwen_pages,
     "qwen3_vl": _qwen3,

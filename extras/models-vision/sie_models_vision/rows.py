@@ -20,12 +20,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 PublicClass(inputs=("text", "image")),
             ),
         ),
-        "sound-encoder": Family(
-            implementation="sie_models_vision.sound_encoder:SoundEncoder",
-            described_by="sie_models_vision.folders:described",
-            gives_vectors=True,
-            ignores_text_beside_images=True,
-        ),
         "vision-language": Family(
             implementation="sie_models_vision.vision_language:VisionLanguage",
             described_by="sie_models_vision.folders:described",

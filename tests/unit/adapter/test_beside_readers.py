@@ -19,9 +19,9 @@ from unit.adapter.test_reading import Sums, asked, expected
 from sie_adapter.engine.device_threads import DeviceJob
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.generation.reading import GeneratedText
 from sie_adapter.memory.residency import Resident
 from sie_adapter.packed.packing import PackedBatch
-from sie_adapter.readers.reading import GeneratedText
 from sie_adapter.server import AdapterServer
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights

@@ -14,10 +14,10 @@ from selection import long_but
 from torch import Tensor
 from transformers import GenerationConfig
 
-from sie_adapter.readers import reading
-from sie_adapter.readers.greedy import Rules, ends_of
-from sie_adapter.readers.reading import GeneratedText, Readings, _GenerationCall, _GenerationRow, _Loop
-from sie_adapter.readers.slots import DecoderSlots, RowStart
+from sie_adapter.generation import reading
+from sie_adapter.generation.greedy import Rules, ends_of
+from sie_adapter.generation.reading import GeneratedText, Readings, _GenerationCall, _GenerationRow, _Loop
+from sie_adapter.generation.slots import DecoderSlots, RowStart
 from sie_contracts.errors import InferenceFailed, InternalFailure, ShuttingDown, SIEError
 
 CPU = torch.device("cpu")

@@ -1,1 +1,0 @@
-"""Parsing of documents, by Docling in separate processes."""

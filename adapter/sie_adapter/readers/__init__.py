@@ -1,1 +1,0 @@
-"""Families that generate text from images and sounds, by greedy decoding of several texts at the same time."""

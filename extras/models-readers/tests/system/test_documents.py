@@ -1,0 +1,106 @@
+"""Images of pages over HTTP: the output is as long as the library's, and an input that cannot be read fails alone."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import shared
+from cluster import Cluster, until
+from local_models import LocalModels
+from pages import ROOT, blocks, run
+from parity import reader_checkpoints
+from parity.test_reader import asks, donut_oracle
+from parity.toys import image, png
+from transformers import AutoTokenizer
+
+MODEL = "test/donut"
+OF_THE_PAGE = "naver-clova-ix/donut-base-finetuned-cord-v2"
+LIMIT = 100  # by which this entry differs from the packaged one
+PAGE = image(90, 170, 1)
+pytestmark = shared.OPEN
+
+
+@pytest.fixture(scope="module")
+def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Client]:
+    folder = open_models.weights / "donut"
+    if not folder.exists():
+        reader_checkpoints.donut(folder)
+    entry = {
+        "weights": {"path": str(folder)},
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": LIMIT,
+        "load": {"precision": "float32"},
+        "run": {"parameters": {"task": "<s_cord-v2>"}},
+    }
+    open_models.add("donut", entry)
+    open_models.add("donut-of-the-page", {**entry, "id": OF_THE_PAGE})
+    shared.wait_until_served(open_cluster, MODEL)
+    until(
+        lambda: all(
+            httpx.get(f"{url}/v1/models/{OF_THE_PAGE}", timeout=10).json()["max_sequence_length"] == LIMIT
+            for url in open_cluster.urls
+        ),
+        shared.SERVED_S,
+        f"{OF_THE_PAGE} to be replaced",
+        open_cluster.log,
+    )
+    with httpx.Client(base_url=open_cluster.url, timeout=60) as client:
+        yield client
+
+
+def asked(client: httpx.Client, items: list[Any], **params: Any) -> list[dict[str, Any]]:
+    answer = client.post(f"/v1/extract/{MODEL}", json={"items": items, "params": params})
+    assert answer.status_code == 200, answer.text
+    results: list[dict[str, Any]] = answer.json()["items"]
+    return results
+
+
+def given(file: bytes) -> dict[str, Any]:
+    return {"images": [base64.b64encode(file).decode()]}
+
+
+def test_what_is_written_is_the_librarys(client: httpx.Client, open_models: LocalModels) -> None:
+    """One request has a page, a text, a file that is no image, and two images."""
+    page = given(png(PAGE))
+    items = [page, {"text": "x"}, given(b"no image"), {"images": page["images"] * 2}]
+    written, text_result, broken, two = asked(client, items, max_new_tokens=20)
+    folder = open_models.weights / "donut"
+    expected = donut_oracle(folder)(PAGE, asks("<s_cord-v2>", most=20)).ids
+    text = AutoTokenizer.from_pretrained(folder).decode(expected, skip_special_tokens=True).strip()
+    assert written["data"]["document"] == {"text_sequence": text}
+    assert written["data"]["completion_tokens"] == len(expected)
+    assert written["data"]["finish_reason"] == ("stop" if len(expected) < 20 else "length")
+    assert written["objects"] == written["relations"] == written["classifications"] == []
+    assert [result["error"]["reason"] for result in (text_result, broken, two)] == [
+        "unsupported_modality",
+        "invalid_media",
+        "invalid_media",
+    ]
+
+
+def test_a_question_is_the_instruction(client: httpx.Client) -> None:
+    page = given(png(PAGE))
+    for params, reason in (({"task": "<s_docvqa>"}, "instruction_required"), ({"task": "<s_none>"}, "task")):
+        refused = client.post(f"/v1/extract/{MODEL}", json={"items": [page], "params": params})
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (400, reason), refused.text
+    (answered,) = asked(client, [page], task="<s_docvqa>", instruction="where is the river", max_new_tokens=8)
+    assert 1 <= answered["data"]["completion_tokens"] <= 8
+
+
+def test_the_example_of_the_page_prints_what_was_written(
+    client: httpx.Client, open_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PAGE.save("receipt.png")
+    (example,) = blocks(ROOT / "extras/models-readers/documents.md", "python")
+    printed = run(example.code, open_cluster)
+    (result,) = asked(client, [given((tmp_path / "receipt.png").read_bytes())])
+    entities = [f"{entity['label']} {entity['text']}" for entity in result["entities"]]
+    assert printed == "\n".join([*entities, result["data"]["finish_reason"]]).split("\n")
