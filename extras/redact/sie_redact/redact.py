@@ -8,6 +8,7 @@ The route refuses a text that the model cannot read to its end, because the rest
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import secrets
 import threading
 import time
@@ -332,4 +333,7 @@ def _model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     return spans
 
 
+# the first redaction imports it, because it takes 10 MB; without it this package adds nothing
+if importlib.util.find_spec("phonenumbers") is None:
+    raise ModuleNotFoundError("phonenumbers is not installed", name="phonenumbers")
 PLUGIN = Plugin(routes=(native.route("redact", redact, "Texts without personal data", Redact, Redacted),))

@@ -13,8 +13,8 @@ from redaction_texts import VALUES, redacted_slot
 
 from sie_adapter.families.extraction import ExtractOptions
 from sie_client import restore
-from sie_redact.redact import RedactionRules
 from sie_models_extract.gliner import GlinerModel
+from sie_redact.redact import RedactionRules
 
 WINDOW = 20  # words
 LABELS = ("person", "river mountain")
