@@ -29,10 +29,10 @@ from report import Report, machine
 
 from sie_adapter.engine.device_threads import DeviceJob
 from sie_adapter.engine.engine import AdapterEngine, prepare_process
-from sie_adapter.engine.graph import GROUP_TOKENS, filled_length
 from sie_contracts.models.entries import LoadOptions, ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
+from sie_engines.graph import GROUP_TOKENS, filled_length
 
 STEP_S = 5.0
 MAX_TOKENS = 256

@@ -44,8 +44,8 @@ FOR = {
     "gliner2": ("sie_models_extract.gliner2", "sie_models_extract.gliner2_boundary"),
     "gliclass": ("sie_models_extract.gliclass",),
     "glirel": ("sie_models_extract.glirel",),
-    "openvino": ("sie_adapter.engine.graph",),
-    "documents": ("sie_models_readers.docling_parser",),
+    "openvino": ("sie_engines.graph",),
+    "documents": ("sie_models_readers.documents.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
     "mteb": ("sie_evals.mteb_tasks",),
@@ -55,7 +55,11 @@ FOR = {
 }
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
 # packages of extras that run in the adapter
-OF_MODELS = {entry.partition(".")[0] for entry in PROJECT["entry-points"]["sie.families"].values()}
+OF_MODELS = {
+    entry.partition(".")[0]
+    for group in ("sie.families", "sie.engines")
+    for entry in PROJECT["entry-points"][group].values()
+}
 for _folder, _package in measure.PACKAGES.items():
     if _package not in measure.CORE:  # an extra whose imports another one brings has none of its name
         _name = Path(_folder).name if Path(_folder).name in EXTRAS else "adapter" if _package in OF_MODELS else "cli"
@@ -78,8 +82,8 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_models_extract.gliner2_boundary",
         "sie_models_extract.gliclass",
         "sie_models_extract.glirel",
-        "sie_models_readers.docling_parser",
-        "sie_adapter.engine.graph",
+        "sie_models_readers.documents.docling_parser",
+        "sie_engines.graph",
     ),
     # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes
     "cli": (*_HUB, *_COMPONENTS, "sie_evals", "sie_store.datasets", *_SINKS),

@@ -18,8 +18,6 @@ EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in meas
 # modules that are optional and still in the packages of the core, and the imports of them from the rest of the core.
 # A number may only fall; a row without imports leaves for extras/
 OPTIONAL = {
-    "sie_adapter.engine.graph": 2,
-    "sie_adapter.engine.sglang_server": 2,
     "sie_cli.cache": 0,
     "sie_cli.jobs": 0,
     "sie_gateway.answers": 3,

@@ -26,7 +26,6 @@ from object_stores import Place
 from safetensors.torch import save_file
 from unit.adapter import toys
 
-from sie_adapter.engine import graph
 from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
@@ -43,6 +42,7 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
 from sie_contracts.wire.messages import Failed
+from sie_engines import graph
 from sie_store.cluster import ClusterCache
 from sie_store.weights.manifest import MANIFEST, describe, encode
 from sie_store.weights.progress import FetchProgress

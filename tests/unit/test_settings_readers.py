@@ -203,7 +203,7 @@ EFFECTS = {
     "SIE_INSTRUMENTATION": (
         f"{ADAPTER}::test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting"
     ),
-    "SIE_SGLANG_PYTHON": "tests/unit/adapter/test_sglang.py::test_the_setting_names_the_environment",
+    "SIE_SGLANG_PYTHON": "extras/engines/tests/unit/test_sglang.py::test_the_setting_names_the_environment",
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }
 

@@ -28,7 +28,6 @@ SET_ELSEWHERE = {
     "sie_adapter.loading.checkpoint model.config.use_cache": "the configuration of a model of transformers",
     "sie_adapter.engine.device torch.backends.cudnn.allow_tf32": "a switch of torch",
     "sie_adapter.engine.device libc.mallinfo2.restype": "how ctypes learns what a function returns",
-    "sie_adapter.engine.graph self._of_thread.request": "a value of each thread, as threading.local has them",
     "sie_adapter.heads.transformers_head self.backbone.pooler": "taken out of a model of transformers",
     "sie_adapter.heads.transformers_head model.config.pad_token_id": "the configuration of a model of transformers",
     **tomllib.loads((measure.ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["sets"],

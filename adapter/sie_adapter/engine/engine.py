@@ -397,7 +397,7 @@ class BatchRun:
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
         self._engine = model.engine_choice.engine
-        if message.lora or self._engine == "sglang":
+        if message.lora or engines.rules()[self._engine].runs is not None:
             self._engine = engines.of_batch(model.engine_choice, message)
         self._padding = 0
         self._queries = np.zeros(count, bool)
@@ -435,7 +435,7 @@ class BatchRun:
         states or results. Raises errors of the device other than out of memory.
         """
         started = time.perf_counter()
-        set_torch_threads(is_graph=self._engine == "openvino")
+        set_torch_threads(is_graph=engines.rules()[self._engine].has_own_threads)
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
         self._prepared = self._model.prepare(self._items, self._queries)

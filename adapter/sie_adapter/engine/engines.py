@@ -1,39 +1,40 @@
 """Choice of the engine that computes the hidden states of a model, when the model is loaded. The choice follows fixed
 rules, not measured times, so a model returns the same bits on machines of one kind.
 
-family, device, precision, LoRAs, installed packages ──► RULES, in order: the first without an obstacle ──► Choice
+family, device, precision, LoRAs, installed packages ──► `rules`, in order: the first without an obstacle ──► Choice
 
-  engine      computes                                                        chosen for
-  openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
-  sglang      a server of that package, in a separate process                  decoders of dense vectors on a GPU, if
-                                                                               SIE_SGLANG_PYTHON is set
-  torch       the packed path of `backbone`                                    everything
-
-The measurements behind the rules are in bench/results/engine.md. SGLang (enabled by SIE_SGLANG_PYTHON) was not
-measured. `backbone` rejects a chosen engine whose hidden states differ from those of the unchanged transformers model.
+Packages bring engines by the entry points `sie.engines`: `module:attribute` of a Rule, named like the engine. The last
+rule is that of torch, the packed path of `backbone`, which runs every model. `backbone` rejects a chosen engine whose
+hidden states differ from those of the unchanged transformers model.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
 
+from sie_contracts.models import entry_points
 from sie_contracts.models.entries import Engine
 from sie_contracts.models.load_errors import incompatible, load_failed
+from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import RunBatch
+
+ENTRY_POINTS = "sie.engines"
 
 
 @dataclass(frozen=True)
 class EngineFacts:
     """Facts that the rules read. `device`: the type of the device. `reads_text`: the model reads only ids of texts, no
     images or sounds. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits
-    this process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang, empty
-    if no setting names one. `int8`: the entry requests weights in 8 bits.
+    this process. `attention`: the attention backend in use. `int8`: the entry requests weights in 8 bits.
 
-    From the model's files: `hides_tokens`: some tokens of queries are masked, and in some layers a token attends only
-    to a window of near tokens; OpenVINO cannot run a model with both. `beyond_sglang`: the reason why SGLang cannot
-    compute the vectors of this model, empty if it can.
+    From the model's files, once they are read: `config`: the configuration of transformers. `hides_tokens`: some tokens
+    of queries are masked. `gives_last_states`: all outputs are normalised states of the last token of a text.
     """
 
     device: str
@@ -41,24 +42,21 @@ class EngineFacts:
     lora: str = ""
     is_limited: bool = False
     attention: str = "sdpa"
-    sglang: str = ""
+    settings: Settings = field(default_factory=Settings)
     int8: bool = False
+    config: Any = None
     hides_tokens: bool = False
-    beyond_sglang: str = ""
+    gives_last_states: bool = True
 
 
-# Bytes of float32 weights up to which a graph is compiled twice: once for batches that run at the same time, each on
-# one core, and once for a batch that runs alone, on several cores. For a larger model, a faster answer to a single
-# request does not justify the memory of the second copy.
-TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen engine. `reason`: why it was chosen, and why each engine before it in RULES was not chosen. `demand`: the
-    field of the entry that demands this engine, with its value, else empty.
+    """Chosen engine. `reason`: why it was chosen, and why each engine before it in `rules` was not. `demand`: the field
+    of the entry that demands this engine, with its value, else empty.
     """
 
     engine: Engine
@@ -69,16 +67,61 @@ class Choice:
 TORCH = Choice("torch", "the model reads more than texts")
 
 
+class NotServed(Exception):
+    """Raised if an engine cannot load or run this model. The message has the reason."""
+
+
 class Unserved(Exception):
     """Raised if an engine cannot run a model whose torch weights are already freed: torch must load the model again."""
 
 
+class StateRunner(Protocol):
+    """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
+    `attention`: the name of the engine's attention, for reports. `memory_bytes`: bytes of device memory in use.
+    """
+
+    attention: str
+    memory_bytes: int
+
+    def run(self, packed: Any) -> Any:
+        """Return the states of the last layer, [tokens, width], in packed order."""
+
+    def trials(self, packed: Any) -> Iterator[tuple[Any, Any]]:
+        """Run the batch in each way in which `run` may run it. Yield the states of each, and the indices of the tokens
+        whose states count.
+        """
+
+    def close(self) -> None:
+        """Free what the engine holds. Do not call this during a pass."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Model that an engine loads. `model`: the transformers model, which is not changed; without its weights if the
+    engine `frees_torch`. `compute`: device, dtype and facts. `folder`: the model's files. `filler`: the token id for
+    padding. `max_tokens`: the number of tokens of the longest text. `lanes`: the number of device threads.
+    """
+
+    model: Any
+    compute: Any
+    folder: Path | None
+    filler: int
+    max_tokens: int
+    lanes: int
+
+
 @dataclass(frozen=True)
 class Rule:
-    """Conditions of one engine. `why`: the reason to choose the engine. `package`: the package that must be installed;
-    the pip extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model,
-    empty if it can. `unasked`: returns the reason why the engine is not chosen for a model whose entry names no engine
-    (load.engine), else empty. `held_bytes`: returns the peak bytes of a load, computed from the bytes of the weights.
+    """Conditions of one engine, and its load. `why`: the reason to choose the engine. `package`: the package that must
+    be installed; the pip extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot
+    run a model, empty if it can. `unasked`: returns the reason why the engine is not chosen for a model whose entry
+    names no engine (load.engine), else empty. `held_bytes`: returns the peak bytes of a load, computed from the bytes
+    of the weights.
+
+    `load`: returns the engine with the model, or raises NotServed; None for torch. `states`: what a message calls the
+    states that the engine computes. `frees_torch`: torch's weights are freed before the load. `only_causal`: the engine
+    computes causal attention only. `runs`: returns whether the engine can run a batch; None if it can run all.
+    `has_own_threads`: passes run on threads of the engine, not on those of torch.
     """
 
     why: str
@@ -86,62 +129,27 @@ class Rule:
     obstacle: Callable[[EngineFacts], str]
     unasked: Callable[[EngineFacts], str] = lambda facts: ""
     held_bytes: Callable[[int], int] = lambda weight_bytes: weight_bytes
+    load: Callable[[EngineLoad], StateRunner] | None = None
+    states: str = ""
+    frees_torch: bool = False
+    only_causal: bool = False
+    runs: Callable[[RunBatch], bool] | None = None
+    has_own_threads: bool = False
 
 
-def _reads_more(facts: EngineFacts) -> str:
+def reads_more(facts: EngineFacts) -> str:
     return "" if facts.reads_text else "the model reads more than texts"
 
 
-def is_compiled_twice(weight_bytes: int) -> bool:
-    return weight_bytes <= TWICE_BYTES
-
-
-def _bytes_of_graphs(weight_bytes: int) -> int:
-    # copies of the weights: one in torch, and one for each compiled graph
-    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
-
-
-def _openvino(facts: EngineFacts) -> str:
-    if facts.device != "cpu":
-        return f"the device is {facts.device}, not cpu"
-    if more := _reads_more(facts):
-        return more
-    if facts.hides_tokens:
-        return "some tokens of its queries are not attended to, and its layers attend to windows"
-    if facts.attention == "eager":
-        return "SIE_ATTENTION_BACKEND asks for eager attention"
-    if facts.lora:
-        return "its entry has a LoRA, which runs on torch"
-    if facts.is_limited:
-        return "RLIMIT_DATA limits this process, and OpenVINO's cache of shapes has no limit in bytes"
-    return ""
-
-
-def _in_int8(facts: EngineFacts) -> str:
+def in_int8(facts: EngineFacts) -> str:
     return "it does not support weights in 8 bits" if facts.int8 else ""
 
 
-def _sglang(facts: EngineFacts) -> str:
-    if not facts.sglang:
-        return "SIE_SGLANG_PYTHON names no environment that has the package"
-    if more := _reads_more(facts) or facts.beyond_sglang or _in_int8(facts):
-        return more
-    if facts.lora:
-        return "its entry has a LoRA, which runs on torch"
-    return "RLIMIT_DATA limits the memory of this process, but not of the SGLang process" if facts.is_limited else ""
-
-
-RULES: Mapping[Engine, Rule] = {
-    "openvino": Rule("on a CPU it is the fastest for one text", "openvino", _openvino, held_bytes=_bytes_of_graphs),
-    "sglang": Rule(
-        "SIE_SGLANG_PYTHON names an environment with SGLang, which is for decoder models",
-        "",
-        _sglang,
-        lambda facts: "" if facts.device == "cuda" else f"the device is {facts.device}, not cuda",
-        held_bytes=lambda weight_bytes: 2 * weight_bytes,
-    ),
-    "torch": Rule("it serves every model", "", _in_int8),
-}
+@functools.cache
+def rules() -> Mapping[Engine, Rule]:
+    """Return the rules of all engines, by the names of their entry points; torch is last."""
+    of_packages: dict[Any, Rule] = entry_points.loaded(ENTRY_POINTS)
+    return MappingProxyType(of_packages | {"torch": Rule("it serves every model", "", in_int8)})
 
 
 def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str], bool] | None = None) -> Choice:
@@ -150,14 +158,16 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
     """
     missing = missing or _is_missing
     if requested is not None:
-        rule = RULES[requested]
+        if requested not in rules():
+            raise incompatible(f"load.engine is {requested}: no installed package brings this engine")
+        rule = rules()[requested]
         if lacks := rule.obstacle(facts):
             raise incompatible(f"load.engine is {requested}: {lacks}")
         if rule.package and missing(rule.package):
             raise load_failed("DEPENDENCY", f"load.engine is {requested}: {_install(rule.package)}")
         return Choice(requested, "load.engine of its entry", f"load.engine is {requested}")
     lacking: list[str] = []
-    for engine, rule in RULES.items():
+    for engine, rule in rules().items():
         lacks = rule.unasked(facts) or rule.obstacle(facts)
         if not lacks and rule.package and missing(rule.package):
             lacks = _install(rule.package)
@@ -168,21 +178,11 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine that runs a batch. Torch runs the batch if its requests select a LoRA. If the model's engine is
-    SGLang, torch also runs each batch with an output other than normalised vectors of the last token.
+    """Return the engine that runs a batch. Torch runs the batch if its requests select a LoRA, or if the model's engine
+    cannot run it.
     """
-    if batch.lora:
-        return TORCH.engine
-    if choice.engine == "sglang" and not _is_plain(batch):
-        return TORCH.engine
-    return choice.engine
-
-
-def _is_plain(batch: RunBatch) -> bool:
-    return batch.pooling in ("", "last") and all(
-        group.options.outputs == ("dense",) and group.options.normalize and group.options.muvera is None
-        for group in batch.groups
-    )
+    runs = rules()[choice.engine].runs
+    return TORCH.engine if batch.lora or (runs is not None and not runs(batch)) else choice.engine
 
 
 def _install(package: str) -> str:

@@ -8,7 +8,6 @@ outputs from their hidden states. `PackedModel` is also the base of models that 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from sie_adapter.engine import engines, item_results
-from sie_adapter.engine.device import Compute, usable_cores
-from sie_adapter.engine.graph import has_windows
+from sie_adapter.engine.device import Compute
 from sie_adapter.engine.item_results import ItemResults
-from sie_adapter.engine.sglang_server import ARCHITECTURES, Launch, SGLang
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
 from sie_adapter.heads import Head, Row
@@ -122,9 +119,6 @@ def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
 
 
-_OF_SGLANG = ", ".join(ARCHITECTURES)
-
-
 class TextEncoder(PackedModel):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -145,19 +139,14 @@ class TextEncoder(PackedModel):
             builder = Builder(modules, entry, load, compute, tokenizer)
             self._parts = builder.parts()
             filling = self._parts.filling
-            hides_tokens = filling is not None and not filling.attended and has_windows(builder.config)
-            facts = replace(compute.model, hides_tokens=hides_tokens, beyond_sglang=self._beyond_sglang(builder))
-            choice = engines.choose(load.engine, facts)
-            launch = Launch(
-                facts.sglang, modules.folder, compute.dtype, compute.device, entry.max_tokens, usable_cores()
+            facts = replace(
+                compute.model,
+                config=builder.config,
+                hides_tokens=filling is not None and not filling.attended,
+                gives_last_states=self._gives_last_states(),
             )
-            backbone = Backbone(
-                builder.backbone,
-                replace(compute, engine=choice),
-                entry.max_tokens,
-                samples,
-                functools.partial(SGLang, launch),
-            )
+            on_engine = replace(compute, model=facts, engine=engines.choose(load.engine, facts))
+            backbone = Backbone(builder.backbone, on_engine, entry.max_tokens, samples, modules.folder)
             self._twin: TorchTwin | None = None
             if backbone.engine.engine != "torch":
 
@@ -178,14 +167,10 @@ class TextEncoder(PackedModel):
         self.memory_bytes = self.backbone.memory_bytes + builder.head_bytes
         self._check_limits(entry)
 
-    def _beyond_sglang(self, builder: Builder) -> str:
-        """Return the reason why SGLang cannot run this model (`EngineFacts.beyond_sglang`), else an empty string."""
+    def _gives_last_states(self) -> bool:
         dense = self._parts.heads.get("dense")
         extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
-        if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
-            return "its vectors are not the states of its last token"
-        named = getattr(builder.config, "architectures", None) or ["none"]
-        return "" if named[0] in ARCHITECTURES else f"its architecture is {named[0]}, not one of {_OF_SGLANG}"
+        return not extra_heads and isinstance(dense, DenseHead) and dense.is_last_state
 
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions

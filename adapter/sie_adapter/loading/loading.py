@@ -141,7 +141,7 @@ class Loader:
             lora=resolved.entry.run.lora or "",
             is_limited=devices.is_limited(),
             attention=compute.backend,
-            sglang=self.settings.sglang_python or "",
+            settings=self.settings,
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
@@ -160,7 +160,7 @@ class Loader:
             _family(resolved)
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
-            rule = engines.RULES[compute.engine.engine]
+            rule = engines.rules()[compute.engine.engine]
             return rule.held_bytes(weight_bytes(self._located(resolved).folder, dtype.itemsize))
 
     def _located(self, resolved: Resolved) -> Located:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from sie_adapter.engine import engines
 from sie_adapter.engine.device import Compute, give_memory_back, to_device, usable_cores
-from sie_adapter.engine.engines import Choice, Unserved
-from sie_adapter.engine.graph import Graph, NoGraph
-from sie_adapter.engine.sglang_server import SGLang, SglangNotStarted
+from sie_adapter.engine.engines import Choice, EngineLoad, NotServed, Rule, StateRunner, Unserved
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.packed import attention
 from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
@@ -59,18 +59,6 @@ _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
 _PADDED_LENGTHS = (8, 10, 40, 49)  # lengths of sequences that `evenly_long` pads, to measure the effect of padding
 
 
-class StateRunner(Protocol):
-    """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
-    `attention`: the name of the engine's attention, for reports. `memory_bytes`: bytes of device memory in use.
-    """
-
-    attention: str
-    memory_bytes: int
-
-    def run(self, packed: PackedBatch) -> Tensor:
-        """Return the states of the last layer, [tokens, width], in packed order."""
-
-
 class Backbone:
     """Transformers model without its head. Several threads may call `forward` at once, under inference mode.
 
@@ -87,15 +75,15 @@ class Backbone:
         compute: Compute,
         max_tokens: int,
         more_samples: int = 0,
-        server: Callable[[], SGLang] | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Prepare the model. On torch, the first packed kernel that passes the trial replaces the model's attention. On
         a CPU, layers with weights in the blocked order of oneDNN replace the linear layers.
 
-        `more_samples`: additional short sequences in the trial of the packed path. `server`: starts an SGLang server,
-        or raises SglangNotStarted. Raises ModelLoadFailed if the entry demands an engine that cannot run the model, or
-        if max_tokens is too large for the model's rotary embedding or sparse attention. Raises Unserved if SGLang
-        cannot run the model and the entry does not demand SGLang.
+        `more_samples`: additional short sequences in the trial of the packed path. `folder`: the files of the
+        model, which some engines read. Raises ModelLoadFailed if the entry demands an engine that cannot run the model,
+        or if max_tokens is too large for the model's rotary embedding or sparse attention. Raises Unserved if an engine
+        that frees torch first cannot run the model, and the entry does not demand it.
         """
         attention.register()
         # `model` may be a part of the loaded model, and the loader sets use_cache only in the whole model's config
@@ -103,6 +91,7 @@ class Backbone:
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
+        self._folder = folder
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
         # attention of transformers with which the model was loaded: sdpa, or eager if requested or if sdpa is missing
@@ -112,7 +101,7 @@ class Backbone:
         _check_sparse(model.config, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        # result of `is_causal`, measured on torch before SGLang replaces torch; None without SGLang
+        # result of `is_causal`, measured on torch before another engine frees its weights; else None
         self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
@@ -127,10 +116,9 @@ class Backbone:
         self._waste = PADDED_WASTE
         with torch.inference_mode():
             self._waste = self._allowed_waste()
-            if self.engine.engine == "openvino":
-                self._compile()
-            elif server is not None and self.engine.engine == "sglang":
-                self._hand_over(server)
+            rule = engines.rules()[self.engine.engine]
+            if rule.load is not None:
+                self._hand_over(rule, rule.load)
             if self._runner is None:
                 self._settle_on_torch()
 
@@ -148,7 +136,7 @@ class Backbone:
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Return hidden states of the last layer, [tokens, width], in packed order, in the dtype of `compute`, or
-        float32 from SGLang.
+        another dtype from another engine.
         """
         if self._graphs is None or self._kernel is None or lora_acts():
             return self._forward_eager(packed)
@@ -235,51 +223,42 @@ class Backbone:
             "deepstack_visual_embeds": [layer.to(embeddings.dtype) for layer in features.deeper],
         }
 
-    def _compile(self) -> None:
-        """Compile the model with OpenVINO. If the graph's states agree with the states of the unchanged transformers
-        model, replace torch by the graph and free torch's weights. If OpenVINO fails or its states differ, keep
-        torch; if the entry demands OpenVINO, raise ModelLoadFailed instead.
-        """
-        sample = self.sample(self._lengths)
-        reference = self.forward_padded(sample)
-        try:
-            graph = Graph(self._model, self._compute, usable_cores(), self._pad, self._max_tokens)
-            for states in graph.trials(sample):
-                self._compare(states, reference, "the states of the graph")
-        except (NoGraph, AttentionUnsupported) as error:
-            if self.engine.demand:
-                raise incompatible(f"{self.engine.demand}: {error}") from error
-            self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
-            _logger.warning("%s runs on torch, not on OpenVINO: %s", type(self._model).__name__, error)
-            return
-        self._take_over(graph, sample, reference)
-        self._model.to("meta")
+    def _hand_over(self, rule: Rule, load: Callable[[EngineLoad], StateRunner]) -> None:
+        """Load the model on another engine, and use it in place of torch if its states agree with the states of the
+        unchanged transformers model. If the engine fails or its states differ, keep torch; if the entry demands the
+        engine, raise ModelLoadFailed instead.
 
-    def _hand_over(self, server: Callable[[], SGLang]) -> None:
-        """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
-        unchanged transformers model. Torch's weights are freed first, since a GPU may not have memory for two copies of
-        them. If the server cannot run the model, raises Unserved, or ModelLoadFailed for an entry that demands SGLang.
+        If the engine `frees_torch`, torch's weights are freed first, since a GPU may not have memory for two copies of
+        them: then raise Unserved where other engines keep torch.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
-        self._is_causal = self.is_causal()
-        self._model.to("meta")
-        give_memory_back(self._compute.device)
+        name = self.engine.engine
+        if rule.frees_torch:
+            self._is_causal = self.is_causal()
+            self._model.to("meta")
+            give_memory_back(self._compute.device)
         try:
-            if not self._is_causal:
-                raise AttentionUnsupported("the model's attention is not causal, so SGLang cannot run it here")
-            runner = server()
+            if rule.only_causal and not self._is_causal:
+                raise AttentionUnsupported(f"the model's attention is not causal, so {name} cannot run it here")
+            cores = usable_cores()
+            runner = load(EngineLoad(self._model, self._compute, self._folder, self._pad, self._max_tokens, cores))
             try:
-                states, places = runner.run(sample), runner.places(sample)
-                self._compare(states[places], reference[places], "the vectors of SGLang")
+                for states, places in runner.trials(sample):
+                    self._compare(states[places], reference[places], rule.states)
             except BaseException:
                 runner.close()
                 raise
-        except (SglangNotStarted, AttentionUnsupported, SIEError) as error:
+        except (NotServed, AttentionUnsupported, SIEError) as error:
             if self.engine.demand:
                 raise incompatible(f"{self.engine.demand}: {error}") from error
-            raise Unserved(f"{self.engine.engine}: {error}") from error
+            if rule.frees_torch:
+                raise Unserved(f"{name}: {error}") from error
+            self.engine = Choice("torch", f"not {name}: {error}")
+            _logger.warning("%s runs on torch, not on %s: %s", type(self._model).__name__, name, error)
+            return
         self._take_over(runner, sample, reference)
+        self._model.to("meta")
 
     def _take_over(self, runner: StateRunner, sample: PackedBatch, reference: Tensor) -> None:
         self._runner, self._trial = runner, (sample, reference)

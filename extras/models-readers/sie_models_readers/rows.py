@@ -39,7 +39,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "docling": Family(
-            implementation="sie_models_readers.docling:DoclingModel",
+            implementation="sie_models_readers.documents.docling:DoclingModel",
             parameters=frozenset({"ocr", "tree"}),
             ignores_text_beside_images=True,
             extra="documents",

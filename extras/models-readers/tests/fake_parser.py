@@ -1,4 +1,4 @@
-"""A parser for sie_models_readers.parser_worker, for which the text of a document is a command."""
+"""A parser for sie_models_readers.documents.parser_worker, for which the text of a document is a command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from sie_contracts.media.media import fault
-from sie_models_readers import parser_worker
-from sie_models_readers.parser_frames import Parsed, ParseJob
+from sie_models_readers.documents import parser_worker
+from sie_models_readers.documents.parser_frames import Parsed, ParseJob
 
 
 class FakeParser:

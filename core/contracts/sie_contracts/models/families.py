@@ -15,13 +15,11 @@ A family that only the entry point `sie.adapters` names has no row. The family c
 """
 
 import functools
-import importlib.metadata
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-_logger = logging.getLogger("sie.families")
+from sie_contracts.models import entry_points
 
 ENTRY_POINTS = "sie.families"
 TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
@@ -198,12 +196,7 @@ def rows() -> Mapping[str, Family]:
     name that an earlier table has keeps its first row. Rows that cannot be imported are left out and logged.
     """
     families = dict(FAMILIES)
-    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
-        try:
-            table = entry.load()
-        except Exception as error:  # noqa: BLE001  code of another package may raise anything; other families still work
-            _logger.error("the families of %s cannot be imported: %s: %s", entry.value, type(error).__name__, error)
-            continue
+    for table in entry_points.loaded(ENTRY_POINTS).values():
         for name, family in table.items():
             families.setdefault(name, family)
     return MappingProxyType(families)

@@ -32,7 +32,7 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import RunOptions
 from sie_models_readers import florence2
 from sie_models_readers.document_reader import DocumentReader
-from sie_models_readers.folders import described_by_image_model
+from sie_models_readers.folders import described
 
 PAGES = [
     image(width, height, seed)
@@ -643,7 +643,7 @@ def test_published_files_alone_prove_the_model(load: Callable[[str], Reader]) ->
     """An entry is made from the files too. The code beside them is not run."""
     folder = load("florence2 as published").folder
     assert DocumentReader.fault_of_files(folder, _entry("florence2 as published", folder)) == ""
-    described = described_by_image_model(folder, json.loads((folder / "config.json").read_text()))
+    described = described(folder, json.loads((folder / "config.json").read_text()))
     assert described is not None
     assert (described.entry["family"], described.entry["max_tokens"]) == ("document-reader", 256)
 

@@ -41,7 +41,7 @@ import sys, types
 class DoclingParser:
     def parse(self, job):
         import json
-        from sie_models_readers.parser_frames import Parsed
+        from sie_models_readers.documents.parser_frames import Parsed
         from sie_contracts.media.media import fault
         try:
             content = json.loads(job.document.data)
@@ -51,7 +51,7 @@ class DoclingParser:
         tree = b"{}" if job.has_tree else b""
         return Parsed(job.number, "pdf", "", content["markdown"], tree, len(starts), True, starts)
 
-module = sys.modules["sie_models_readers.docling_parser"] = types.ModuleType("docling_parser")
+module = sys.modules["sie_models_readers.documents.docling_parser"] = types.ModuleType("docling_parser")
 module.DoclingParser = DoclingParser
 """
 

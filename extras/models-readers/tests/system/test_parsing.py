@@ -117,7 +117,7 @@ def parsing(cluster: Cluster) -> list[psutil.Process]:
     lines = []
     for child in psutil.Process(cluster.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
-            if "sie_models_readers.parser_worker" in child.cmdline():
+            if "sie_models_readers.documents.parser_worker" in child.cmdline():
                 lines.append(child)
     return lines
 

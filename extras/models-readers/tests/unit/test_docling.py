@@ -21,9 +21,9 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
-from sie_models_readers import docling
-from sie_models_readers.docling import DoclingModel
-from sie_models_readers.parsers import Parsers
+from sie_models_readers.documents import docling
+from sie_models_readers.documents.docling import DoclingModel
+from sie_models_readers.documents.parsers import Parsers
 from sie_store.weights.sources import WeightSources
 
 ENTRY = ModelEntry("org/parser", Weights(package="docling-slim"), "docling", {"data": 0}, 512, inputs=("document",))

@@ -9,8 +9,8 @@ import pytest
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.documents import DocumentFile
-from sie_models_readers import document_formats
-from sie_models_readers.document_formats import format_of
+from sie_models_readers.documents import document_formats
+from sie_models_readers.documents.document_formats import format_of
 
 ODT = b"application/vnd.oasis.opendocument.text"
 

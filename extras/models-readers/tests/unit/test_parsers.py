@@ -16,9 +16,9 @@ import pytest
 from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.wire.child_frames import Unusable
-from sie_models_readers import parser_frames
-from sie_models_readers.parser_frames import Parsed, ParseJob
-from sie_models_readers.parsers import ParserNotStarted, Parsers, _ParserProcess
+from sie_models_readers.documents import parser_frames
+from sie_models_readers.documents.parser_frames import Parsed, ParseJob
+from sie_models_readers.documents.parsers import ParserNotStarted, Parsers, _ParserProcess
 
 DEADLINE_S = 60.0
 MEMORY_BYTES = 1 << 30
@@ -122,7 +122,7 @@ def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced(parsers: Pa
 
 
 def test_a_process_that_keeps_the_memory_of_a_document_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sie_models_readers.parsers.KEPT_BYTES", 300 << 20)
+    monkeypatch.setattr("sie_models_readers.documents.parsers.KEPT_BYTES", 300 << 20)
     pool = Parsers(1, memory_bytes=MEMORY_BYTES, module="fake_parser")
     first = pool.pids
     assert told(pool, "small") == "small"

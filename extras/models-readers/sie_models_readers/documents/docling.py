@@ -24,8 +24,8 @@ from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
-from sie_models_readers.parser_frames import Parsed, ParseJob
-from sie_models_readers.parsers import ParserNotStarted, Parsers
+from sie_models_readers.documents.parser_frames import Parsed, ParseJob
+from sie_models_readers.documents.parsers import ParserNotStarted, Parsers
 from sie_models_readers.written import IsGone
 
 _HOST = torch.device("cpu")

@@ -30,7 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
-from sie_adapter.engine.engines import is_compiled_twice
+from sie_adapter.engine.engines import EngineFacts, EngineLoad, NotServed, Rule, reads_more
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import GraphLost, is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
@@ -64,10 +64,17 @@ _EXAMPLE_TOKENS = 300
 _ATTENTION = "sie_graph"  # name under which transformers has the attention of a trace
 _SCRATCH = "sie-graph-"  # prefix of temporary folders
 _TYPES = "token_type_ids"
+_ALL = slice(None)  # all states of a batch
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
-class NoGraph(Exception):
+# Bytes of float32 weights up to which a graph is compiled twice: once for batches that run at the same time, each on
+# one core, and once for a batch that runs alone, on several cores. For a larger model, a faster answer to a single
+# request does not justify the memory of the second copy.
+TWICE_BYTES = 256 << 20
+
+
+class NoGraph(NotServed):
     """Raised if OpenVINO cannot convert or run this model."""
 
 
@@ -130,16 +137,21 @@ class Graph:
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
 
-    def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """Run the batch on each compiled graph, and yield the states of each, for a check. The second graph runs the
-        batch also text by text.
+    def trials(self, packed: PackedBatch) -> Iterator[tuple[Tensor, slice]]:
+        """Run the batch on each compiled graph, and yield the states of each. The second graph runs the batch also text
+        by text.
         """
-        yield self._run(packed, self._of_lanes)
+        yield self._run(packed, self._of_lanes), _ALL
         if self._alone is not None:
-            yield self._run(packed, self._alone)
+            yield self._run(packed, self._alone), _ALL
             columns = [filled_length(length, self._max_tokens, self._max_filling) for length in packed.lengths.tolist()]
             rows = [RowGroup(row, row + 1, 1, length) for row, length in enumerate(columns)]
-            yield self._run_groups(packed, self._alone, rows)
+            yield self._run_groups(packed, self._alone, rows), _ALL
+
+    def close(self) -> None:
+        """Free the compiled graphs."""
+        del self._of_lanes
+        self._alone = None
 
     def _run(self, packed: PackedBatch, compiled: _Compiled) -> Tensor:
         if len(packed.order) == 1:
@@ -487,3 +499,43 @@ def _no_graph(cause: str, error: Exception) -> Exception:
         return error
     text = " ".join(str(error).split())
     return NoGraph(f"{cause}: {type(error).__name__}: {text[:300]}")
+
+
+def is_compiled_twice(weight_bytes: int) -> bool:
+    return weight_bytes <= TWICE_BYTES
+
+
+def _bytes_of_graphs(weight_bytes: int) -> int:
+    # copies of the weights: one in torch, and one for each compiled graph
+    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
+
+
+def _openvino(facts: EngineFacts) -> str:
+    if facts.device != "cpu":
+        return f"the device is {facts.device}, not cpu"
+    if more := reads_more(facts):
+        return more
+    if facts.hides_tokens and has_windows(facts.config):
+        return "some tokens of its queries are not attended to, and its layers attend to windows"
+    if facts.attention == "eager":
+        return "SIE_ATTENTION_BACKEND asks for eager attention"
+    if facts.lora:
+        return "its entry has a LoRA, which runs on torch"
+    if facts.is_limited:
+        return "RLIMIT_DATA limits this process, and OpenVINO's cache of shapes has no limit in bytes"
+    return ""
+
+
+def _load(request: EngineLoad) -> Graph:
+    return Graph(request.model, request.compute, request.lanes, request.filler, request.max_tokens)
+
+
+RULE = Rule(
+    "on a CPU it is the fastest for one text",  # bench/results/engine.md
+    "openvino",
+    _openvino,
+    held_bytes=_bytes_of_graphs,
+    load=_load,
+    states="the states of the graph",
+    has_own_threads=True,
+)

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from sie_adapter.engine.engines import EngineFacts, EngineLoad, NotServed, Rule, in_int8, reads_more
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import UNDECODABLE, InferenceFailed
+from sie_contracts.wire.ipc import RunBatch
 
 # model classes for which SGLang's vector of a text is the state of its last token
 ARCHITECTURES = (
@@ -72,7 +74,7 @@ _BOOT = (
 _logger = logging.getLogger("sie.adapter")
 
 
-class SglangNotStarted(Exception):
+class SglangNotStarted(NotServed):
     """Raised if a server did not become ready. The message has the reason."""
 
 
@@ -160,6 +162,9 @@ class SGLang:
     def places(self, packed: PackedBatch) -> Int64:
         """Return the indices of the last token of each text, whose states `run` computes; other states are zero."""
         return packed.bounds[1:].astype(np.int64) - 1
+
+    def trials(self, packed: PackedBatch) -> Iterator[tuple[Tensor, Int64]]:
+        yield self.run(packed), self.places(packed)
 
     def close(self) -> None:
         """End the server. Do not call this during a pass. The server also ends when this object is freed."""
@@ -311,3 +316,54 @@ class _SglangProcess:
 def _used_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
+
+
+_NAMES = ", ".join(ARCHITECTURES)
+
+
+def _beyond(facts: EngineFacts) -> str:
+    """Return the reason why the files of a model are none that SGLang can run here; empty if they are not read yet."""
+    if not facts.gives_last_states:
+        return "its vectors are not the states of its last token"
+    if facts.config is None:
+        return ""
+    named = getattr(facts.config, "architectures", None) or ["none"]
+    return "" if named[0] in ARCHITECTURES else f"its architecture is {named[0]}, not one of {_NAMES}"
+
+
+def _sglang(facts: EngineFacts) -> str:
+    if not facts.settings.sglang_python:
+        return "SIE_SGLANG_PYTHON names no environment that has the package"
+    if more := reads_more(facts) or _beyond(facts) or in_int8(facts):
+        return more
+    if facts.lora:
+        return "its entry has a LoRA, which runs on torch"
+    return "RLIMIT_DATA limits the memory of this process, but not of the SGLang process" if facts.is_limited else ""
+
+
+def _is_plain(batch: RunBatch) -> bool:
+    return batch.pooling in ("", "last") and all(
+        group.options.outputs == ("dense",) and group.options.normalize and group.options.muvera is None
+        for group in batch.groups
+    )
+
+
+def _load(request: EngineLoad) -> SGLang:
+    compute = request.compute
+    assert request.folder is not None
+    python = compute.model.settings.sglang_python
+    return SGLang(Launch(python, request.folder, compute.dtype, compute.device, request.max_tokens, request.lanes))
+
+
+RULE = Rule(  # it was not measured
+    "SIE_SGLANG_PYTHON names an environment with SGLang, which is for decoder models",
+    "",
+    _sglang,
+    lambda facts: "" if facts.device == "cuda" else f"the device is {facts.device}, not cuda",
+    held_bytes=lambda weight_bytes: 2 * weight_bytes,
+    load=_load,
+    states="the vectors of SGLang",
+    frees_torch=True,
+    only_causal=True,
+    runs=_is_plain,
+)

@@ -32,8 +32,8 @@ from sie_contracts.errors import UNDECODABLE, InternalFailure, ResourceExhausted
 from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
-from sie_models_readers import parser_frames
-from sie_models_readers.parser_frames import Parsed, ParseJob
+from sie_models_readers.documents import parser_frames
+from sie_models_readers.documents.parser_frames import Parsed, ParseJob
 
 DEADLINE_S = 60.0  # time limit for one document, in seconds
 MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
@@ -62,7 +62,7 @@ class Parsers:
         *,
         deadline_s: float = DEADLINE_S,
         memory_bytes: int = MEMORY_BYTES,
-        module: str = "sie_models_readers.parser_worker",
+        module: str = "sie_models_readers.documents.parser_worker",
     ) -> None:
         """Start the first process. Raises ParserNotStarted if the process does not start."""
         self._deadline_s = deadline_s

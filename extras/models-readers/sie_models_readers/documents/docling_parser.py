@@ -23,8 +23,8 @@ from docling_core.types.doc import DocItem, NodeItem, TableItem
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
-from sie_models_readers.document_formats import format_of
-from sie_models_readers.parser_frames import Parsed, ParseJob
+from sie_models_readers.documents.document_formats import format_of
+from sie_models_readers.documents.parser_frames import Parsed, ParseJob
 
 MAX_PAGES = 1000
 _INPUTS = {

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import fake_sglang
@@ -26,13 +25,13 @@ from parity.checkpoints import ARCHITECTURES, NORMALIZE, add_modules, build, poo
 
 from sie_adapter.engine import engines
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.engine.sglang_server import SGLang
 from sie_adapter.packed.backbone import StateRunner
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, Refused, RunBatch
 from sie_contracts.wire.messages import Failed, Ok, RunOptions
+from sie_engines.sglang_server import SGLang
 
 ROOT = Path(__file__).parents[3]
 REAL = ROOT / ".venv-sglang" / "bin" / "python"
@@ -212,8 +211,9 @@ def test_one_that_does_not_serve_the_model_is_not_used(
     with engine(fake) as adapter:
         with pytest.raises(ModelLoadFailed, match=rf"load\.engine is sglang: {reason}"):
             adapter.residency.ensure("m", entry_of(folder))
-        unasked = replace(engines.RULES["sglang"], unasked=lambda facts: "")
-        monkeypatch.setattr(engines, "RULES", MappingProxyType({"sglang": unasked, "torch": engines.RULES["torch"]}))
+        unasked = replace(engines.rules()["sglang"], unasked=lambda facts: "")
+        rules = {"sglang": unasked, "torch": engines.rules()["torch"]}
+        monkeypatch.setattr(engines, "rules", lambda: rules)
         weights: Any = adapter.residency.ensure("m", entry_of(folder, engine=None)).weights
         assert weights.engine_choice.engine == "torch"
         assert f"not sglang: {reason}" in weights.engine_choice.reason
@@ -254,7 +254,7 @@ def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(fo
 
 def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None:
     code = (
-        "import sys, torch; from pathlib import Path; from sie_adapter.engine.sglang_server import Launch, SGLang;"
+        "import sys, torch; from pathlib import Path; from sie_engines.sglang_server import Launch, SGLang;"
         " server = SGLang(Launch(sys.argv[1], Path(sys.argv[2]), torch.float32, torch.device('cpu'), 128, 1));"
         " print(server.pid, flush=True); sys.stdin.read()"
     )

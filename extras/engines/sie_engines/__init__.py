@@ -1,0 +1,1 @@
+"""Engines beside torch: graphs of OpenVINO on a CPU, and servers of SGLang."""

@@ -1,0 +1,1 @@
+"""Documents to Markdown, in processes of their own."""
