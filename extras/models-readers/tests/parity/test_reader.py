@@ -643,9 +643,9 @@ def test_published_files_alone_prove_the_model(load: Callable[[str], Reader]) ->
     """An entry is made from the files too. The code beside them is not run."""
     folder = load("florence2 as published").folder
     assert DocumentReader.fault_of_files(folder, _entry("florence2 as published", folder)) == ""
-    described = described(folder, json.loads((folder / "config.json").read_text()))
-    assert described is not None
-    assert (described.entry["family"], described.entry["max_tokens"]) == ("document-reader", 256)
+    description = described(folder, json.loads((folder / "config.json").read_text()))
+    assert description is not None
+    assert (description.entry["family"], description.entry["max_tokens"]) == ("document-reader", 256)
 
 
 @pytest.mark.parametrize(
