@@ -24,8 +24,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    for page in pages():
-        files.append(File.generated(config, page.name, abs_src_path=str(page)))
+    for file in (*pages(), *sorted(ROOT.glob("extras/*/*.svg"))):
+        files.append(File.generated(config, file.name, abs_src_path=str(file)))
     return files
 
 
