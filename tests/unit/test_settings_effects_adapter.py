@@ -42,7 +42,6 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
 from sie_contracts.wire.messages import Failed
-from sie_engines import graph
 from sie_store.cluster import ClusterCache
 from sie_store.weights.manifest import MANIFEST, describe, encode
 from sie_store.weights.progress import FetchProgress
@@ -289,8 +288,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         good, refused, malformed = sorted(told(engine, 3), key=lambda batch: batch.number)
         assert (good.number, good.model, good.operation, good.lora, good.failed) == (1, entry.id, "encode", False, 0)
         assert (good.rows, good.inputs, good.items) == (2, 2, 2)
-        computed = sum(group.rows * group.columns for group in graph.groups(np.array([23, 60]), entry.max_tokens))
-        assert (good.tokens, good.longest, good.attention, good.padding) == (83, 60, 4129, computed - 83)
+        assert (good.tokens, good.longest, good.attention, good.padding) == (83, 60, 4129, done.padding)
         assert (good.inference_ms, good.postprocess_ms) == (round(done.inference_ms, 3), round(done.postprocess_ms, 3))
         assert good.inference_ms > 0
         assert good.wait_ms >= 0

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import distribution
 import measure
 import pytest
 
@@ -219,13 +221,8 @@ READS_ENVIRON = {
     "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy; HOME and USER",
     "cli/sie_cli/home.py": "TMPDIR, where the home of a user without one would be",
     "cli/sie_cli/serve/command.py": "hands its whole environment on to the processes that it starts",
-    "cli/sie_cli/doctor/command.py": (
-        "hands it to the settings piece by piece, so that one wrong setting hides no other"
-    ),
-    "cli/sie_cli/doctor/machine.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
     "adapter/sie_adapter/loading/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
-    "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment to a server",
     "core/runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
 }
@@ -251,12 +248,14 @@ READS_HOME = {
     "core/contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/jobs/job.py": "~ in a folder that is named on the command line",
-    "cli/sie_cli/migrating/corpus.py": "~ in a file that is named on the command line",
     "cli/sie_cli/models/add.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/lookup.py": "~ in SIE_MODELS_DIR, in the folder that a command names and in that of an entry",
     "cli/sie_cli/models/inspect.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/weights.py": "~ in a folder that is named on the command line",
 }
+
+# the same files of extras, by what they read
+OF_EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["reads"]
 
 ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}
 ENVIRON_WRITES = {"putenv", "unsetenv"}
@@ -287,8 +286,8 @@ def names_used(tree: ast.AST) -> set[str]:
 def test_nothing_but_the_settings_reads_the_environment() -> None:
     """Every exception is listed by file, with the reason, and is used."""
     reads = {file for file, tree in all_trees() for node in ast.walk(tree) if _is_os(node, ENVIRON_READS)}
-    assert reads == set(READS_ENVIRON)
-    assert {file for file, tree in all_trees() if names_used(tree) & HOME_READS} == set(READS_HOME)
+    assert reads == {*READS_ENVIRON, *OF_EXTRAS["environ"]}
+    assert {file for file, tree in all_trees() if names_used(tree) & HOME_READS} == {*READS_HOME, *OF_EXTRAS["home"]}
 
 
 def test_nothing_writes_the_environment() -> None:
@@ -372,7 +371,8 @@ def readers() -> dict[str, frozenset[str]]:
     assert set(commands) == set(COMPONENTS)
     for component in COMPONENTS:
         folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
-        own = [commands[component], *(tree for _, tree in trees(folder))]
+        beside = [measure.FOLDERS[package] for package in distribution.OF_MODELS] if component == "adapter" else []
+        own = [commands[component], *(tree for place in (folder, *beside) for _, tree in trees(place))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:
