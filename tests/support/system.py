@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
@@ -52,25 +53,37 @@ def pytest_sessionfinish() -> None:
     _clusters.end()
 
 
-@pytest.fixture(scope="session")
-def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
-    """One model of each kind in `local_models.KINDS`, under the name of its kind."""
-    models = local_models.under(tmp_path_factory.mktemp("every-family"))
+# a fixture of several conftest.py files is one for each of them, but the cluster that has these models is one
+@functools.cache
+def _every_family(factory: pytest.TempPathFactory) -> LocalModels:
+    models = local_models.under(factory.mktemp("every-family"))
     for name in local_models.KINDS:
         models.build(name)
     return models
 
 
-@pytest.fixture(scope="session")
-def open_models(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> LocalModels:
-    """Return the models that the open cluster serves beside the packaged ones. A test file adds its own models."""
-    models = LocalModels(tmp_path_factory.mktemp("open-models"), every_family.weights)
+@functools.cache
+def _open_models(factory: pytest.TempPathFactory) -> LocalModels:
+    every_family = _every_family(factory)
+    models = LocalModels(factory.mktemp("open-models"), every_family.weights)
     for file in every_family.folder.iterdir():
         entry = json.loads(file.read_text())
         models.add(file.stem, entry)
         if file.stem in README_MODELS:
             models.add(f"readme-{file.stem}", {**entry, "id": README_MODELS[file.stem]})
     return models
+
+
+@pytest.fixture(scope="session")
+def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+    """One model of each kind in `local_models.KINDS`, under the name of its kind."""
+    return _every_family(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def open_models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+    """Return the models that the open cluster serves beside the packaged ones. A test file adds its own models."""
+    return _open_models(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
