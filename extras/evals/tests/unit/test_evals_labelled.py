@@ -177,14 +177,14 @@ def test_the_tasks_stand_in_the_docs_with_their_sizes() -> None:
 
 
 def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
-    """The patterns replace all values of a format in the table of docs/redaction.md, or none of them."""
+    """The patterns replace all values of a format in the table of redaction.md, or none of them."""
     task = labelled_tasks.redaction_forms()
     measurement = of_source(task, Patterns())
     rows: dict[str, list[tuple[str, float]]] = {}
     for name, scores in scores_by_kind(measurement).items():
         kind, _, form = name.rpartition(" (")[0].partition(", ")
         rows.setdefault(kind, []).append((form, 1 - scores[LEAK]))
-    page = (ROOT / "docs" / "redaction.md").read_text("utf-8")
+    page = (ROOT / "extras" / "redact" / "redaction.md").read_text("utf-8")
     for kind in labelled_tasks.FORMATS:
         ranked = sorted(rows[kind], key=lambda row: (-row[1], list(labelled_tasks.FORMATS[kind]).index(row[0])))
         every = "; ".join(form for form, share in ranked if share == 1)
