@@ -160,7 +160,7 @@ def test_a_token_is_found_as_other_commands_find_it(guarded_cluster: Cluster) ->
 
 @pytest.mark.parametrize(
     "command",
-    [("try", "test/mini", "a"), ("models", "list"), ("top", "--once")],
+    [("try", "test/mini", "a"), ("models", "list"), ("status",)],
     ids=" ".join,
 )
 def test_commands_reach_a_server_of_this_machine_without_a_proxy(
