@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import tempfile
@@ -53,8 +52,10 @@ def pytest_sessionfinish() -> None:
     _clusters.end()
 
 
-# a fixture of several conftest.py files is one for each of them, but the cluster that has these models is one
-@functools.cache
+# A fixture that several conftest.py files take is one for each of them, but the cluster that has these models is one.
+_models: dict[str, LocalModels] = {}
+
+
 def _every_family(factory: pytest.TempPathFactory) -> LocalModels:
     models = local_models.under(factory.mktemp("every-family"))
     for name in local_models.KINDS:
@@ -62,9 +63,7 @@ def _every_family(factory: pytest.TempPathFactory) -> LocalModels:
     return models
 
 
-@functools.cache
-def _open_models(factory: pytest.TempPathFactory) -> LocalModels:
-    every_family = _every_family(factory)
+def _open_models(factory: pytest.TempPathFactory, every_family: LocalModels) -> LocalModels:
     models = LocalModels(factory.mktemp("open-models"), every_family.weights)
     for file in every_family.folder.iterdir():
         entry = json.loads(file.read_text())
@@ -77,13 +76,17 @@ def _open_models(factory: pytest.TempPathFactory) -> LocalModels:
 @pytest.fixture(scope="session")
 def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     """One model of each kind in `local_models.KINDS`, under the name of its kind."""
-    return _every_family(tmp_path_factory)
+    if "every" not in _models:
+        _models["every"] = _every_family(tmp_path_factory)
+    return _models["every"]
 
 
 @pytest.fixture(scope="session")
-def open_models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+def open_models(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> LocalModels:
     """Return the models that the open cluster serves beside the packaged ones. A test file adds its own models."""
-    return _open_models(tmp_path_factory)
+    if "open" not in _models:
+        _models["open"] = _open_models(tmp_path_factory, every_family)
+    return _models["open"]
 
 
 @pytest.fixture(scope="module")
