@@ -68,7 +68,7 @@ def test_an_item_without_chunks_has_none_whatever_its_context() -> None:
         ([[0, 5], 7], "items[0].chunks[1]", "schema"),
         ([[0, 5], [5]], "items[0].chunks[1]", "schema"),
         ([[0, 5, 6]], "items[0].chunks[0]", "schema"),
-        ([[0, 5.0]], "items[0].chunks[0]", "schema"),
+        ([[0, 5.5]], "items[0].chunks[0]", "schema"),
         ([[False, 5]], "items[0].chunks[0]", "schema"),
         ([[-1, 5]], "items[0].chunks[0]", "schema"),
         ([[5, 5]], "items[0].chunks[0]", "schema"),
