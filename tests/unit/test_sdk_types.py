@@ -17,7 +17,7 @@ from sie_client import types as client
 from sie_contracts.api import operations, shapes
 
 POSITIONAL = {"name", "gpus"}  # of create_pool and reserve
-OF_OTHERS = {"queue_pool", "input_tokens"}  # fields that only public clients send or read
+OF_OTHERS = {"queue_pool", "input_tokens", "completion_tokens"}  # fields that only public clients send or read
 
 
 def fields(shape: type) -> dict[str, Any]:
