@@ -440,7 +440,7 @@ async def test_a_session_belongs_to_its_key(running: Door, keys: dict[str, str])
 async def sessions_of(running: Door) -> list[str]:
     """The ids of open sessions."""
     (manager,) = (
-        instance for instance in gc.get_objects() if isinstance(instance, http._Sessions) and instance._task_group
+        instance for instance in gc.get_objects() if type(instance) is http._Sessions and instance._task_group
     )
     return list(manager._server_instances)
 
