@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,11 @@ from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
-from sie_gateway.jobs.assembly import assembled
-from sie_gateway.jobs.ledger import JobFigures
-from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
+from sie_gateway.plugin import Context, Service
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.offload import Offload, life_s
@@ -175,6 +173,7 @@ async def serve(
     admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
+    faults = dict(PLUGINS.faults)
     status = ClusterStatus(
         settings,
         broker,
@@ -186,15 +185,32 @@ async def serve(
         nats_monitor_url,
         pools.visible,
         data_dir,
-        PLUGINS.faults,
+        faults,
     )
     keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys, host)
     letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
-    jobs = assembled(settings, broker, inference, fleet, gate.of_key, inference_route, quotas, clock.now_s)
-    scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
+    context = Context(
+        settings=settings,
+        broker=broker,
+        metrics=metrics,
+        fleet=fleet,
+        admission=admission,
+        runner=runner,
+        inference=inference,
+        quotas=quotas,
+        scaling=scaling,
+        status=status,
+        now_s=clock.now_s,
+        grant_of_key=gate.of_key,
+        inference_route=inference_route,
+        host=host,
+        port=port,
+        data_dir=data_dir,
+    )
+    services = PLUGINS.build(context, faults)
     readiness = GatewayReadiness(broker, feed, keys)
     gateway = Gateway(
         settings,
@@ -202,9 +218,6 @@ async def serve(
         Doctor(host, port, data_dir),
         letters,
         residencies,
-        jobs.files,
-        jobs.jobs,
-        jobs.results,
         quotas,
         fleet,
         pools,
@@ -213,9 +226,9 @@ async def serve(
         status,
         scaling,
         memory,
+        services,
     )
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
-    metrics.registry.register(JobFigures(jobs.jobs.ledger))
     names = settings.allowed_hosts
     main = HttpServer(
         create_app(gateway, gate, readiness, tracer),
@@ -243,7 +256,7 @@ async def serve(
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
     # `drained` ends most background tasks. It is set after the drain, because open requests need these tasks. The tasks
-    # of jobs end at `stop`, before the drain.
+    # of plug-ins end at `stop`, before the drain.
     drained = Stop()
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
@@ -260,7 +273,7 @@ async def serve(
             (admission.peers.start, "listening for other gateways"),
         ):
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
-        own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
+        own = functools.partial(_own_streams, queue, placer, settings, record, services)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
         # The operating system accepts connections on the port already. The gateway does not read requests yet, because
         # it would refuse them while it is not ready. So the first requests wait, at most FIRST_ANSWER_S seconds.
@@ -280,7 +293,8 @@ async def serve(
         tasks.start(placer.run(drained), "placement")
         tasks.start(residencies.run(drained), "residencies")
         tasks.start(keeper.run(drained), "pools")
-        jobs.start(tasks, stop)
+        for service in services:
+            service.start(tasks, stop)
         tasks.start(status.run(drained), "status")
         tasks.start(status.pulse.run(drained), "pulse")
         tasks.start(status.sockets.run(drained), "status sockets")
@@ -347,16 +361,17 @@ def longest_drain_s(settings: Settings) -> float:
 
 
 async def _own_streams(
-    queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
+    queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, services: Sequence[Service]
 ) -> None:
-    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
+    """Create the buckets of placements, reservations and plug-ins, then the streams of this installation's own pools.
     Raises BrokerError. Raises SettingError if an existing stream has other settings than this gateway, or if the broker
     is a single server and SIE_STREAM_REPLICAS is above 1.
     """
     try:
         await placer.start()
         await pools.follow()
-        await jobs.follow()
+        for service in services:
+            await service.prepare()
         for pool in sorted(pools.own):
             await queue.ensure_pool(pool)
     except TopologyMismatch as error:

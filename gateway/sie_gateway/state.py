@@ -5,8 +5,10 @@ creates both objects.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sie_broker import Connection
+from sie_contracts.errors import NotReady
 from sie_contracts.settings import Settings
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Quotas
@@ -16,16 +18,16 @@ from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.inference.handler import Inference
-from sie_gateway.jobs.files import FileStore
-from sie_gateway.jobs.results import JobResults
-from sie_gateway.jobs.service import JobService
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
+from sie_gateway.plugin import Service
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.keys import Keys
+
+_Service = TypeVar("_Service", bound=Service)
 
 
 @dataclass(eq=False)
@@ -56,16 +58,13 @@ class GatewayReadiness:
 
 @dataclass(frozen=True)
 class Gateway:
-    """Objects of a gateway that the handlers of its routes use."""
+    """Objects of a gateway that the handlers of its routes use. `services`: those of plug-ins."""
 
     settings: Settings
     metrics: Metrics
     doctor: Doctor
     dead_letters: DeadLetterOperations
     residencies: Residencies
-    files: FileStore
-    jobs: JobService
-    results: JobResults
     quotas: Quotas
     fleet: Fleet
     pools: PoolDirectory
@@ -74,3 +73,11 @@ class Gateway:
     status: ClusterStatus
     scaling: Scaling
     memory: AnswerMemory
+    services: tuple[Service, ...]
+
+    def of(self, kind: type[_Service]) -> _Service:
+        """Return the service of this class. Raises NotReady if its plug-in failed at the start."""
+        for service in self.services:
+            if isinstance(service, kind):
+                return service
+        raise NotReady("this part of the gateway did not start: its log and /readyz say why")

@@ -81,7 +81,7 @@ CORE = {
     "sie_contracts.models.catalogue",
     "sie_contracts.wire.child_frames",
     "sie_contracts.models.entries",
-    "sie_contracts.models.entry_points",
+    "sie_contracts.entry_points",
     "sie_contracts.errors",
     "sie_contracts.models.families",
     "sie_contracts.arrays",

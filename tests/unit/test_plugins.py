@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from sie_cli.options import Commands
+from sie_contracts.settings import SettingError
 from sie_gateway import plugin
 from sie_gateway.http.routes import ROUTES
 from sie_gateway.operations.findings import of_plugins
@@ -77,3 +82,68 @@ def test_gateway_takes_routes_of_packages_and_names_those_that_raise(
     told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert [line for line in told if "pip install 'stranger[more]'" in line]
     assert [finding.check for finding in of_plugins(loaded.faults)] == ["gateway", "gateway"]
+
+
+class _Greeter(plugin.Service):
+    pass
+
+
+def test_gateway_serves_without_a_service_that_raises() -> None:
+    """A wrong setting is no fault of the package, and ends the process as that of the core does."""
+    context = cast(plugin.Context, None)
+
+    def raises(_: plugin.Context) -> plugin.Service:
+        raise ValueError("out of order")
+
+    def refuses(_: plugin.Context) -> plugin.Service:
+        raise SettingError("SIE_GREETING", "expected a word")
+
+    greeter, faults = _Greeter(), dict[str, str]()
+    sound = {"greets": plugin.Plugin(build=lambda _: greeter), "rows": plugin.Plugin()}
+    loaded = plugin.Plugins({**sound, "raises": plugin.Plugin(build=raises)}, {})
+    assert loaded.build(context, faults) == (greeter,)
+    assert faults == {"raises": "ValueError: out of order"}
+    with pytest.raises(SettingError, match="SIE_GREETING"):
+        plugin.Plugins({"refuses": plugin.Plugin(build=refuses)}, {}).build(context, {})
+
+
+TABLES = """
+from dataclasses import dataclass
+from sie_contracts.settings.rows import row
+from sie_contracts.settings.values import whole
+from sie_runtime.metrics_table import Metric
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Settings:
+    greetings: int = row(3, "gateway", whole(1), "Greetings a minute.")
+METRICS = {"gateway": (Metric("sie_gateway_greetings", "counter", "Greetings"),)}
+"""
+SHOWN = """
+import sys
+from sie_contracts.settings import BY_NAME, GROUPS, load
+from sie_runtime.metrics import MetricMaker
+import stranger
+loaded = load(environ={"SIE_GREETINGS": "7"})
+assert isinstance(loaded.settings, stranger.Settings) and "greetings=7" in repr(loaded.settings)
+assert BY_NAME["SIE_GREETINGS"].heading == list(GROUPS)[-1] == "stranger"
+MetricMaker("gateway").counter("sie_gateway_greetings").inc()
+print(loaded.settings.greetings, loaded.sources["SIE_GREETINGS"], loaded.warnings)
+"""
+
+
+def test_settings_and_metrics_of_packages_join_the_tables(tmp_path: Path) -> None:
+    about = tmp_path / "stranger-1.0.dist-info"
+    about.mkdir()
+    about.joinpath("METADATA").write_text("Metadata-Version: 2.4\nName: stranger\nVersion: 1.0\n")
+    about.joinpath("entry_points.txt").write_text(
+        "[sie.settings]\nstranger = stranger:Settings\n[sie.metrics]\nstranger = stranger:METRICS\n"
+    )
+    tmp_path.joinpath("stranger.py").write_text(TABLES)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    shown = subprocess.run(
+        [sys.executable, "-c", SHOWN],
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert (shown.returncode, shown.stdout.strip()) == (0, "7 environment ()"), shown.stderr

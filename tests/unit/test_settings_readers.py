@@ -323,7 +323,7 @@ def fields_by_attribute() -> dict[str, frozenset[str]]:
     """Return the fields behind each attribute of Settings: a field itself, or the fields that a property reads."""
     fields_by_name = {row.field: frozenset({row.field}) for row in ROWS}
     tree = ast.parse(Path(settings.__file__).read_text("utf-8"))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CoreSettings")
     for node in body:
         if isinstance(node, ast.FunctionDef) and any(
             isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list

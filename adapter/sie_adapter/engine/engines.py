@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from sie_contracts.models import entry_points
+from sie_contracts import entry_points
 from sie_contracts.models.entries import Engine
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.settings import Settings

@@ -7,18 +7,23 @@ labels that FOLDED lists; `Metric.rest` label sets are reserved for this. In a m
 busiest names (values of the first label) have series of their own: `series_per_name` series are reserved for each of
 these names, which may also use free series. In any other metric, the first label sets have series of their own.
 A process has at most MAX_SERIES series in total.
+
+A package adds rows by an entry point of `sie.metrics`: `module:attribute` of a map from processes to sequences of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sie_contracts import entry_points
 from sie_contracts.settings import MAX_DEVICES
 
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["gateway", "worker", "config"]
 MAX_SERIES = 2000
+ENTRY_POINTS = "sie.metrics"
 OTHER = "other"
 FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile", "bundle"})
 LABELS = {
@@ -490,8 +495,9 @@ _CONFIG = (
     Metric("sie_config_models", "gauge", "Models and aliases in the catalogue; absent until the catalogue is read"),
 )
 
+_CORE: Mapping[Process, Sequence[Metric]] = {"gateway": _GATEWAY, "worker": _WORKER, "config": _CONFIG}
+_OF_PACKAGES: Sequence[Mapping[Process, Sequence[Metric]]] = tuple(entry_points.loaded(ENTRY_POINTS).values())
 TABLE: dict[Process, dict[str, Metric]] = {
-    "gateway": {metric.name: metric for metric in _GATEWAY},
-    "worker": {metric.name: metric for metric in _WORKER},
-    "config": {metric.name: metric for metric in _CONFIG},
+    process: {metric.name: metric for table in (_CORE, *_OF_PACKAGES) for metric in table.get(process, ())}
+    for process in _CORE
 }

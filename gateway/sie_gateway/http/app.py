@@ -37,7 +37,7 @@ from sie_contracts.wire.configs import config_shape
 from sie_gateway.dialects import ollama
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
-from sie_gateway.http.routes import PLUGINS, PROBES, TABLE, openapi_document
+from sie_gateway.http.routes import PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import (
     BodyIntake,
@@ -347,7 +347,10 @@ class Edge:
 
 def _details(gateway: Gateway) -> dict[str, Any]:
     healthy = sum(worker.info.healthy for worker in gateway.status.workers())
-    return {"healthy_workers": healthy, **({"plugins": dict(PLUGINS.faults)} if PLUGINS.faults else {})}
+    return {
+        "healthy_workers": healthy,
+        **({"plugins": dict(faults)} if (faults := gateway.status.plugin_faults) else {}),
+    }
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:

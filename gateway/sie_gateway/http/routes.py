@@ -35,7 +35,6 @@ from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.call import ErrorShape, family
 from sie_gateway.inference.handler import Handler, InferenceRoute
-from sie_gateway.jobs import file_routes, job_routes
 from sie_gateway.operations import cache_routes, configs, dead_letter_routes, handlers, overview, pools, whoami
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
@@ -486,8 +485,6 @@ _CORE: tuple[GatewayRoute, ...] = (
     *overview.OVERVIEW,
     *cache_routes.CACHE,
     *dead_letter_routes.DEAD_LETTERS,
-    *file_routes.FILES,
-    *job_routes.JOBS,
     *whoami.WHOAMI,
     *OPERATIONS,
 )

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from sie_broker import Broker
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Settings
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.grant import Charge, Grant, Quotas
-from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.handler import Inference, InferenceRoute
+from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.jobs.client import JobIdentity
 from sie_gateway.jobs.engine import JobEngine
 from sie_gateway.jobs.files import FileStore
-from sie_gateway.jobs.ledger import JobLedger
+from sie_gateway.jobs.ledger import JobFigures, JobLedger
 from sie_gateway.jobs.pace import workers_needed
 from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_gateway.jobs.results import JobResults
 from sie_gateway.jobs.scheduler import JobScheduler
 from sie_gateway.jobs.service import JobService, Sweeper
+from sie_gateway.plugin import Context, Service
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
 from sie_store.files import open_files
 
 
-class JobParts(NamedTuple):
-    """Objects that serve jobs and files. The handlers of routes use `files`, `jobs` and `results`. `start` runs the
-    background tasks of `bucket`, `files`, `keeper` and `sweeper`.
-    """
+@dataclass(frozen=True)
+class Jobs(Service):
+    """Objects that serve jobs and files. The handlers of routes use `files`, `jobs` and `results`."""
 
     files: FileStore
     jobs: JobService
@@ -39,6 +35,9 @@ class JobParts(NamedTuple):
     bucket: JobsBucket
     keeper: JobScheduler
     sweeper: Sweeper
+
+    async def prepare(self) -> None:
+        await self.bucket.follow()
 
     def start(self, tasks: Tasks, stop: Stop) -> None:
         tasks.start(self.bucket.run(stop), "jobs and files")
@@ -55,19 +54,11 @@ class JobParts(NamedTuple):
         return sum(count for count in needed if count is not None)
 
 
-def assembled(
-    settings: Settings,
-    broker: Broker,
-    inference: Inference,
-    fleet: Fleet,
-    grant_of_key: Callable[[str], Grant | None],
-    route_of: Callable[[str], InferenceRoute | None],
-    quotas: Quotas,
-    now_s: Callable[[], float],
-) -> JobParts:
-    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock, because a gateway
-    whose own clock is ahead would remove the files and jobs of all keys too early. Raises SettingError.
+def build(context: Context) -> Jobs:
+    """Build the objects from the settings. All times are those of the broker's clock, because a gateway whose own clock
+    is ahead would remove the files and jobs of all keys too early. Raises SettingError.
     """
+    settings, broker, fleet, now_s = context.settings, context.broker, context.fleet, context.now_s
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
     ledger = JobLedger(bucket, broker, replicas, _job_usage(settings))
@@ -76,12 +67,12 @@ def assembled(
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
 
     def charge(grant: Grant) -> Charge | None:
-        return quotas.charge(grant.key, grant.limits)
+        return context.quotas.charge(grant.key, grant.limits)
 
     def identity(owner: str) -> JobIdentity:
-        return JobIdentity(owner, grant_of_key, charge)
+        return JobIdentity(owner, context.grant_of_key, charge)
 
-    engine = JobEngine(settings, inference, ledger, files, store, identity, route_of)
+    engine = JobEngine(settings, context.inference, ledger, files, store, identity, context.inference_route)
 
     def workers(job: JobRecord) -> int:
         return sum(str(beat.lane) == job.lane for beat in fleet.healthy())
@@ -96,7 +87,10 @@ def assembled(
         now_s=now_s,
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)
-    return JobParts(files, jobs, JobResults(ledger, engine), bucket, keeper, sweeper)
+    parts = Jobs(files, jobs, JobResults(ledger, engine), bucket, keeper, sweeper)
+    context.scaling.further.append(lambda lane: parts.wanted_workers(lane, len(fleet.of_lane(lane)), now_s()))
+    context.metrics.registry.register(JobFigures(ledger))
+    return parts
 
 
 def _job_usage(settings: Settings) -> OwnerUsage:

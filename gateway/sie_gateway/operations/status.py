@@ -240,7 +240,7 @@ class ClusterStatus:
         """
         self._settings = settings
         self._data_dir = data_dir
-        self._of_plugins = of_plugins(faults or {})
+        self.plugin_faults = faults or {}
         self._queue = queue
         self._feed = feed
         self._placer = placer
@@ -372,7 +372,7 @@ class ClusterStatus:
         lanes = queues[0] if queues else []
         refused = of_refusals(*self.history.counted(WINDOW_S), has_loads=bool(glance.failures))
         findings = [
-            *self._of_plugins,
+            *of_plugins(self.plugin_faults),
             *of_workers([of_pool(info, visible) for info in glance.workers]),
             *of_queues(lanes, glance.workers, self._trend, visible),
             *refused,

@@ -8,8 +8,8 @@ import pytest
 
 from sie_adapter.engine import engines
 from sie_adapter.engine.engines import EngineFacts, Rule
+from sie_contracts import entry_points
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.models import entry_points
 
 TEXTS = EngineFacts("cpu", reads_text=True)
 THEIRS = {"theirs": Rule("it is theirs", "", lambda facts: facts.lora and "it runs no LoRA")}

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from sie_contracts.models import entry_points
+from sie_contracts import entry_points
 
 ENTRY_POINTS = "sie.families"
 TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"

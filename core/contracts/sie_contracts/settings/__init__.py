@@ -3,8 +3,9 @@ reads settings from the environment.
 
 precedence: flag > environment > machine-profile default > documented default
 
-The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
-process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
+The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. A package adds a group by an
+entry point of `sie.settings`: the heading, and `module:class` of a frozen dataclass of `row` fields, in a module that
+imports nothing large, since all processes read it. `load` is called once per process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
 the process with status 2; only an invalid OTEL_ variable is ignored with a warning. Each setting is one field, one
 variable and one flag: the field `max_batch_cost` is `SIE_MAX_BATCH_COST` and `--max-batch-cost`.
 """
@@ -19,10 +20,10 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from sie_contracts import client_environment
+from sie_contracts import client_environment, entry_points
 from sie_contracts.settings.batching import BatchingSettings
 from sie_contracts.settings.cluster import ClusterSettings
 from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
@@ -53,8 +54,9 @@ __all__ = [
     "store_url",
 ]
 
+ENTRY_POINTS = "sie.settings"
 # heading of each group of settings, in the order in which they are shown
-GROUPS: Mapping[str, type] = {
+_CORE: Mapping[str, type] = {
     "Device and models": ModelSettings,
     "Weights": WeightSettings,
     "Batching": BatchingSettings,
@@ -64,6 +66,8 @@ GROUPS: Mapping[str, type] = {
     "Logs and traces": TelemetrySettings,
     "Engine": EngineSettings,
 }
+_OF_PACKAGES: Mapping[str, type] = entry_points.loaded(ENTRY_POINTS)
+GROUPS: Mapping[str, type] = {**_CORE, **_OF_PACKAGES}
 
 
 ROWS: tuple[SettingRow, ...] = tuple(
@@ -75,7 +79,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Settings(
+class CoreSettings(
     ModelSettings,
     WeightSettings,
     BatchingSettings,
@@ -85,7 +89,7 @@ class Settings(
     TelemetrySettings,
     EngineSettings,
 ):
-    """Settings of one process, read once. Neither `repr` nor `str` shows a secret."""
+    """Settings of the core."""
 
     @property
     def profile(self) -> str:
@@ -123,6 +127,17 @@ class Settings(
 
     def __repr__(self) -> str:
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
+
+
+if TYPE_CHECKING:
+    Settings = CoreSettings
+else:
+
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Settings(CoreSettings, *_OF_PACKAGES.values()):
+        """Settings of one process, read once: an instance of the class of each group. Neither `repr` nor `str` shows a
+        secret.
+        """
 
 
 # Defaults for one machine profile, where measured values are better than the documented defaults. On a CPU, one thread
