@@ -53,12 +53,17 @@ FOR = {
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
-FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
+# without those for a package that is not in this tree
+FOR = {
+    extra: modules
+    for extra, modules in FOR.items()
+    if extra in EXTRAS and all(module.partition(".")[0] in measure.FOLDERS for module in modules)
+}
 # packages of extras that run in the adapter
 OF_MODELS = {
     entry.partition(".")[0]
     for group in ("sie.families", "sie.engines")
-    for entry in PROJECT["entry-points"][group].values()
+    for entry in PROJECT.get("entry-points", {}).get(group, {}).values()
 }
 for _folder, _package in measure.PACKAGES.items():
     if _package not in measure.CORE:  # an extra whose imports another one brings has none of its name
