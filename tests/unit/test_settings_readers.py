@@ -246,7 +246,6 @@ READS_HOME = {
     "core/store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "core/contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
-    "cli/sie_cli/jobs/job.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/add.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/lookup.py": "~ in SIE_MODELS_DIR, in the folder that a command names and in that of an entry",
     "cli/sie_cli/models/inspect.py": "~ in a folder that is named on the command line",
@@ -356,8 +355,8 @@ def fields_read(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def readers() -> dict[str, frozenset[str]]:
-    """Return the components that read each field: in their package, in a module of the store that they import, or in
-    the command that starts their process.
+    """Return the components that read each field: in their package, in those of the extras that they load, in a module
+    of the store that they import, or in the command that starts their process.
     """
     field_components: dict[str, set[str]] = defaultdict(set)
     commands = {
@@ -370,7 +369,7 @@ def readers() -> dict[str, frozenset[str]]:
     assert set(commands) == set(COMPONENTS)
     for component in COMPONENTS:
         folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
-        beside = [measure.FOLDERS[package] for package in distribution.OF_MODELS] if component == "adapter" else []
+        beside = [measure.FOLDERS[package] for package in distribution.LOADED_BY.get(component, ())]
         own = [commands[component], *(tree for place in (folder, *beside) for _, tree in trees(place))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
