@@ -203,9 +203,6 @@ class MetricMaker:
     def gauge(self, name: str) -> Gauge:
         return Gauge(name, self._row(name, "gauge", labelled=False).text, registry=self.registry)
 
-    def gauges(self, name: str) -> Labelled[Gauge]:
-        return self._labels(name, "gauge", Gauge)
-
     def histogram(self, name: str) -> Histogram:
         metric = self._row(name, "histogram", labelled=False)
         return Histogram(name, metric.text, buckets=metric.buckets, registry=self.registry)
