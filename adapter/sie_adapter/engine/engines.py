@@ -148,7 +148,7 @@ def in_int8(facts: EngineFacts) -> str:
 @functools.cache
 def rules() -> Mapping[Engine, Rule]:
     """Return the rules of all engines, by the names of their entry points; torch is last."""
-    of_packages: dict[Any, Rule] = entry_points.loaded(ENTRY_POINTS)
+    of_packages: dict[Any, Rule] = entry_points.load(ENTRY_POINTS).objects
     return MappingProxyType(of_packages | {"torch": Rule("it serves every model", "", in_int8)})
 
 
@@ -186,7 +186,7 @@ def of_batch(choice: Choice, batch: RunBatch) -> Engine:
 
 
 def _install(package: str) -> str:
-    return f"the package {package} is not installed (extra sie-cluster[{package}])"
+    return f"the package {package} is not installed: pip install 'sie-cluster[{package}]'"
 
 
 def _is_missing(package: str) -> bool:

@@ -13,6 +13,7 @@ A package adds rows by an entry point of `sie.metrics`: `module:attribute` of a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -493,8 +494,10 @@ _CONFIG = (
 )
 
 _CORE: Mapping[Process, Sequence[Metric]] = {"gateway": _GATEWAY, "worker": _WORKER, "config": _CONFIG}
-_OF_PACKAGES: Sequence[Mapping[Process, Sequence[Metric]]] = tuple(entry_points.loaded(ENTRY_POINTS).values())
-TABLE: dict[Process, dict[str, Metric]] = {
-    process: {metric.name: metric for table in (_CORE, *_OF_PACKAGES) for metric in table.get(process, ())}
-    for process in _CORE
-}
+
+
+@functools.cache
+def tables() -> Mapping[Process, Mapping[str, Metric]]:
+    """Return the metrics of each process by name: those of the core, then those of packages."""
+    every = (_CORE, *entry_points.load(ENTRY_POINTS).objects.values())
+    return {process: {row.name: row for table in every for row in table.get(process, ())} for process in _CORE}

@@ -196,7 +196,7 @@ def rows() -> Mapping[str, Family]:
     name that an earlier table has keeps its first row. Rows that cannot be imported are left out and logged.
     """
     families = dict(FAMILIES)
-    for table in entry_points.loaded(ENTRY_POINTS).values():
+    for table in entry_points.load(ENTRY_POINTS).objects.values():
         for name, family in table.items():
             families.setdefault(name, family)
     return MappingProxyType(families)
