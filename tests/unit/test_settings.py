@@ -6,13 +6,14 @@ import asyncio
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import msgspec
 import pytest
+import settings_of_extras
 from click.testing import CliRunner
+from settings_of_extras import UNSET, Documented
 from zygote import Forked
 
 from sie_cli.main import main
@@ -32,33 +33,24 @@ from sie_contracts.settings import (
 )
 
 SIE = str(Path(sys.executable).with_name("sie"))
-UNSET = "(unset)"
 CANARY = "canary-9f31"
 MODES: tuple[Mode, ...] = ("queue", "standalone")
-
-
-@dataclass(frozen=True)
-class Documented:
-    """One setting as documented. `default` is what `sie settings` shows, `good` is another legal value, `bad` are
-    illegal values.
-    """
-
-    default: str
-    good: str
-    bad: tuple[str, ...] = ()
 
 
 class _DocumentedSettings(dict[str, Documented]):
     """Documented settings by name. The error for a missing name says what to add."""
 
     def __missing__(self, name: str) -> Documented:
-        raise AssertionError(f"{name} has no line in DOCUMENTED of {__file__}: add its default and another legal value")
+        raise AssertionError(
+            f"{name} has no line in DOCUMENTED of {__file__} or settings.toml of its extra: add its default and another legal value"
+        )
 
 
 # Transcribed from the documented table. Where the documented default is derived from another setting, or detected, it
 # is unset here.
 DOCUMENTED = _DocumentedSettings(
     {
+        **settings_of_extras.DOCUMENTED,
         "SIE_DEVICE": Documented(
             "auto",
             "cuda:1",
@@ -148,32 +140,6 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_STREAM_STORAGE": Documented("file", "memory", ("disk", "")),
         "SIE_STREAM_REPLICAS": Documented("1", "3", ("0", "6", "x", "")),
         "SIE_QUEUE_MAX_BYTES": Documented("1073741824", "1048576", ("1048575", "1g", "")),
-        "SIE_JOBS_URLS": Documented(UNSET, "s3://bucket/a,/mnt/jobs", (",", "ftp://host/x", "s3://a,gs://")),
-        "SIE_JOBS_SINKS": Documented(
-            UNSET,
-            f"main=qdrant://host:6333,pg=postgresql://user:{CANARY}@host/db",
-            (
-                ",",
-                "main",
-                "main=",
-                "=qdrant://host",
-                "a b=qdrant://host",
-                "a=qdrant://h,a=qdrant://h",
-                "a=qdrant://h:x",
-                "a=postgresql:///db",
-            ),
-        ),
-        "SIE_JOBS_AT_ONCE": Documented("4", "0", ("-1", "x", "")),
-        "SIE_JOBS_KEEP_S": Documented("2592000", "60", ("59", "1d", "")),
-        "SIE_JOBS_PER_KEY": Documented("1000", "1", ("0", "x", "")),
-        "SIE_JOBS_BYTES_PER_KEY": Documented("4194304", "65536", ("65535", "4m", "")),
-        "SIE_MAX_JOBS": Documented("10000", "1", ("0", "x", "")),
-        "SIE_MAX_JOBS_BYTES": Documented("67108864", "65536", ("65535", "64m", "")),
-        "SIE_FILES_PER_KEY": Documented("10000", "1", ("0", "x", "")),
-        "SIE_FILES_BYTES_PER_KEY": Documented("68719476736", "1048576", ("1048575", "1g", "")),
-        "SIE_MAX_FILES": Documented("100000", "1", ("0", "x", "")),
-        "SIE_MAX_FILES_BYTES": Documented("1099511627776", "1048576", ("1048575", "1t", "")),
-        "SIE_JOBS_CACHE_BYTES": Documented("4294967296", "0", ("-1", "1g", "")),
         "SIE_CACHE_BYTES": Documented("0", "1048576", ("-1", "1g", "")),
         "SIE_CACHE_TTL_S": Documented("3600", "1", ("0", "1h", "")),
         "SIE_CACHE_SHARED": Documented("false", "true", ("maybe", "")),
@@ -432,7 +398,7 @@ SECRETS = {
     "SIE_AUTH_TOKENS",
     "SIE_NATS_PASSWORD",
     "SIE_NATS_STREAMS_PASSWORD",
-    "SIE_JOBS_SINKS",
+    *settings_of_extras.SECRETS,
 }
 WITH_CREDENTIALS = {
     "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222",

@@ -1,7 +1,8 @@
 """One place reads the environment, every setting has a reader where its row says, and every setting has a test of its
 effect.
 
-EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect.
+EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect. Settings of
+an extra have their lines in its file `tests/settings.toml`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import distribution
 import measure
 import pytest
+import settings_of_extras
 
 from sie_contracts import settings
 from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
@@ -22,8 +24,8 @@ from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
+ANSWERS = "tests/unit/test_answer_keys.py"
 CACHED = "tests/unit/test_cached.py"
-JOBS = "tests/unit/test_jobs.py"
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
 TRUST = "tests/unit/test_trust.py"
@@ -38,6 +40,7 @@ ADAPTER, CONFIG, BROKER, LOGS = (
 )
 
 EFFECTS = {
+    **settings_of_extras.EFFECTS,
     "SIE_DEVICE": f"{ADAPTER}::test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start",
     "SIE_MODELS_DIR": f"{CONFIG}::test_the_models_folder_is_laid_over_the_packaged_catalogue",
     "SIE_ALLOW_REMOTE_CODE": f"{TRUST}::test_code_that_nobody_allowed_is_refused_and_the_setting_named",
@@ -123,23 +126,10 @@ EFFECTS = {
     "SIE_BODY_MEMORY_BYTES": f"{GATEWAY}::test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
-    "SIE_JOBS_URLS": f"{JOBS}::test_a_job_reads_and_writes_below_the_named_places_alone",
-    "SIE_JOBS_SINKS": f"{JOBS}::test_a_job_names_a_database_of_the_installation",
-    "SIE_JOBS_AT_ONCE": f"{JOBS}::test_a_gateway_runs_so_many_jobs_at_once",
-    "SIE_JOBS_KEEP_S": f"{JOBS}::test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept",
-    "SIE_JOBS_PER_KEY": f"{JOBS}::test_jobs_are_bounded_by_number_for_a_key_and_in_all",
-    "SIE_JOBS_BYTES_PER_KEY": f"{JOBS}::test_records_of_jobs_are_bounded_by_bytes",
-    "SIE_MAX_JOBS": f"{JOBS}::test_jobs_are_bounded_by_number_for_a_key_and_in_all",
-    "SIE_MAX_JOBS_BYTES": f"{JOBS}::test_records_of_jobs_are_bounded_by_bytes",
     "SIE_CACHE_BYTES": f"{CACHED}::test_a_gateway_answers_repeated_inputs_without_a_worker",
     "SIE_CACHE_TTL_S": f"{CACHED}::test_an_answer_is_computed_again_after_its_time",
-    "SIE_CACHE_EXCLUDED_MODELS": f"{CACHED}::test_answers_of_an_excluded_model_are_computed_each_time",
-    "SIE_CACHE_SHARED": f"{JOBS}::test_answers_of_another_key_are_taken_where_keys_share_them",
-    "SIE_FILES_PER_KEY": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_FILES_BYTES_PER_KEY": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_MAX_FILES": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_MAX_FILES_BYTES": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_JOBS_CACHE_BYTES": f"{JOBS}::test_what_changed_is_computed_where_answers_are_kept",
+    "SIE_CACHE_EXCLUDED_MODELS": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
+    "SIE_CACHE_SHARED": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
     "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",
     "SIE_STREAM_REPLICAS": f"{BROKER}::test_three_brokers_hold_three_copies",
     "SIE_QUEUE_MAX_BYTES": f"{GATEWAY}::test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted",
