@@ -42,7 +42,8 @@ class _DocumentedSettings(dict[str, Documented]):
 
     def __missing__(self, name: str) -> Documented:
         raise AssertionError(
-            f"{name} has no line in DOCUMENTED of {__file__} or settings.toml of its extra: add its default and another legal value"
+            f"{name} has no line in DOCUMENTED of {__file__}, nor in settings.toml of its extra: add its default and "
+            "another legal value"
         )
 
 

@@ -1,6 +1,6 @@
 """A process that writes rows into a sink, for tests that kill it:
 
-    python tests/sink_writer.py URL COLLECTION CALLS ROWS_OF_A_CALL
+    python extras/jobs/tests/sink_writer.py URL COLLECTION CALLS ROWS_OF_A_CALL
 
 It prints `prepared`, and then the number of each answered call.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sie_broker.record import LeaderLease, leases_of
+from sie_bulk_jobs.file_objects import open_files
 from sie_bulk_jobs.gateway.client import JobIdentity
 from sie_bulk_jobs.gateway.engine import JobEngine
 from sie_bulk_jobs.gateway.files import FileStore
@@ -23,7 +24,6 @@ from sie_gateway.plugin import Context, Service
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
-from sie_store.files import open_files
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.record import LeaderLease
+from sie_bulk_jobs.file_objects import FileObjects
 from sie_bulk_jobs.gateway.records import JobsBucket, OwnerUsage, RecordUse
+from sie_bulk_jobs.gateway.slots import KeySlots
 from sie_bulk_jobs.records import FileRecord
 from sie_contracts.errors import InvalidInput, NotFound, NotReady, PayloadTooLarge, QueueUnavailable, ResourceExhausted
-from sie_gateway.admission.slots import KeySlots
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
-from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20

@@ -14,10 +14,10 @@ from sie_bulk_jobs.gateway.engine import JobEngine
 from sie_bulk_jobs.gateway.ledger import JobLedger
 from sie_bulk_jobs.gateway.native import manifest, outcomes_of
 from sie_bulk_jobs.gateway.service import broker_errors_mapped
+from sie_bulk_jobs.gateway.slots import KeySlots
 from sie_bulk_jobs.records import JobRecord
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import NotFound, QueueUnavailable
-from sie_gateway.admission.slots import KeySlots
 from sie_store.object_stores import ObjectMissing, StoreError
 
 SAMPLED = 4  # largest number of parts that are read for a sample of rows

@@ -2,5 +2,5 @@
 of a live collection while searches and writers use it.
 
 A new database is a sink and a `LiveCollection` in files of this folder, its scheme in `opening`, and an `Application`
-in `tests/live_application`, by which the contract and system tests run all their cases.
+in `extras/jobs/tests/live_application`, by which the contract and system tests run all their cases.
 """

@@ -25,10 +25,10 @@ from openai_client import client_of
 
 from sie_broker.nats import connect
 from sie_broker.record import LeaderLease, RecordBucket
+from sie_bulk_jobs.file_objects import open_files
 from sie_bulk_jobs.gateway.files import ABANDONED_S, MAX_FILE_BYTES, UPLOADS_OF_A_KEY, FileStore
 from sie_bulk_jobs.gateway.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_contracts.wire import topology
-from sie_store.files import open_files
 
 ADMIN, ONE, OTHER = (f"file-token-{secrets.token_urlsafe(12)}" for _ in range(3))
 ENVIRON = {"SIE_AUTH_MODE": "static", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": f"{ONE},{OTHER}"}

@@ -28,11 +28,11 @@ from sie_bulk_jobs.datasets.parts import encode
 from sie_bulk_jobs.datasets.places import Place
 from sie_bulk_jobs.datasets.rows import InputRow
 from sie_bulk_jobs.datasets.shards import PartDamaged, bytes_of, claim, existing, pieces_of, put_once
+from sie_bulk_jobs.file_objects import FileObjects
 from sie_bulk_jobs.gateway.storage import JobStorage
 from sie_contracts.api.jobs import JobInput, JobManifest, OutputFormat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_store import durable
-from sie_store.files import FileObjects
 from sie_store.object_stores import PIECE_BYTES, AccessRefused, ObjectMissing, RetryPolicy, StoreError
 
 NAME = "part-00000.parquet"

@@ -22,6 +22,7 @@ from object_stores import Place
 
 from sie_broker.memory import MemoryServer
 from sie_broker.record import LeaderLease, RecordBucket
+from sie_bulk_jobs.file_objects import open_files
 from sie_bulk_jobs.gateway.files import (
     ABANDONED_S,
     UPLOADS_AT_ONCE,
@@ -42,7 +43,6 @@ from sie_contracts.errors import (
 )
 from sie_contracts.wire import topology
 from sie_gateway.http.form import SLICE_BYTES, Form
-from sie_store.files import open_files
 from sie_store.object_stores import RESERVE_SHARE, ObjectMissing, StoreFull
 from sie_store.payloads import open_store
 
