@@ -374,7 +374,7 @@ def test_a_hub_model_of_the_catalogue_keeps_its_options_and_gets_the_commit(
     entry_file = tmp_path / "catalog/models/rasyosef/splade-mini.yaml"
     entry_file.parent.mkdir(parents=True)
     entry_file.write_text(re.sub(r"revision: \w+", "unpinned: true", packaged))
-    monkeypatch.setattr("sie_cli.models.inspect.packaged_folder", lambda: tmp_path / "catalog")
+    monkeypatch.setattr("sie_runtime.feed.packaged_folder", lambda: tmp_path / "catalog")
     commit = "b" * 40
     snapshot = tmp_path / "hub" / "models--rasyosef--splade-mini" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)
