@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,8 +253,8 @@ READS_HOME = {
     "cli/sie_cli/models/weights.py": "~ in a folder that is named on the command line",
 }
 
-# the same files of extras, by what they read
-OF_EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["reads"]
+# the same files of extras
+OF_EXTRAS = measure.OF_EXTRAS.get("reads", {"environ": {}, "home": {}})
 
 ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}
 ENVIRON_WRITES = {"putenv", "unsetenv"}
