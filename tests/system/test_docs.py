@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel
 
 pytestmark = [
+    pages.WHOLE,
     pytest.mark.timeout(400),  # each step has its own bound
     # PEFT reads this attribute of transformers
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
