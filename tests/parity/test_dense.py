@@ -20,6 +20,8 @@ from safetensors.numpy import load_file
 from selection import BACKBONES, long_but
 from support.parity import Folders, References, Serve
 
+from sie_contracts.errors import ModelLoadFailed
+
 # the attention that each architecture must run; a silent fall-back from packed to padded fails a test
 ATTENTION = {
     **dict.fromkeys(ARCHITECTURES, "sdpa"),
