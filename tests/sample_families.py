@@ -37,7 +37,11 @@ FAMILIES = {
         public_classes={"SampleClassesAdapter": PublicClass(extracts=("classifications",))},
     ),
     "sample-scales": _row(
-        parameters=frozenset({"threshold", "multi_label", "task"}) | ANSWERS, reads_questions=True, reads_scales=True
+        parameters=frozenset({"threshold", "multi_label", "task"}) | ANSWERS,
+        config_file="agent.json",
+        files=("agent.json", "model.safetensors", "tokenizer/*", "encoder/*", "README.md"),
+        reads_questions=True,
+        reads_scales=True,
     ),
     "sample-towers": _pictures(gives_vectors=True),
     "sample-objects": _pictures(

@@ -70,7 +70,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
         cluster.source.put(toy_entry("toy/classes", family="text-classifier", outputs={"classifications": 0}))
         cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs=WIDE))
-        cluster.source.put(toy_entry("toy/find", family="gliner", outputs={"entities": 0}))
+        cluster.source.put(toy_entry("toy/find", family="token-classifier", outputs={"entities": 0}))
         # without a worker each request ends with 503, after its body was read
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
 
