@@ -2,12 +2,11 @@
 
 KINDS[name] ──► weights in a folder, an entry as a file ──► `sie serve --models-dir`
 
-The tests of an extra add kinds by a file `extras/NAME/tests/*_kinds.py`, which has KINDS and PUBLISHED too.
+The tests of an extra add kinds (`of_extras`).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import of_extras
 import torch
 from oracle import model_folder
 from parity import heads_checkpoints
@@ -125,8 +125,7 @@ KINDS: dict[str, Callable[[Path], Entry]] = {
     "classes": _classes,
 }
 PUBLISHED = {"cross": "BAAI/bge-reranker-v2-m3"}  # names of the README, under which the open cluster serves kinds too
-for _file in sorted(Path(__file__).parents[1].glob("extras/*/tests/*_kinds.py")):
-    _of_extra = importlib.import_module(_file.stem)
+for _of_extra in of_extras.modules("kinds"):
     KINDS |= _of_extra.KINDS
     PUBLISHED |= _of_extra.PUBLISHED
 

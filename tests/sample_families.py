@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from sie_contracts.models import entry_points, families, options
+from sie_contracts import entry_points
+from sie_contracts.models import families, options
 from sie_contracts.models.families import ANSWERS, Family, PublicClass
 
 _row = functools.partial(Family, implementation="", needs_labels=True)
