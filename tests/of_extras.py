@@ -1,6 +1,7 @@
 """Rows that extras add to tables of these tests, by files `extras/NAME/tests/*_KIND.py`.
 
 kinds     small models: KINDS and PUBLISHED of `local_models`
+settings  DOCUMENTED of test_settings.py, by name (default, legal value); EFFECTS of test_settings_readers.py
 routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS and SILENT of test_tenants.py
 """
 

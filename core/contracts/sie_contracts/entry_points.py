@@ -7,6 +7,11 @@ from typing import Any
 _logger = logging.getLogger("sie.entry_points")
 
 
+def names(group: str) -> list[str]:
+    """Return the names of the entry points of this group, in their order. This imports no module of a package."""
+    return sorted(importlib.metadata.entry_points(group=group).names)
+
+
 def loaded(group: str) -> dict[str, Any]:
     """Return the objects that entry points of this group name, in the order of their names. An object that cannot be
     imported is left out and logged.

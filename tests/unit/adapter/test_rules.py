@@ -18,7 +18,7 @@ THEIRS = {"theirs": Rule("it is theirs", "", lambda facts: facts.lora and "it ru
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mapping[str, Rule]:
     """Return the rules of an installation whose packages bring these engines."""
-    monkeypatch.setattr(entry_points, "loaded", lambda group: request.param if group == engines.ENTRY_POINTS else {})
+    monkeypatch.setattr(entry_points, "loaded", lambda group: request.param if group == engines.ENGINE_POINTS else {})
     rules: Mapping[str, Rule] = engines.rules.__wrapped__()  # type: ignore[attr-defined]
     monkeypatch.setattr(engines, "rules", lambda: rules)
     return rules
