@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pages
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, Process, until_told
@@ -306,6 +307,7 @@ def test_the_contract_s_names_and_labels_are_there() -> None:
         assert {*labels} <= {*metric.labels}, name
 
 
+@pages.WHOLE
 def test_the_page_is_what_the_table_says() -> None:
     text = PAGE.read_text("utf-8")
     assert page(text) == text, "python tests/metrics_page.py writes it anew"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 import msgspec
+import of_extras
 import pytest
 from click.testing import CliRunner
 from zygote import Forked
@@ -221,12 +222,15 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_PREPROCESSOR_WORKERS": Documented("4", "1", ("0", "x", "")),
         "SIE_IMAGE_WORKERS": Documented("4", "1", ("0", "x", "")),
         "SIE_ATTENTION_BACKEND": Documented("auto", "eager", ("flash", "")),
-        "SIE_SGLANG_PYTHON": Documented(UNSET, "/opt/sglang/bin/python"),
         "SIE_DEFAULT_COMPUTE_PRECISION": Documented("float16", "bfloat16", ("fp16", "int8", "")),
         "SIE_INSTRUMENTATION": Documented("false", "true", ("x", "")),
         "SIE_MAX_LORAS_PER_MODEL": Documented("10", "2", ("0", "x", "")),
     }
 )
+
+DOCUMENTED |= {
+    name: Documented(*values) for module in of_extras.modules("settings") for name, values in module.DOCUMENTED.items()
+}
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import distribution
 import measure
+import of_extras
 import pytest
 
 from sie_contracts import settings
@@ -205,9 +205,11 @@ EFFECTS = {
     "SIE_INSTRUMENTATION": (
         f"{ADAPTER}::test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting"
     ),
-    "SIE_SGLANG_PYTHON": "extras/engines/tests/unit/test_sglang.py::test_the_setting_names_the_environment",
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }
+
+for _of_extra in of_extras.modules("settings"):
+    EFFECTS |= _of_extra.EFFECTS
 
 # (setting, component): its value is only checked there, against that of another setting, when the process starts
 CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
@@ -254,8 +256,8 @@ READS_HOME = {
     "cli/sie_cli/models/weights.py": "~ in a folder that is named on the command line",
 }
 
-# the same files of extras, by what they read
-OF_EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["reads"]
+# the same files of extras
+OF_EXTRAS = measure.OF_EXTRAS.get("reads", {"environ": {}, "home": {}})
 
 ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}
 ENVIRON_WRITES = {"putenv", "unsetenv"}

@@ -35,6 +35,11 @@ def entries(group: str) -> list[EntryPoint]:
     return sorted(importlib.metadata.entry_points(group=group), key=lambda entry: entry.name)
 
 
+def names(group: str) -> list[str]:
+    """Return the names of the entry points of this group, in their order. Nothing is imported."""
+    return [entry.name for entry in entries(group)]
+
+
 def load(group: str, accept: Callable[[Any], None] = lambda _: None) -> Loaded:
     """Return the objects that entry points of this group name. `accept` raises an error for an object that cannot be
     used.
