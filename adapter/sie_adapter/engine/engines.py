@@ -95,9 +95,10 @@ class StateRunner(Protocol):
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Model that an engine loads. `model`: the transformers model, which is not changed; without its weights if the
-    engine `frees_torch`. `compute`: device, dtype and facts. `folder`: the model's files. `filler`: the token id for
-    padding. `max_tokens`: the number of tokens of the longest text. `lanes`: the number of device threads.
+    """Model that an engine loads. `model`: the transformers model, which is not changed, and whose weights are
+    freed after the load; without its weights if the engine `frees_torch`. `compute`: device, dtype and facts.
+    `folder`: the model's files. `filler`: the token id for padding. `max_tokens`: the number of tokens of the
+    longest text. `lanes`: the number of device threads.
     """
 
     model: Any
