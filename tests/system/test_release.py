@@ -159,7 +159,9 @@ def _install(extra: str, dist: Path, folder: Path) -> list[str]:
     """
     venv, pins = folder / "venv", folder / "constraints.txt"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "--disable-pip-version-check"]
+    # PYTHONPATH may have a tree with the metadata of this distribution, which pip would take for installed
+    pip = ["env", "-u", "PYTHONPATH", sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python")]
+    pip.append("--disable-pip-version-check")
     pins.write_text(distribution.constraints(extra))
     batches = [[f"{dist / WHEEL}[{extra}]"]]
     if "torch" in distribution.named(extra):
