@@ -353,7 +353,8 @@ def _is_plain(batch: RunBatch) -> bool:
 def _load(request: EngineLoad) -> SGLang:
     compute = request.compute
     python = cast(SglangSettings, compute.model.settings).sglang_python
-    assert request.folder is not None and python is not None
+    assert request.folder is not None
+    assert python is not None
     return SGLang(Launch(python, request.folder, compute.dtype, compute.device, request.max_tokens, request.lanes))
 
 

@@ -516,10 +516,10 @@ def _check_encodable(path: str, value: object) -> None:
 
 def _check_bounds(entry: ModelEntry) -> None:
     """Raise InvalidInput if the entry has an unknown kind of input, or a width, length or pixel count out of range."""
-    known = (*entry_points.names(ENGINE_POINTS), "torch")
+    engines = (*entry_points.names(ENGINE_POINTS), "torch")
     for path, load in _loads(entry).items():
         if load.engine is not None:
-            one_of(f"{path}.engine", load.engine, choices=known, default="")
+            one_of(f"{path}.engine", load.engine, choices=engines, default="")
     for place, name in enumerate(entry.inputs or ("",)):
         if name not in INPUTS:
             raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")
