@@ -4,6 +4,8 @@ kinds     small models: KINDS and PUBLISHED of `local_models`
 routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS, SILENT and UNFINISHED of
           test_tenants.py, with SETTINGS of its gateway and a function `make`, which makes objects of its tenant A
 errors    CASES of test_errors_http.py: code, status, and the function that provokes it
+settings  DOCUMENTED of test_settings.py, by name (default, legal value, illegal values), and SECRETS, the names of
+          secret ones; EFFECTS of test_settings_readers.py
 """
 
 from __future__ import annotations

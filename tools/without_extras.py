@@ -304,17 +304,28 @@ def _opened(request: Any, timeout: float) -> Any:
 
 
 def unanswered(url: str) -> Iterator[str]:
-    """Yield each request of REQUESTS that is not answered with 200."""
+    """Yield each request of REQUESTS that is not answered with 200. While its model is loaded, it is repeated."""
     for verb, name, body in REQUESTS:
         model = DEFAULT_MODEL if name is None else f"test/{name}"
         request = urllib.request.Request(  # noqa: S310  the address is of this machine
             f"{url}/v1/{verb}/{model}", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        try:
-            with _opened(request, ANSWER_S) as reply:
-                json.load(reply)
-        except urllib.error.HTTPError as error:
-            yield f"{verb} with {model}: {error.code} {error.read()[:300].decode()}"
+        end_s = time.monotonic() + ANSWER_S
+        while refusal := _refusal(request):
+            if not refusal.startswith("503") or time.monotonic() > end_s:
+                yield f"{verb} with {model}: {refusal}"
+                break
+            time.sleep(0.5)
+
+
+def _refusal(request: urllib.request.Request) -> str:
+    """Send a request. Return the status and the body of an error, or an empty text."""
+    try:
+        with _opened(request, ANSWER_S) as reply:
+            json.load(reply)
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read()[:300].decode()}"
+    return ""
 
 
 def prepare(tree: Path, removed: Sequence[Extra]) -> Path:

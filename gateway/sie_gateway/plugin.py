@@ -88,7 +88,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Plugins:
-    """`loaded`: by name, those that raised nothing. `missing` and `faults`: as in `entry_points.Loaded`."""
+    """`loaded`: by name, those that raised nothing. `missing` and `faults`: as in `entry_points.PackageObjects`."""
 
     loaded: Mapping[str, Plugin]
     missing: Mapping[str, str]
@@ -124,5 +124,5 @@ def load(core: Sequence[GatewayRoute]) -> Plugins:
         Table([*rows, *plugin.routes])
         rows.extend(plugin.routes)
 
-    found = entry_points.load(GROUP, accept)
-    return Plugins(found.objects, found.missing, found.faults)
+    result = entry_points.load(GROUP, accept)
+    return Plugins(result.objects, result.missing, result.faults)

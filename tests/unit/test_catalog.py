@@ -28,13 +28,13 @@ from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, parse_entry, widths
 from sie_contracts.models.options import run_options
 from sie_contracts.settings import Settings
-from sie_runtime.feed import packaged_catalogue
+from sie_runtime.feed import packaged_catalogue, read_folder
 from sie_store.weights.sources import WeightSources
 
 MODELS = packaged_folder() / "models"
 CATALOGUE = packaged_catalogue()
-ENTRIES = CATALOGUE.entries
-SERVED = {model: entry for model, entry in ENTRIES.items() if entry.family in families.rows()}
+SERVED = CATALOGUE.entries
+ENTRIES = read_folder(MODELS)  # with those of families that no package here brings
 
 OPENSEARCH = "opensearch-project/opensearch-neural-sparse-encoding"
 # entries by the model type of their config.json and the class of transformers that their family requires, from the

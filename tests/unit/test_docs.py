@@ -37,6 +37,7 @@ BLOCKS = {
     "clients.md": {"machine": 2},
     "coming-from.md": {"": 4},
     "custom-adapters.md": {"file": 1, "install": 1},
+    "extending.md": {"file": 4, "install": 2},
     "engines.md": {"install": 1},
     "evals.md": {"install": 1, "": 6},
     "families.md": {"file": 2},

@@ -299,7 +299,7 @@ def language_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error_class", "text"),
     [
-        (lambda folder: None, "NOT_FOUND", "no config.json, modules.json or gliner_config.json; it has nothing"),
+        (lambda folder: None, "NOT_FOUND", "no config.json, no modules.json and no file of a package; it has nothing"),
         (lora, "INCOMPATIBLE", "LoRA of org/base"),
         (without_weights, "NOT_FOUND", r"no \*.safetensors"),
         (half_written, "INCOMPATIBLE", "is not JSON"),

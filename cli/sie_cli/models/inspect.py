@@ -66,7 +66,7 @@ def source_arguments(command: F) -> F:
 def inspect(source: str, revision: str | None, check: bool) -> None:
     """Print the catalogue entry of ID_OR_FOLDER. Comments list the values that were assumed, as no file states them.
 
-    ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as
+    ID_OR_FOLDER is a folder with the files of a model, or a hub repository such as
     BAAI/bge-small-en-v1.5, which is read from the local cache (SIE_LOCAL_CACHE) or downloaded (SIE_HF_FALLBACK). No
     weights are loaded without --check.
     """

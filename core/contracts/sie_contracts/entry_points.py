@@ -20,7 +20,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra\s*==\s*[\"']([\w.-]+)[\"']")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class PackageObjects:
     """`objects`, `missing` and `faults` by the names of entry points. `missing`: what is not installed, and the command
     that installs it.
     """
@@ -35,25 +35,30 @@ def entries(group: str) -> list[EntryPoint]:
     return sorted(importlib.metadata.entry_points(group=group), key=lambda entry: entry.name)
 
 
-def load(group: str, accept: Callable[[Any], None] = lambda _: None) -> Loaded:
+def names(group: str) -> list[str]:
+    """Return the names of the entry points of this group, in their order. Nothing is imported."""
+    return [entry.name for entry in entries(group)]
+
+
+def load(group: str, accept: Callable[[Any], None] = lambda _: None) -> PackageObjects:
     """Return the objects that entry points of this group name. `accept` raises an error for an object that cannot be
     used.
     """
-    found = Loaded()
+    result = PackageObjects()
     for entry in entries(group):
         try:
             named = entry.load()
             accept(named)
         except ModuleNotFoundError as error:
-            found.missing[entry.name] = remedy(entry, error)
-            _logger.info("%s is off: %s", entry.name, found.missing[entry.name])
+            result.missing[entry.name] = remedy(entry, error)
+            _logger.info("%s is off: %s", entry.name, result.missing[entry.name])
         except Exception as error:  # noqa: BLE001  code of another package may raise anything; the others still work
-            found.faults[entry.name] = f"{type(error).__name__}: {error}"
-            _logger.error("%s is off: %s cannot be loaded: %s", entry.name, entry.value, found.faults[entry.name])
-            FAULTS[f"{group} {entry.name}"] = found.faults[entry.name]
+            result.faults[entry.name] = f"{type(error).__name__}: {error}"
+            _logger.error("%s is off: %s cannot be loaded: %s", entry.name, entry.value, result.faults[entry.name])
+            FAULTS[f"{group} {entry.name}"] = result.faults[entry.name]
         else:
-            found.objects[entry.name] = named
-    return found
+            result.objects[entry.name] = named
+    return result
 
 
 def remedy(entry: EntryPoint, error: ModuleNotFoundError) -> str:

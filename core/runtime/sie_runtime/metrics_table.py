@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sie_contracts import entry_points
+from sie_contracts.models.entries import ENGINE_POINTS
 from sie_contracts.settings import MAX_DEVICES
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -27,6 +28,7 @@ MAX_SERIES = 2000
 ENTRY_POINTS = "sie.metrics"
 OTHER = "other"
 FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile", "bundle"})
+_ENGINES = (*entry_points.names(ENGINE_POINTS), "torch")
 LABELS = {
     "alias": "an alias of the catalogue",
     "bundle": "the bundle of a lane",
@@ -37,7 +39,7 @@ LABELS = {
     "endpoint": (
         "a route, whatever model its path names; at workers: encode, score, extract, embeddings, tokenize, decode"
     ),
-    "engine": "the engine that computes the hidden states of a model: openvino, sglang, torch",
+    "engine": f"the engine that computes the hidden states of a model: {', '.join(_ENGINES)}",
     "event": "what happened to a reservation",
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`; `_shadow` for "
     "copies to a shadow",
