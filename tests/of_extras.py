@@ -23,4 +23,4 @@ def modules(kind: str) -> list[ModuleType]:
 
 def routes(table: str) -> str:
     """Return the lines of all extras for a table of routes."""
-    return "".join(getattr(module, table, "") for module in modules("routes"))
+    return "".join(getattr(module, table, "").lstrip("\n") for module in modules("routes"))

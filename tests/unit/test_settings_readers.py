@@ -331,13 +331,10 @@ def fields_read(tree: ast.AST) -> set[str]:
     read: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in field_sets:
-            owner = (
-                node.value.id
-                if isinstance(node.value, ast.Name)
-                else node.value.attr
-                if isinstance(node.value, ast.Attribute)
-                else ""
-            )
+            place = node.value
+            if isinstance(place, ast.Call) and isinstance(place.func, ast.Name) and place.func.id == "cast":
+                place = place.args[1]
+            owner = place.id if isinstance(place, ast.Name) else getattr(place, "attr", "")
             if owner in ("settings", "_settings"):
                 read |= field_sets[node.attr]
     return read
