@@ -57,14 +57,14 @@ FAMILIES = {
 @contextmanager
 def registered() -> Iterator[None]:
     """Register the families in place of those of the installed extras."""
-    loaded = entry_points.loaded
+    load = entry_points.load
 
-    def of_samples(group: str) -> dict[str, object]:
-        return {"samples": FAMILIES} if group == families.ENTRY_POINTS else loaded(group)
+    def of_samples(group: str) -> entry_points.Loaded:
+        return entry_points.Loaded({"samples": FAMILIES}) if group == families.ENTRY_POINTS else load(group)
 
     caches = (families.rows, options.known_fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry_points, "loaded", of_samples)
+        patch.setattr(entry_points, "load", of_samples)
         for cache in caches:
             cache.cache_clear()
         yield
