@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -59,8 +60,8 @@ def registered() -> Iterator[None]:
     """Register the families in place of those of the installed extras."""
     load = entry_points.load
 
-    def of_samples(group: str) -> entry_points.Loaded:
-        return entry_points.Loaded({"samples": FAMILIES}) if group == families.ENTRY_POINTS else load(group)
+    def of_samples(group: str, *accept: Any) -> entry_points.PackageObjects:
+        return entry_points.PackageObjects({"samples": FAMILIES}) if group == families.ENTRY_POINTS else load(group, *accept)
 
     caches = (families.rows, options.known_fields)
     with pytest.MonkeyPatch.context() as patch:
