@@ -61,7 +61,11 @@ def registered() -> Iterator[None]:
     load = entry_points.load
 
     def of_samples(group: str, *accept: Any) -> entry_points.PackageObjects:
-        return entry_points.PackageObjects({"samples": FAMILIES}) if group == families.ENTRY_POINTS else load(group, *accept)
+        return (
+            entry_points.PackageObjects({"samples": FAMILIES})
+            if group == families.ENTRY_POINTS
+            else load(group, *accept)
+        )
 
     caches = (families.rows, options.known_fields)
     with pytest.MonkeyPatch.context() as patch:
