@@ -32,50 +32,57 @@ FOR = {
     "watch": ("sie_client.watching",),
     "broker": ("sie_broker",),
     "gateway": ("sie_gateway",),
-    "jobs": ("sie_store.datasets",),
     "config": ("sie_config_service",),
     "chunker": ("sie_contracts.chunker",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
-    "pgvector": ("sie_store.sinks.pgvector",),
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
 NEEDED: dict[str, list[str]] = _PYPROJECT["tool"]["sie"]["needs"]
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
 FOR |= {extra: tuple(names) for extra, names in NEEDED.items()}
-# packages of extras that run in the adapter
-OF_MODELS = {
-    entry.partition(".")[0]
-    for group in ("sie.families", "sie.engines")
-    for entry in PROJECT["entry-points"][group].values()
+_ENTRY_POINTS = PROJECT.get("entry-points", {})
+# process -> packages of extras that it loads
+LOADED_BY = {
+    process: {entry.partition(".")[0] for group in groups for entry in _ENTRY_POINTS.get(group, {}).values()}
+    - measure.CORE
+    for process, groups in {"adapter": ("sie.families", "sie.engines"), "gateway": ("sie.gateway",)}.items()
 }
+_COMMANDS = [
+    entry.partition(":")[0]
+    for group in ("sie.commands", "sie.commands.models")
+    for entry in _ENTRY_POINTS.get(group, {}).values()
+]
+_APART_FROM: dict[str, tuple[str, ...]] = {}
 for _folder, _package in measure.PACKAGES.items():
     if _package not in measure.CORE:  # an extra whose imports another one brings has none of its name
-        _name = Path(_folder).name if Path(_folder).name in EXTRAS else "adapter" if _package in OF_MODELS else "cli"
+        _process = next((process for process, packages in LOADED_BY.items() if _package in packages), "cli")
+        _name = Path(_folder).name if Path(_folder).name in EXTRAS else _process
         FOR[_name] = (*FOR.get(_name, ()), _package)
+        if _process == "gateway":  # its command runs elsewhere
+            _own = tuple(module for module in _COMMANDS if module.startswith(f"{_package}."))
+            FOR["cli"] = (*FOR["cli"], *_own)
+            _APART_FROM[_name] = (*_APART_FROM.get(_name, ()), *_own)
 # modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
 _COMPONENTS = ("sie_cli.serve.standalone", "sie_cli.serve.processes")
-# the database whose client is an extra
-_SINKS = ("sie_store.sinks.pgvector",)
 APART: dict[str, tuple[str, ...]] = {
     # the client reads no configuration, and cuts texts only with the extra `chunker`
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
-    "gateway": ("sie_store.datasets", *_SINKS),
-    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes
-    "cli": (*_HUB, *_COMPONENTS, "sie_store.datasets", *_SINKS),
-    "mcp": (*_HUB, *_COMPONENTS, "sie_store.datasets", *_SINKS),
-    "evals": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
-    "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
-    "serve": _SINKS,
+    "cli": (*_HUB, *_COMPONENTS),
+    "mcp": (*_HUB, *_COMPONENTS),
+    "evals": (*_HUB, *_COMPONENTS),
+    "mteb": (*_HUB, *_COMPONENTS),
 }
 for _extra in ("adapter", *{Path(folder).name for folder in measure.PACKAGES}):
     _others = (name for extra, names in NEEDED.items() for name in names if extra != _extra)
     APART[_extra] = (*APART.get(_extra, ()), *_others)
+for _name, _own in _APART_FROM.items():
+    APART[_name] = (*APART.get(_name, ()), *_own)
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
     "starlette": "fastapi",  # fastapi exports its classes
@@ -153,13 +160,14 @@ def modules_of(extra: str) -> list[str]:
     """Return the modules that an extra is for, and the modules of ours that they import."""
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
-    of_models = packages & OF_MODELS
-    is_command = "sie_cli" in packages or not packages - of_models <= measure.CORE
+    of_models = packages & LOADED_BY["adapter"]
+    is_command = "sie_cli" in packages or not packages - set().union(*LOADED_BY.values()) <= measure.CORE
     near = {
         *packages,
         *_SHARED,
         *(("sie_client", "sie_cli") if is_command else ()),
         *(("sie_adapter",) if of_models else ()),
+        *(("sie_gateway",) if packages & LOADED_BY["gateway"] and not is_command else ()),
     }
     names: set[str] = set()
     # an import of __main__ would run it

@@ -381,8 +381,9 @@ def test_the_packaged_catalogue_is_sound() -> None:
     assert catalogue.entries
     for model, model_entry in catalogue.entries.items():
         assert isinstance(catalogue.resolve(model), Resolved)
-        (bundle,) = catalogue.bundles_of(model_entry)
-        assert catalogue.resolve(model).bundles == (bundle,)
+        if model_entry.family in families.rows():
+            (bundle,) = catalogue.bundles_of(model_entry)
+            assert catalogue.resolve(model).bundles == (bundle,)
         assert model_entry.description
         assert model_entry.license
         # what parses a file or finds objects has no language

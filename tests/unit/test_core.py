@@ -22,7 +22,6 @@ EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in meas
 # A number may only fall; a row without imports leaves for extras/
 OPTIONAL = {
     "sie_cli.cache": 0,
-    "sie_cli.jobs": 0,
     "sie_gateway.answers": 3,
     "sie_gateway.dialects.cohere": 1,
     "sie_gateway.dialects.contextual": 1,
@@ -33,14 +32,11 @@ OPTIONAL = {
     "sie_gateway.dialects.voyage": 2,
     "sie_gateway.inference.cached": 2,
     "sie_gateway.inference.image_urls": 2,
-    "sie_gateway.jobs": 0,
     "sie_gateway.operations.cache_routes": 1,
     "sie_gateway.operations.doctor": 2,
     "sie_gateway.operations.history": 2,
     "sie_gateway.operations.ollama": 1,
     "sie_gateway.operations.overview": 1,
-    "sie_store.datasets": 0,
-    "sie_store.sinks": 0,
 }
 
 

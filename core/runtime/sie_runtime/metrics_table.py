@@ -172,9 +172,6 @@ _GATEWAY = (
     Metric("sie_gateway_cache_bytes", "gauge", "Memory of the answers in the cache, at most SIE_CACHE_BYTES"),
     Metric("sie_gateway_cache_evictions", "counter", "Answers removed from the cache for lack of room"),
     # Jobs; every gateway exports the same values
-    Metric("sie_gateway_jobs", "gauge", "Stored jobs and batches, by state", ("state",), 9, 3),
-    Metric("sie_gateway_job_rows_waiting", "gauge", "Rows without an answer, of all jobs that have not ended"),
-    Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
     # Queue of a lane (pool, machine profile and bundle)
     Metric(
         "sie_gateway_queue_oldest_seconds",
