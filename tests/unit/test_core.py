@@ -86,6 +86,8 @@ NAMED: dict[str, Collection[str]] = {
         "sie_runtime.keys",
     },
     "migrate": {"sie_contracts.settings.cluster"},
+    # as above; and a purpose of a file, which the client sends
+    "jobs": {"sie_gateway.operations.findings", "sie_contracts.api.batches"},
     # a folder of published models, in a format that nothing reads
     "openvino": {"sie_adapter.loading.weight_files", "sie_store.weights.selection"},
     # the parameters of a request are one structure for all families, and their descriptions name those that read them
