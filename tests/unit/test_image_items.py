@@ -41,6 +41,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
 from sie_gateway.inference.image_urls import ImageUrls
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 STREAM = "WORK__default"
 SEEN = "toy/seen"
 CANARY = "c4n4ry"
@@ -369,7 +370,7 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayPr
     both = {"inputs": ["text", "image"]}
     entries = (
         toy_entry(SEEN, inputs=["text", "image", "audio"]),
-        toy_entry("toy/dual", family="dual-encoder", **both),
+        toy_entry("toy/dual", family="sample-towers", **both),
         toy_entry("toy/one"),
         toy_entry("toy/shown", outputs={"score": 0}, **both),
         *(toy_entry(f"toy/eye-{number}", **both) for number in range(3)),

@@ -239,8 +239,8 @@ class ClusterSettings:
         False,
         "gateway",
         BOOL,
-        "Whether all keys share the cached answers of requests and of jobs. If true, a key can find out that another key sent the same input. If false, a key gets only answers to its own inputs.",
+        "Whether all keys share cached answers. If true, a key can find out that another key sent the same input. If false, a key gets only answers to its own inputs.",
     )
     cache_excluded_models: tuple[str, ...] | None = row(
-        None, "gateway", LIST, "Ids of models whose answers are never cached, neither for requests nor for jobs."
+        None, "gateway", LIST, "Ids of models whose answers are never cached."
     )
