@@ -110,8 +110,8 @@ def test_core_names_no_family_engine_or_command_of_an_extra() -> None:
     commands = {*points.get("sie.commands", {}), *points.get("sie.commands.models", {})}
     names = {name.lower() for name in names} - {room.rpartition(".")[2] for room in OPTIONAL}
     pattern = re.compile(
-        rf"(?<![\w/.-])({'|'.join(sorted(names, key=len, reverse=True)) or '$^'})(?![\w-])"
-        rf"|`sie (?:models )?({'|'.join(sorted(commands)) or '$^'})\b",
+        rf"(?<![\w/.-])({'|'.join(sorted(names, key=len, reverse=True)) or '(?!)'})(?![\w-])"
+        rf"|`sie (?:models )?({'|'.join(sorted(commands)) or '(?!)'})\b",
         re.IGNORECASE,
     )
     found: dict[str, set[str]] = {}
