@@ -1,7 +1,8 @@
-"""API formats: each module with handlers serves one family of clients. It converts their requests to requests for a
-model, and the results to replies that these clients can read. The other modules have code that families share.
+"""API formats of the core: `native`, `openai` and `rerank` have the handlers, and `rows` has their routes. A handler
+converts a request to a request for a model, and the result to a reply that its clients can read. The other modules have
+code that formats share, also those of plug-ins.
 
     path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference──► RequestResult ──► EncodedReply
 
-All families run their requests by the same `Inference`, so the same options give the same vectors and scores.
+All formats run their requests by the same `Inference`, so the same options give the same vectors and scores.
 """

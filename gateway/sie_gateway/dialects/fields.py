@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import FAMILIES, InvalidInput
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad, one_of
 from sie_contracts.plain import whole_number
@@ -80,6 +80,18 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
     """Return the inputs of a request from a list of texts. Raises InvalidInput."""
     values = inputs(value, name, limit)
     return tuple(RequestItem(string(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
+
+
+def truncation(call: Call, body: Body) -> dict[str, Any]:
+    """Return SIE's parameter `truncate` for Voyage's field `truncation`. Return no parameter if the body also has
+    `truncate`, which takes precedence. A body with `truncation` gets errors in Voyage's format, because Voyage's client
+    always sends this field.
+    """
+    if body.get("truncation") is None:
+        return {}
+    cuts = flag(body, "truncation")
+    call.shape = FAMILIES["voyage"]
+    return {} if body.get("truncate") is not None else {"truncate": "END" if cuts else "NONE"}
 
 
 def priority(body: Body) -> Priority | None:

@@ -25,7 +25,7 @@ from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import RunOptions
-from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary, voyage
+from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
@@ -50,7 +50,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
     """
     if fields.flag(body, "return_multivector"):
         return await multi_vector(inference, call, body)
-    cut = voyage.truncation(call, body)
+    cut = fields.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     is_late = fields.flag(body, "late_chunking")
@@ -78,7 +78,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 async def multi_vector(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/multi-vector` of Jina with the vectors of the tokens of each input, in `embeddings`."""
-    cut = voyage.truncation(call, body)
+    cut = fields.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     if kind != "float" or is_base64:

@@ -1,7 +1,6 @@
 """Rerank in the formats of several APIs. `/v1/rerank` has one format that clients of Jina, Voyage and Cohere can read,
-and `/v2/rerank` has the format of Cohere's version 2. `/rerank` has the format of TEI if the body has `texts`, else the
-format of Infinity. `/v1/ranking` has the format of NVIDIA. `/v1/reranking` has the formats of llama.cpp, NVIDIA and
-Mixedbread, `/v1/score` that of vLLM, `/api/rerank` that of programs that take the address of Ollama.
+and `/v2/rerank` has the format of Cohere's version 2. `/v1/ranking` has the format of NVIDIA. `/v1/reranking` has the
+formats of llama.cpp, NVIDIA and Mixedbread, `/v1/score` that of vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from uuid import uuid4
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
-from sie_gateway.dialects import fields, multimodal, native, ollama, openai, tei, voyage
+from sie_gateway.dialects import fields, multimodal, native, openai
 from sie_gateway.dialects.scores import ranked, scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
@@ -29,14 +28,6 @@ MAX_TOKENS_PER_DOC = 1 << 20
 DOCUMENTS_PER_UNIT = 100  # number of documents that are billed as one search unit
 
 
-async def either(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /rerank`. If the body has `texts`, the reply and its errors are in the format of TEI."""
-    if body.get("texts") is not None:
-        call.shape = tei.shape
-        return await tei.rerank(inference, call, body)
-    return await _rerank(inference, call, body, version=1, root=True)
-
-
 async def reranking(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/reranking`: a body with `passages` in the format of NVIDIA, with `input` in that of Mixedbread,
     else as `/v1/rerank`, like llama.cpp.
@@ -48,19 +39,14 @@ async def reranking(inference: Inference, call: Call, body: fields.Body) -> Enco
     return await v1(inference, call, body)
 
 
-async def of_ollama(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /api/rerank` as `/v1/rerank`. The name of the model may have Ollama's tag `latest`."""
-    return await _rerank(inference, call, body, version=1, name=ollama.bare_name(inference, body.get("model")))
-
-
-async def _rerank(
+async def rerank(
     inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False, name: Any = None
 ) -> EncodedReply:
     """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first.
-    `root`: true for the path `/rerank`, whose reply has documents as strings, like Infinity's reply. `name`: name of
-    the model; by default the body has it.
+    `root`: true for the path `/rerank` of a plug-in, whose reply has documents as strings. `name`: name of the model;
+    by default the body has it.
     """
-    cut = voyage.truncation(call, body)
+    cut = fields.truncation(call, body)
     resolved = able(inference, call, "rerank", name or body.get("model"))
     query = RequestItem(fields.text(body, "query"))
     items = _documents(body, "documents", inference.max_items(call), reads_images="image" in resolved.entry.inputs)
@@ -81,8 +67,8 @@ async def _rerank(
     )
 
 
-v1 = functools.partial(_rerank, version=1)
-v2 = functools.partial(_rerank, version=2)
+v1 = functools.partial(rerank, version=1)
+v2 = functools.partial(rerank, version=2)
 
 
 def _count(body: fields.Body, name: str) -> int | None:

@@ -6,18 +6,21 @@ so `keep_alive` has no effect. Of `options`, only `num_ctx` is used.
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from sie_contracts.errors import CODE, RAW, Family, Member
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
+from sie_gateway.dialects import rerank as reranks
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, family
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -26,7 +29,15 @@ if TYPE_CHECKING:
 PREFIX = "/api/"
 TAG = ":latest"
 NS_PER_MS = 1_000_000
-shape = family("ollama")
+shape = Family(
+    "ollama", (Member("error", "message", "Ollama, whose clients print it"), RAW._replace(name="detail"), CODE)
+)
+# paths that clients of Ollama try, and that no gateway serves, with the error message
+GENERATION = (
+    re.compile(r"/api/(generate|chat|blobs|pull|push|create|copy|delete)(/|$)"),
+    "this server does not generate text, and `sie models add` adds its models; it has these routes of Ollama:"
+    " /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps and /api/version",
+)
 
 
 def untagged(catalogue: Catalogue, name: str) -> str:
@@ -91,6 +102,11 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
     (vector,) = finished.arrays("prompt", "dense")
     data = orjson.dumps({"embedding": vector}, option=orjson.OPT_SERIALIZE_NUMPY)
     return EncodedReply(data, "application/json", finished.headers(call.received_s))
+
+
+async def rerank(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
+    """Answer `POST /api/rerank` as `/v1/rerank`. The name of the model may have Ollama's tag `latest`."""
+    return await reranks.rerank(inference, call, body, version=1, name=bare_name(inference, body.get("model")))
 
 
 def bare_name(inference: Inference, name: Any) -> Any:

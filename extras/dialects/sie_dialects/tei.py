@@ -16,7 +16,18 @@ import orjson
 
 import sie_contracts
 from sie_contracts.arrays import Array
-from sie_contracts.errors import InvalidInput, PayloadTooLarge, SIEError, envelope, tei_type
+from sie_contracts.errors import (
+    CODE,
+    RAW,
+    Family,
+    InvalidInput,
+    Member,
+    PayloadTooLarge,
+    QueueFull,
+    RateLimited,
+    ResourceExhausted,
+    SIEError,
+)
 from sie_contracts.models import options
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry, classifies, widths
@@ -39,17 +50,39 @@ _DIRECTIONS = {"left": "START", "right": "END"}
 _INPUT = re.compile(r"inputs\[(\d+)\]")
 
 
-def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error in the format of TEI."""
-    kind = tei_type(error)
-    status = _STATUS.get(kind, error.status)
+def _error_type(error: SIEError) -> str:
+    """Return the `error_type` that Text Embeddings Inference would send for this error."""
+    if isinstance(error, QueueFull | ResourceExhausted | RateLimited):
+        return "Overloaded"
+    if error.retryable and error.status == 503:
+        return "Unhealthy"
+    if error.status >= 500 or error.reason in ("unsupported_task", "unsupported_output"):
+        return "Backend"
+    return {"empty_items": "Empty", "bad_token_id": "Tokenizer"}.get(error.reason, "Validation")
+
+
+def _status(error: SIEError) -> int:
+    """Return the status that Text Embeddings Inference would send for this error."""
+    kind = _error_type(error)
     if isinstance(error, InvalidInput):
-        status = {"too_many_items": 413, "model_required": 400}.get(
+        return {"too_many_items": 413, "model_required": 400}.get(
             error.reason, 424 if kind == "Backend" else _STATUS.get(kind, 422)
         )
-    elif error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
-        status = 424
-    return status, envelope(error, request_id, errors, "tei")
+    if error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
+        return 424
+    return _STATUS.get(kind, error.status)
+
+
+shape = Family(
+    "tei",
+    (
+        Member("error", "message", "Text Embeddings Inference, huggingface_hub"),
+        Member("error_type", _error_type, "Text Embeddings Inference"),
+        RAW._replace(name="detail"),
+        CODE,
+    ),
+    _status,
+)
 
 
 def _is_ids(value: Any) -> bool:
