@@ -28,7 +28,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import messages
 from sie_contracts.wire.configs import ConfigExport
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, RunOptions, WorkResult
-from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
+from sie_gateway.dialects import dialect, embedding_types, fields, openai, vocabulary
 from sie_gateway.http.app import ClientVersions
 from sie_gateway.inference import reply
 from sie_runtime.feed import ConfigUnavailable
@@ -593,7 +593,7 @@ async def test_cached_answers_are_not_counted_when_only_cached_answers_are_allow
     gateway = await cluster.gateway(SIE_CACHE_BYTES=str(1 << 20))
     await cluster.sidecar()
     body = {"model": ONE, "input": [f"{number:02}{'x' * 4996}" for number in range(60)]}  # exactly 300,000 tokens
-    assert openai.max_tokens(body["input"], RunOptions()) > openai.MAX_TOKENS
+    assert dialect.max_tokens(body["input"], RunOptions(), openai.MAX_TOKENS) > openai.MAX_TOKENS
     await until_cached(gateway, body)
     assert (await post(gateway, "/v1/embeddings", body, **{"X-SIE-Cache": "only"})).status_code == 200
 
@@ -609,10 +609,10 @@ def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:
     """A token has at least one byte. Normalisation may lengthen a text: U+FDFA has 3 bytes before it and 33
     after it.
     """
-    run = RunOptions(prefix="query: ")
-    assert openai.max_tokens(["abc", "\u00e4"], run) == 3 + 2 + 2 * (7 + openai.SPECIAL_TOKENS)
-    assert openai.max_tokens(["\ufdfa"], RunOptions()) == 33 + openai.SPECIAL_TOKENS
-    assert openai.max_tokens(["a" * 150_000, "\ufdfa" * 60_000], run) > openai.MAX_TOKENS
+    run, limit = RunOptions(prefix="query: "), openai.MAX_TOKENS
+    assert dialect.max_tokens(["abc", "\u00e4"], run, limit) == 3 + 2 + 2 * (7 + dialect.SPECIAL_TOKENS)
+    assert dialect.max_tokens(["\ufdfa"], RunOptions(), limit) == 33 + dialect.SPECIAL_TOKENS
+    assert dialect.max_tokens(["a" * 150_000, "\ufdfa" * 60_000], run, limit) > limit
 
 
 async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gateway: GatewayProcess) -> None:

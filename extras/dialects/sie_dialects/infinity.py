@@ -15,42 +15,51 @@ from sie_contracts.errors import CODE, ERROR, Family
 from sie_dialects import tei
 from sie_gateway.dialects import fields, native
 from sie_gateway.dialects import rerank as reranks
-from sie_gateway.dialects.selection import able
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
+from sie_gateway.inference.results import RequestResult
 from sie_gateway.operations import handlers
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
     from sie_gateway.state import Gateway
 
 shape = Family("infinity", (ERROR._replace(reader="Infinity"), CODE))
 
 
-async def classify(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /classify` and `POST /v1/classify` with all classes of each text, the best class first."""
-    resolved = able(inference, call, "predict", body.get("model"))
+async def _classify(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /classify` or `/v1/classify`. The reply has all classes of each text, the best first."""
     value = body.get("input")
-    items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))
+    items = fields.items([value] if isinstance(value, str) else value, "input", asked.limit)
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
-    finished = await inference.run(call, InferRequest("extract", resolved, items, params, inputs_field="input"))
-    began_s = time.perf_counter()
-    content = {
-        "object": "classify",
-        "data": tei.classes(finished, "input"),
-        "model": resolved.requested,
-        "id": f"classify-{uuid4()}",
-        "created": int(time.time()),
-        **fields.shared(call, finished),
-    }
-    return native.written(call, finished, content, began_s)
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        began_s = time.perf_counter()
+        content = {
+            "object": "classify",
+            "data": tei.classes(finished, "input"),
+            "model": asked.resolved.requested,
+            "id": f"classify-{uuid4()}",
+            "created": int(time.time()),
+            **fields.shared(call, finished),
+        }
+        return native.written(call, finished, content, began_s)
+
+    return Parsed(request=InferRequest("extract", asked.resolved, items, params, inputs_field="input"), render=render)
 
 
-async def rerank(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /rerank`. If the body has `texts`, the reply and its errors are in the format of TEI."""
+async def _rerank(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /rerank`. If it has `texts`, it and the reply are in the format of TEI."""
     if body.get("texts") is not None:
-        call.shape = tei.shape
-        return await tei.rerank(inference, call, body)
-    return await reranks.rerank(inference, call, body, version=1, root=True)
+        return await tei.parse_rerank(asked, body)
+    return await reranks.parse(asked, body, version=1, root=True)
+
+
+def _rerank_shape(body: fields.Body) -> ErrorShape | None:
+    return tei.shape if body.get("texts") is not None else fields.error_shape(body)
+
+
+classify = Dialect("predict", _classify)
+rerank = Dialect("rerank", _rerank, shape=_rerank_shape)
 
 
 async def models(gateway: Gateway, request: Request) -> Response:

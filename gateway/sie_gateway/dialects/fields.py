@@ -15,7 +15,7 @@ from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call
+from sie_gateway.inference.call import Call, ErrorShape
 from sie_gateway.inference.results import RequestResult
 
 FIRST_BULK = 500  # lowest value of Cohere's `priority` that means `bulk`; 0 is the most urgent, 999 the least urgent
@@ -82,16 +82,23 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
     return tuple(RequestItem(string(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
 
 
-def truncation(call: Call, body: Body) -> dict[str, Any]:
+def truncation(body: Body) -> dict[str, Any]:
     """Return SIE's parameter `truncate` for Voyage's field `truncation`. Return no parameter if the body also has
-    `truncate`, which takes precedence. A body with `truncation` gets errors in Voyage's format, because Voyage's client
-    always sends this field.
+    `truncate`, which takes precedence. Raises InvalidInput.
     """
     if body.get("truncation") is None:
         return {}
     cuts = flag(body, "truncation")
-    call.shape = FAMILIES["voyage"]
     return {} if body.get("truncate") is not None else {"truncate": "END" if cuts else "NONE"}
+
+
+def error_shape(body: Body) -> ErrorShape | None:
+    """Return Voyage's format of errors for a body with `truncation`, because Voyage's client always sends this field;
+    None for other bodies.
+    """
+    value = body.get("truncation")
+    is_flag = isinstance(value, bool) or (isinstance(value, str) and value.lower() in _FLAGS)
+    return FAMILIES["voyage"] if is_flag else None
 
 
 def priority(body: Body) -> Priority | None:
