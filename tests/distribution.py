@@ -54,16 +54,18 @@ FOR = {
     "serve": ("sie_cli",),
 }
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
-# packages of extras that run in the adapter
-OF_MODELS = {
-    entry.partition(".")[0]
-    for group in ("sie.families", "sie.engines")
-    for entry in PROJECT["entry-points"][group].values()
+# group of entry points -> extra of the process that loads them
+_PROCESSES = {"sie.families": "adapter", "sie.engines": "adapter", "sie.gateway": "gateway"}
+OF_PROCESSES = {
+    entry.partition(".")[0]: extra
+    for group, extra in _PROCESSES.items()
+    for entry in PROJECT["entry-points"].get(group, {}).values()
 }
 for _folder, _package in measure.PACKAGES.items():
     if _package not in measure.CORE:  # an extra whose imports another one brings has none of its name
-        _name = Path(_folder).name if Path(_folder).name in EXTRAS else "adapter" if _package in OF_MODELS else "cli"
+        _name = Path(_folder).name if Path(_folder).name in EXTRAS else OF_PROCESSES.get(_package, "cli")
         FOR[_name] = (*FOR.get(_name, ()), _package)
+OF_MODELS = {package for package, extra in OF_PROCESSES.items() if extra == "adapter"}
 # modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
