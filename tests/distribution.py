@@ -171,7 +171,7 @@ def modules_of(extra: str) -> list[str]:
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
     of_models = packages & OF_MODELS
-    is_command = "sie_cli" in packages or not packages - of_models <= measure.CORE
+    is_command = "sie_cli" in packages or not packages - OF_PROCESSES.keys() <= measure.CORE
     near = {
         *packages,
         *_SHARED,

@@ -91,8 +91,9 @@ def reasons() -> dict[str, set[str]]:
     call = rf"\b(?:{'|'.join(names)})(?:\.at)?\("
     pattern = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
     codes_by_reason: dict[str, set[str]] = {}
-    for folder in ("core", "gateway", "sidecar", "adapter", "extras"):
-        for file in (ROOT / folder).rglob("*.py"):
+    own = [ROOT / folder for folder in ("core", "gateway", "sidecar", "adapter")]
+    for folder in (*own, *ROOT.glob("extras/*/sie_*")):
+        for file in folder.rglob("*.py"):
             for name, reason in pattern.findall(file.read_text("utf-8")):
                 codes_by_reason.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
     return codes_by_reason
