@@ -23,19 +23,11 @@ EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in meas
 OPTIONAL = {
     "sie_cli.cache": 0,
     "sie_gateway.answers": 3,
-    "sie_gateway.dialects.cohere": 1,
-    "sie_gateway.dialects.contextual": 1,
-    "sie_gateway.dialects.infinity": 1,
-    "sie_gateway.dialects.ollama": 3,
-    "sie_gateway.dialects.tei": 2,
-    "sie_gateway.dialects.transcriptions": 1,
-    "sie_gateway.dialects.voyage": 2,
     "sie_gateway.inference.cached": 2,
     "sie_gateway.inference.image_urls": 2,
     "sie_gateway.operations.cache_routes": 1,
     "sie_gateway.operations.doctor": 2,
     "sie_gateway.operations.history": 2,
-    "sie_gateway.operations.ollama": 1,
     "sie_gateway.operations.overview": 1,
 }
 

@@ -34,7 +34,7 @@ from sie_client.core import Received, failure_of
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
 from sie_contracts.wire.configs import ConfigExport
 from sie_gateway.http import app
-from sie_gateway.http.routes import ROUTES
+from sie_gateway.http.routes import ROUTES, inference_route
 from sie_gateway.operations import handlers
 from sie_gateway.streams import publish
 from sie_runtime import keys
@@ -58,7 +58,7 @@ class Family:
     body: Body
 
 
-FAMILIES = (
+_FORMATS = (
     Family("native", "/v1/encode/{model}", lambda model, texts: {"items": texts}),
     Family("openai", "/v1/embeddings", lambda model, texts: {"model": model, "input": texts}),
     Family(
@@ -67,6 +67,7 @@ FAMILIES = (
     Family("tei", "/tei/{model}/embed", lambda model, texts: {"inputs": texts}),
     Family("ollama", "/api/embed", lambda model, texts: {"model": model, "input": texts}),
 )
+FAMILIES = [family for family in _FORMATS if inference_route(family.path)]  # others than of the core: if installed
 Heard = tuple[str, httpx.Response]
 
 

@@ -11,17 +11,15 @@ import logging
 import random
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import numpy as np
 import pytest
-from fake_adapter import WIDTH, toy_entry
+from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
+from image_items import OF_PARTS, PARTS, SEEN, A, B, Worker, b64, file, post, running, uri, vector_of
 from image_server import ImageServer, network
 from image_server import answer as served
 from inprocess import GatewayProcess, InProcess
@@ -32,8 +30,7 @@ from sie_contracts import arrays
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.costs import IMAGE_TOKENS
-from sie_contracts.wire import messages
-from sie_contracts.wire.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
+from sie_contracts.wire.messages import Input, WorkItem
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import image_urls, images
 from sie_gateway.inference import images as image_headers
@@ -42,23 +39,7 @@ from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
 from sie_gateway.inference.image_urls import ImageUrls
 
 pytestmark = pytest.mark.usefixtures("sample_families")
-STREAM = "WORK__default"
-SEEN = "toy/seen"
 CANARY = "c4n4ry"
-
-
-def file(form: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (5, 3), **options: Any) -> bytes:
-    written = io.BytesIO()
-    Image.new(mode, size, 1).save(written, format=form, **options)
-    return written.getvalue()
-
-
-def b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def uri(data: bytes) -> str:
-    return f"data:image/png;base64,{b64(data)}"
 
 
 # forms
@@ -321,83 +302,10 @@ def test_a_damaged_file_tells_something_or_nothing(data: bytes, cut: int, change
 # through a gateway, to the work item
 
 
-class Worker:
-    """A worker that answers the messages of the stream and records them. A vector depends on the bytes of its input."""
-
-    def __init__(self, cluster: InProcess, store: Path) -> None:
-        self._cluster = cluster
-        self._store = store
-        self._done = 0
-        self.items: list[WorkItem] = []
-
-    @property
-    def inputs(self) -> list[Input]:
-        """Return the inputs of all chunks, in the order of their requests."""
-        return [model_input for item in sorted(self.items, key=lambda item: item.first) for model_input in item.inputs]
-
-    async def run(self) -> None:
-        while True:
-            stream = self._cluster.server.streams.get(STREAM)
-            for sequence, message in sorted(stream.messages.items()) if stream else ():
-                if sequence > self._done:
-                    self._done = sequence
-                    await self._answer(messages.decode_work(message.data))
-            await asyncio.sleep(0.002)
-
-    async def _answer(self, item: WorkItem) -> None:
-        if item.payload:
-            payload = messages.decode_payload((self._store / item.payload).read_bytes())
-            item = msgspec.structs.replace(item, inputs=payload.inputs, query=payload.query)
-        self.items.append(item)
-        outcomes = tuple(
-            Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, 3, score=float(number))
-            for number, _ in enumerate(item.inputs)
-        )
-        block = b"".join(vector_of(model_input).tobytes() for model_input in item.inputs)
-        result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
-        await self._cluster.send(item.reply, messages.encode(result))
-
-
-def vector_of(model_input: Input) -> np.ndarray:
-    digest = hashlib.sha256(
-        (model_input.text or "").encode() + b"|".join(model_input.images) + model_input.audio
-    ).digest()
-    return np.frombuffer(digest, np.uint8)[:WIDTH].astype(np.float32) + 1
-
-
-@asynccontextmanager
-async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
-    both = {"inputs": ["text", "image"]}
-    entries = (
-        toy_entry(SEEN, inputs=["text", "image", "audio"]),
-        toy_entry("toy/dual", family="sample-towers", **both),
-        toy_entry("toy/one"),
-        toy_entry("toy/shown", outputs={"score": 0}, **both),
-        *(toy_entry(f"toy/eye-{number}", **both) for number in range(3)),
-    )
-    async with InProcess(folder, *entries) as cluster:
-        store = folder / "payloads"
-        gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(store), **options)
-        worker = Worker(cluster, store)
-        task = asyncio.create_task(worker.run())
-        try:
-            yield gateway, worker
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
     async with running(tmp_path) as processes:
         yield processes
-
-
-async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool = False) -> httpx.Response:
-    if not msgpack:
-        return await gateway.client.post(path, json=body)
-    headers = {"content-type": "application/msgpack", "accept": "application/json"}
-    return await gateway.client.post(path, content=msgspec.msgpack.encode(body), headers=headers)
 
 
 async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProcess, Worker]) -> None:
@@ -513,16 +421,8 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
 # routes for clients of other vendors
 
 
-A, B = file("PNG"), file("JPEG", size=(8, 2))
-PARTS = [
-    {"type": "text", "text": "one"},
-    {"type": "image_url", "image_url": {"url": uri(A)}},
-    {"type": "text", "text": "two"},
-    {"type": "image_url", "image_url": b64(B)},
-]
 HEARD = {"type": "input_audio", "input_audio": {"data": b64(B), "format": "wav"}}
 LINKED = {"type": "audio_url", "audio_url": {"url": uri(A)}}
-OF_PARTS = Input("one\ntwo", images=(A, B))
 OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v1/embeddings", {"input": uri(A), "modality": "image"}, [Input(images=(A,))]),
     ("/v1/embeddings", {"input": [uri(A), b64(B)], "modality": "image"}, [Input(images=(A,)), Input(images=(B,))]),
@@ -537,20 +437,13 @@ OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v1/embeddings", {"input": [b64(A), uri(B)], "modality": "audio"}, [Input(audio=A), Input(audio=B)]),
     ("/v1/embeddings", {"input": [{"content": [*PARTS, HEARD]}]}, [Input("one\ntwo", images=(A, B), audio=B)]),
     ("/v1/embeddings", {"input": [{"content": [LINKED]}]}, [Input(audio=A)]),
-    ("/v2/embed", {"images": [uri(A), b64(B)], "input_type": "image"}, [Input(images=(A,)), Input(images=(B,))]),
-    ("/v1/embed", {"images": [uri(A)]}, [Input(images=(A,))]),
-    (
-        "/v2/embed",
-        {"inputs": [{"content": PARTS}, {"content": PARTS[:1]}], "input_type": "search_document"},
-        [OF_PARTS, Input("one")],
-    ),
     *(
         (
             path,
             {"query": "q", "documents": ["a", {"text": "b"}, {"image": b64(A)}, {"text": "c", "image": uri(B)}]},
             [Input("a"), Input("b"), Input(images=(A,)), Input("c", images=(B,))],
         )
-        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        for path in ("/v1/rerank", "/v2/rerank")
     ),
 ]
 
@@ -609,24 +502,6 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(
             assert (large.status_code, large.json()["error"]["param"]) == (413, "input")
 
 
-async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:
-    gateway, _ = place
-    body = {"model": SEEN, "input_type": "image", "images": [uri(A), uri(B)]}
-    reply = (await post(gateway, "/v2/embed", body)).json()
-    assert reply["images"] == [
-        {"width": 5, "height": 3, "format": "png", "bit_depth": 24},
-        {"width": 8, "height": 2, "format": "jpeg", "bit_depth": 24},
-    ]
-    assert (reply["texts"], reply["meta"]["billed_units"]) == ([], {"images": 2})
-    assert reply["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
-    unknown = (await post(gateway, "/v2/embed", {**body, "images": [uri(A), uri(b"?")]})).json()
-    assert "images" not in unknown
-    parts = {"model": SEEN, "input_type": "search_document", "inputs": [{"content": PARTS}]}
-    mixed = (await post(gateway, "/v2/embed", parts)).json()
-    assert (mixed["texts"], set(mixed["meta"]["billed_units"])) == (["one\ntwo"], {"images", "input_tokens"})
-    assert len(mixed["images"]) == 2
-
-
 async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:
     gateway, _ = place
     body = {"model": "toy/shown", "query": "q", "documents": ["a", {"image": b64(A)}], "return_documents": True}
@@ -642,12 +517,6 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": ["aGk=", "?"], "modality": "audio"}, "input[1]"),
     ("/v1/embeddings", {"input": ["a", {"image": "?"}]}, "input[1].image"),
     ("/v1/embeddings", {"input": [{"content": [*PARTS, *PARTS[1:2] * 63]}]}, "input[0].content"),
-    ("/v2/embed", {"images": ["?"], "input_type": "image"}, "images[0]"),
-    (
-        "/v2/embed",
-        {"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "?"}}]}], "input_type": "image"},
-        "inputs[0].content[0].image_url.url",
-    ),
     ("/v1/rerank", {"query": "q", "documents": ["a", {"image": "?"}]}, "documents[1].image"),
 ]
 

@@ -143,18 +143,9 @@ async def test_bodies_that_are_not_inference_are_strict(gateway: GatewayProcess)
     )
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embeddings", {"input": "a"}),
-        ("/v2/embed", {"texts": ["a"], "input_type": "search_query"}),
-        ("/embed", {"inputs": "a"}),
-    ],
-)
-async def test_clients_of_other_families_may_send_more_than_we_know(
-    gateway: GatewayProcess, path: str, body: dict[str, Any]
-) -> None:
-    answer = await gateway.client.post(path, json={"model": ONE, **body, "itmes": ["a"], "paramz": {}, "user": "u"})
+async def test_clients_of_other_families_may_send_more_than_we_know(gateway: GatewayProcess) -> None:
+    body = {"model": ONE, "input": "a", "itmes": ["a"], "paramz": {}, "user": "u"}
+    answer = await gateway.client.post("/v1/embeddings", json=body)
     assert answer.status_code == 200, answer.text
     assert "itmes" not in answer.text
 

@@ -13,10 +13,9 @@ from sie_bulk_jobs.gateway.assembly import JobParts
 from sie_bulk_jobs.gateway.files import MAX_FILE_BYTES, FileDescription
 from sie_bulk_jobs.records import FileRecord
 from sie_contracts.api import batches as api
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import FAMILIES, InvalidInput
 from sie_gateway.http.form import Form, check_name
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.call import family
 from sie_gateway.operations.handlers import PieceResponse, call_of, json_response, whole
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
@@ -137,7 +136,7 @@ _ONE = Parameter("file", "path", str, "The id of the file.", api.FileObject.EXAM
 
 def _row(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> GatewayRoute:
     names = ("Files and batches", summary)
-    return control(method, PATH + path, "files", handler, names, reply, scope="infer", shape=family("openai"), **more)
+    return control(method, PATH + path, "files", handler, names, reply, scope="infer", shape=FAMILIES["openai"], **more)
 
 
 FILES: tuple[GatewayRoute, ...] = (

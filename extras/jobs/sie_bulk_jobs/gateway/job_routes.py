@@ -23,9 +23,8 @@ from sie_bulk_jobs.gateway.assembly import JobParts
 from sie_contracts import sdk_versions
 from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import FAMILIES, InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.call import family
 from sie_gateway.operations.handlers import PieceResponse, call_of, converted, flag, json_of, json_response, whole
 from sie_runtime.http.routes import RAW, Content, Parameter
 
@@ -307,7 +306,7 @@ def _row(
     return control(method, prefix + path, "jobs", handler, names, reply, scope="infer", parameters=parameters, **more)
 
 
-_batch_row = functools.partial(_row, prefix=BATCH_PATH, tag="OpenAI, batches", shape=family("openai"))
+_batch_row = functools.partial(_row, prefix=BATCH_PATH, tag="OpenAI, batches", shape=FAMILIES["openai"])
 
 
 JOBS: tuple[GatewayRoute, ...] = (
