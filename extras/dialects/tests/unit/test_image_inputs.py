@@ -12,6 +12,7 @@ from inprocess import GatewayProcess
 
 from sie_contracts.wire.messages import Input
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v2/embed", {"images": [uri(A), b64(B)], "input_type": "image"}, [Input(images=(A,)), Input(images=(B,))]),
     ("/v1/embed", {"images": [uri(A)]}, [Input(images=(A,))]),
