@@ -46,7 +46,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.plugin import Context, Service
+from sie_gateway.plugin import PluginContext, Service
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.offload import Offload, life_s
@@ -194,7 +194,7 @@ async def serve(
     letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
-    context = Context(
+    context = PluginContext(
         settings=settings,
         broker=broker,
         metrics=metrics,

@@ -75,7 +75,7 @@ class Gateway:
     memory: AnswerMemory
     services: tuple[Service, ...]
 
-    def of(self, kind: type[_Service]) -> _Service:
+    def service(self, kind: type[_Service]) -> _Service:
         """Return the service of this class. Raises NotReady if its plug-in failed at the start."""
         for service in self.services:
             if isinstance(service, kind):
