@@ -54,16 +54,27 @@ FOR = {
     "serve": ("sie_cli",),
 }
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
-# packages of extras that run in the adapter
-OF_MODELS = {
-    entry.partition(".")[0]
-    for group in ("sie.families", "sie.engines")
-    for entry in PROJECT["entry-points"][group].values()
+# process -> packages of extras that it loads
+LOADED_BY = {
+    process: {entry.partition(".")[0] for group in groups for entry in PROJECT["entry-points"].get(group, {}).values()}
+    - measure.CORE
+    for process, groups in {"adapter": ("sie.families", "sie.engines"), "gateway": ("sie.gateway",)}.items()
 }
+_COMMANDS = [
+    entry.partition(":")[0]
+    for group in ("sie.commands", "sie.commands.models")
+    for entry in PROJECT["entry-points"].get(group, {}).values()
+]
+_APART_FROM: dict[str, tuple[str, ...]] = {}
 for _folder, _package in measure.PACKAGES.items():
     if _package not in measure.CORE:  # an extra whose imports another one brings has none of its name
-        _name = Path(_folder).name if Path(_folder).name in EXTRAS else "adapter" if _package in OF_MODELS else "cli"
+        _process = next((process for process, packages in LOADED_BY.items() if _package in packages), "cli")
+        _name = Path(_folder).name if Path(_folder).name in EXTRAS else _process
         FOR[_name] = (*FOR.get(_name, ()), _package)
+        if _process == "gateway":  # its command runs elsewhere
+            _own = tuple(module for module in _COMMANDS if module.startswith(f"{_package}."))
+            FOR["cli"] = (*FOR["cli"], *_own)
+            _APART_FROM[_name] = (*_APART_FROM.get(_name, ()), *_own)
 # modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
@@ -92,6 +103,8 @@ APART: dict[str, tuple[str, ...]] = {
     "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
     "serve": ("sie_evals", *_SINKS),
 }
+for _name, _own in _APART_FROM.items():
+    APART[_name] = (*APART.get(_name, ()), *_own)
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
     "starlette": "fastapi",  # fastapi exports its classes
@@ -168,8 +181,8 @@ def modules_of(extra: str) -> list[str]:
     """Return the modules that an extra is for, and the modules of ours that they import."""
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
-    of_models = packages & OF_MODELS
-    is_command = "sie_cli" in packages or not packages - of_models <= measure.CORE
+    of_models = packages & LOADED_BY["adapter"]
+    is_command = "sie_cli" in packages or not packages - set().union(*LOADED_BY.values()) <= measure.CORE
     near = {
         *packages,
         *_SHARED,

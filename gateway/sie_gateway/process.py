@@ -37,7 +37,6 @@ from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
 from sie_gateway.inference.cached import CachedRuns, CachePolicy
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
@@ -86,14 +85,12 @@ async def serve(
     drain_s: float | None = None,
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
-    network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
     """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
     `drain_s` seconds, by default `longest_drain_s`. Return the exit status. Raises SettingError.
 
-    `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder if `sie serve` runs this
-    gateway, else None.
+    `data_dir`: data folder if `sie serve` runs this gateway, else None.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -160,8 +157,7 @@ async def serve(
     if settings.cache_bytes:
         cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics, admission.expected_s)
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
-    urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
-    inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
+    inference = Inference(settings, feed, fleet, record, metrics, admission, runner)
 
     peer_erasures = PeerErasures()
 

@@ -29,7 +29,6 @@ OPTIONAL = {
     "sie_gateway.dialects.transcriptions": 1,
     "sie_gateway.dialects.voyage": 2,
     "sie_gateway.inference.cached": 2,
-    "sie_gateway.inference.image_urls": 2,
     "sie_gateway.jobs": 0,
     "sie_gateway.operations.cache_routes": 1,
     "sie_gateway.operations.doctor": 2,

@@ -6,24 +6,19 @@ import asyncio
 import base64
 import hashlib
 import io
-import json
 import logging
 import random
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import numpy as np
 import pytest
-from fake_adapter import WIDTH, toy_entry
+from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from image_server import ImageServer, network
-from image_server import answer as served
+from image_worker import SEEN, Worker, b64, file, post, running, uri, vector_of
 from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
@@ -32,32 +27,14 @@ from sie_contracts import arrays
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.costs import IMAGE_TOKENS
-from sie_contracts.wire import messages
-from sie_contracts.wire.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
+from sie_contracts.wire.messages import Input, WorkItem
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import image_urls, images
+from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
-from sie_gateway.inference.image_urls import ImageUrls
 
-STREAM = "WORK__default"
-SEEN = "toy/seen"
 CANARY = "c4n4ry"
-
-
-def file(form: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (5, 3), **options: Any) -> bytes:
-    written = io.BytesIO()
-    Image.new(mode, size, 1).save(written, format=form, **options)
-    return written.getvalue()
-
-
-def b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def uri(data: bytes) -> str:
-    return f"data:image/png;base64,{b64(data)}"
 
 
 # forms
@@ -138,12 +115,11 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
     ],
 )
 def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
-    """Without SIE_IMAGE_URL_HOSTS nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
         reading = images.read(value, "p")
         item = RequestItem(None, images=reading.files, unfit=reading.fault, links=reading.links)
         with pytest.raises(InvalidInput, match="fetches no URLs: send the bytes") as caught:
-            ImageUrls(None).check([item], None)
+            bodies.refuse_links([item], None)
         assert caught.value.reason == "invalid_media"
         assert address not in caught.value.message
 
@@ -320,83 +296,10 @@ def test_a_damaged_file_tells_something_or_nothing(data: bytes, cut: int, change
 # through a gateway, to the work item
 
 
-class Worker:
-    """A worker that answers the messages of the stream and records them. A vector depends on the bytes of its input."""
-
-    def __init__(self, cluster: InProcess, store: Path) -> None:
-        self._cluster = cluster
-        self._store = store
-        self._done = 0
-        self.items: list[WorkItem] = []
-
-    @property
-    def inputs(self) -> list[Input]:
-        """Return the inputs of all chunks, in the order of their requests."""
-        return [model_input for item in sorted(self.items, key=lambda item: item.first) for model_input in item.inputs]
-
-    async def run(self) -> None:
-        while True:
-            stream = self._cluster.server.streams.get(STREAM)
-            for sequence, message in sorted(stream.messages.items()) if stream else ():
-                if sequence > self._done:
-                    self._done = sequence
-                    await self._answer(messages.decode_work(message.data))
-            await asyncio.sleep(0.002)
-
-    async def _answer(self, item: WorkItem) -> None:
-        if item.payload:
-            payload = messages.decode_payload((self._store / item.payload).read_bytes())
-            item = msgspec.structs.replace(item, inputs=payload.inputs, query=payload.query)
-        self.items.append(item)
-        outcomes = tuple(
-            Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, 3, score=float(number))
-            for number, _ in enumerate(item.inputs)
-        )
-        block = b"".join(vector_of(model_input).tobytes() for model_input in item.inputs)
-        result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
-        await self._cluster.send(item.reply, messages.encode(result))
-
-
-def vector_of(model_input: Input) -> np.ndarray:
-    digest = hashlib.sha256(
-        (model_input.text or "").encode() + b"|".join(model_input.images) + model_input.audio
-    ).digest()
-    return np.frombuffer(digest, np.uint8)[:WIDTH].astype(np.float32) + 1
-
-
-@asynccontextmanager
-async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
-    both = {"inputs": ["text", "image"]}
-    entries = (
-        toy_entry(SEEN, inputs=["text", "image", "audio"]),
-        toy_entry("toy/dual", family="dual-encoder", **both),
-        toy_entry("toy/one"),
-        toy_entry("toy/shown", outputs={"score": 0}, **both),
-        *(toy_entry(f"toy/eye-{number}", **both) for number in range(3)),
-    )
-    async with InProcess(folder, *entries) as cluster:
-        store = folder / "payloads"
-        gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(store), **options)
-        worker = Worker(cluster, store)
-        task = asyncio.create_task(worker.run())
-        try:
-            yield gateway, worker
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
     async with running(tmp_path) as processes:
         yield processes
-
-
-async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool = False) -> httpx.Response:
-    if not msgpack:
-        return await gateway.client.post(path, json=body)
-    headers = {"content-type": "application/msgpack", "accept": "application/json"}
-    return await gateway.client.post(path, content=msgspec.msgpack.encode(body), headers=headers)
 
 
 async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProcess, Worker]) -> None:
@@ -563,49 +466,6 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
         assert worker.inputs == expected, path
         for data in (A, B):
             assert b64(data)[:40] not in answer.text
-
-
-async def test_a_url_of_a_listed_host_is_its_file_on_every_route(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIE_IMAGE_URL_HOSTS: the work items are equal to those of the files."""
-    at = "http://pictures.test/"
-    async with ImageServer({"/a": served(A), "/b": served(B)}) as server:
-        reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
-        hosts = "pictures.test,inside.test"
-        async with running(tmp_path, SIE_IMAGE_URL_HOSTS=hosts, network=reached) as (gateway, worker):
-            of_images = [case for case in OTHERS if not any(model_input.audio for model_input in case[2])]
-            for path, body, expected in of_images:  # sounds are not fetched
-                worker.items.clear()
-                text = json.dumps({"model": "toy/shown" if "rerank" in path else SEEN, **body})
-                for data, name in ((A, "a"), (B, "b")):
-                    text = text.replace(uri(data), at + name).replace(b64(data), at + name)
-                answer = await post(gateway, path, json.loads(text))
-                assert answer.status_code == 200, (path, answer.text)
-                assert worker.inputs == expected, path
-            worker.items.clear()
-            mixed = {"items": [{"images": [at + "a", "http://inside.test/a"]}, {"images": [b64(B), at + "a"]}]}
-            bad, good = (await post(gateway, f"/v1/encode/{SEEN}", mixed)).json()["items"]
-            assert (bad["error"]["reason"], "dense" in good) == ("invalid_media", True)
-            assert bad["error"]["message"] == (
-                "items[0].images[1]: the host of the URL has an address that is not public"
-            )
-            assert worker.inputs == [Input(images=(B, A))]
-            before = len(server.asked)
-            refused = await post(gateway, "/v1/encode/toy/one", {"items": [{"images": [at + "a"]}]})
-            assert refused.json()["error"]["reason"] == "unsupported_modality"
-            assert len(server.asked) == before
-            query = {"query": {"images": [at + "a"]}, "items": ["a", {"images": [at + "b"]}]}
-            assert (await post(gateway, "/v1/score/toy/shown", query)).status_code == 200
-            assert worker.items[-1].query == Input(images=(A,))
-            query["query"] = {"images": ["http://inside.test/a"]}
-            error = (await post(gateway, "/v1/score/toy/shown", query)).json()["error"]
-            assert (error["reason"], error["param"]) == ("invalid_media", "query.images[0]")
-            assert await gateway.metric("sie_gateway_image_fetches_total", result="refused") == 2
-            assert await gateway.metric("sie_gateway_image_fetches_total", result="fetched") == len(server.asked)
-            monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 10)
-            large = await post(gateway, "/v1/embeddings", {"model": SEEN, "input": [{"image": at + "a"}]})
-            assert (large.status_code, large.json()["error"]["param"]) == (413, "input")
 
 
 async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:

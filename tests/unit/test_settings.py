@@ -6,13 +6,14 @@ import asyncio
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import msgspec
 import pytest
+import settings_of_extras
 from click.testing import CliRunner
+from settings_of_extras import UNSET, Documented
 from zygote import Forked
 
 from sie_cli.main import main
@@ -32,20 +33,8 @@ from sie_contracts.settings import (
 )
 
 SIE = str(Path(sys.executable).with_name("sie"))
-UNSET = "(unset)"
 CANARY = "canary-9f31"
 MODES: tuple[Mode, ...] = ("queue", "standalone")
-
-
-@dataclass(frozen=True)
-class Documented:
-    """One setting as documented. `default` is what `sie settings` shows, `good` is another legal value, `bad` are
-    illegal values.
-    """
-
-    default: str
-    good: str
-    bad: tuple[str, ...] = ()
 
 
 class _DocumentedSettings(dict[str, Documented]):
@@ -59,6 +48,7 @@ class _DocumentedSettings(dict[str, Documented]):
 # is unset here.
 DOCUMENTED = _DocumentedSettings(
     {
+        **settings_of_extras.DOCUMENTED,
         "SIE_DEVICE": Documented(
             "auto",
             "cuda:1",
@@ -138,9 +128,6 @@ DOCUMENTED = _DocumentedSettings(
             UNSET,
             "https://a.example.com,http://localhost:3000",
             (",", "*", "null", "a.example.com", "https://a/", "https://A"),
-        ),
-        "SIE_IMAGE_URL_HOSTS": Documented(
-            UNSET, "a.example.com,*.example.org:8443,*", (",", "http://a", "a/b", "a:port")
         ),
         "SIE_ROOT_PATH": Documented(UNSET, "/sie", ("sie", "/sie/", "/", "//")),
         "SIE_DEFAULT_MODELS": Documented(UNSET, "embed=a/b,rerank=c/d", ("embed", "chat=a/b", "embed=", ",")),

@@ -1,7 +1,8 @@
 """One place reads the environment, every setting has a reader where its row says, and every setting has a test of its
 effect.
 
-EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect.
+EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect. Settings of
+an extra have their lines in its file `tests/settings.toml`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import distribution
 import measure
 import pytest
+import settings_of_extras
 
 from sie_contracts import settings
 from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
@@ -39,6 +41,7 @@ ADAPTER, CONFIG, BROKER, LOGS = (
 )
 
 EFFECTS = {
+    **settings_of_extras.EFFECTS,
     "SIE_DEVICE": f"{ADAPTER}::test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start",
     "SIE_MODELS_DIR": f"{CONFIG}::test_the_models_folder_is_laid_over_the_packaged_catalogue",
     "SIE_ALLOW_REMOTE_CODE": f"{TRUST}::test_code_that_nobody_allowed_is_refused_and_the_setting_named",
@@ -196,7 +199,6 @@ EFFECTS = {
     "SIE_PREPROCESSOR_WORKERS": (
         f"{BATCHING}::test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers"
     ),
-    "SIE_IMAGE_URL_HOSTS": ("tests/unit/test_image_items.py::test_a_url_of_a_listed_host_is_its_file_on_every_route"),
     "SIE_IMAGE_WORKERS": (
         "tests/unit/test_media_pool.py::test_as_many_images_are_prepared_at_once_as_there_are_image_workers"
     ),
@@ -357,8 +359,8 @@ def fields_read(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def readers() -> dict[str, frozenset[str]]:
-    """Return the components that read each field: in their package, in a module of the store that they import, or in
-    the command that starts their process.
+    """Return the components that read each field: in their package, in those of the extras that they load, in a module
+    of the store that they import, or in the command that starts their process.
     """
     field_components: dict[str, set[str]] = defaultdict(set)
     commands = {
@@ -371,7 +373,7 @@ def readers() -> dict[str, frozenset[str]]:
     assert set(commands) == set(COMPONENTS)
     for component in COMPONENTS:
         folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
-        beside = [measure.FOLDERS[package] for package in distribution.OF_MODELS] if component == "adapter" else []
+        beside = [measure.FOLDERS[package] for package in distribution.LOADED_BY.get(component, ())]
         own = [commands[component], *(tree for place in (folder, *beside) for _, tree in trees(place))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]

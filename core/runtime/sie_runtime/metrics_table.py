@@ -230,14 +230,6 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_queue_payload_offloads", "counter", "Chunks whose inputs went through the payload store"),
     Metric(
-        "sie_gateway_image_fetches",
-        "counter",
-        "Images at URLs, by whether they were fetched, were refused by a rule or a limit, or failed at their server",
-        ("result",),
-        3,
-        3,
-    ),
-    Metric(
         "sie_gateway_chunk_deliveries",
         "histogram",
         "Number of times that a chunk was delivered before its result came",

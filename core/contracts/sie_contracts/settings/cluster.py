@@ -191,12 +191,6 @@ class ClusterSettings:
         ORIGINS,
         "Origins whose web pages may call the API from a browser and read its answers (CORS), for example `https://search.example.com`. A page sends its key itself; cookies are not used. Unset: none but the pages of the gateway itself.",
     )
-    image_url_hosts: tuple[str, ...] | None = row(
-        None,
-        "gateway",
-        HOSTS,
-        "Hosts from which the gateway fetches images whose URLs a request names. A name without a port allows the ports 80 and 443. `*` allows any name. Addresses that are not public are never fetched from. Unset: nothing is fetched.",
-    )
     root_path: str | None = row(
         None,
         "gateway",
