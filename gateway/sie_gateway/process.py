@@ -35,7 +35,8 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
-from sie_gateway.inference.cached import CachedRuns, CachePolicy
+from sie_gateway.inference.answers import CachePolicy
+from sie_gateway.inference.cached import CachedRuns
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner

@@ -32,8 +32,9 @@ from sie_gateway.admission.grant import Grant
 from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference import cached, reply
+from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.cached import CachedRuns, CachePolicy, OnChunk, _CachedRun
+from sie_gateway.inference.cached import CachedRuns, OnChunk, _CachedRun
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.results import PlannedRequest, RequestResult

@@ -26,18 +26,17 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import RequestOptions
 from sie_contracts.wire.messages import ChunkRule, Failed, Ok, RunOptions, TextChunks, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.answers import stored
-from sie_gateway.answers.keys import space_of
-from sie_gateway.answers.stored import CacheSegment, StoredAnswers, segment
-from sie_gateway.answers.values import pack_row, unpack_row
+from sie_gateway.inference.answers import space_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_gateway.jobs import client as askings
+from sie_gateway.jobs import segments
 from sie_gateway.jobs.client import MAX_ROOM, JobClient, JobIdentity, Room, Throttle
 from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, JobPace, forecast, opens_in_s, workers_needed
 from sie_gateway.jobs.run import window_s
+from sie_gateway.jobs.segments import CacheSegment, StoredAnswers, pack_row, segment, unpack_row
 from sie_gateway.jobs.values import (
     GROUP_BYTES,
     GROUP_FILES,
@@ -273,10 +272,10 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
     reader = StoredAnswers(store, "space")
     await reader.open()
     size = len(segment({digest: value(2) for digest in digests[100:]}))  # of the newer segment
-    assert await stored.trim(store, 1 << 20) == 0
-    assert await stored.trim(store, size) == 1
+    assert await segments.trim(store, 1 << 20) == 0
+    assert await segments.trim(store, size) == 1
     assert len(await reader.find(digests)) == 100
-    monkeypatch.setattr(stored, "MAX_ITEMS", 50)
+    monkeypatch.setattr(segments, "MAX_ITEMS", 50)
     smaller = StoredAnswers(store, "space")
     await smaller.open()
     assert len(smaller) == 0
@@ -318,7 +317,7 @@ async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> Non
     store, count = opened(str(tmp_path), "TEST"), 200_000
     random = np.random.default_rng(1)
     digests = [random.bytes(16) for _ in range(count)]
-    values = [stored.checked(pack_row(value(number))) for number in range(5)]
+    values = [segments.checked(pack_row(value(number))) for number in range(5)]
     packed = [values[digest[0] % 5] for digest in digests]  # unordered, as the answers of many segments are
     ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
     obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
-from sie_gateway.answers.keys import DIGEST_BYTES
+from sie_gateway.inference.answers import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
 SPACE_BYTES = 400  # bytes of memory that an AnswerSpace takes in addition to its answers

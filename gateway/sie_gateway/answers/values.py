@@ -7,11 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from sie_contracts.wire.messages import ArraySlice, Ok, WorkResult
 from sie_gateway.inference.reply import array_of
-from sie_store.datasets.answers import RowAnswer
 
 
 class PackedAnswer(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -27,20 +25,6 @@ class PackedAnswer(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
 
 
 _decode = msgspec.msgpack.Decoder(PackedAnswer).decode
-
-
-def pack_row(answer: RowAnswer) -> bytes:
-    arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in answer.arrays.items()}
-    return msgspec.msgpack.encode(PackedAnswer(arrays, answer.score, answer.data, answer.tokens, answer.truncated))
-
-
-def unpack_row(packed: bytes) -> RowAnswer:
-    """Decode the result of `pack_row`. Raises ValueError."""
-    decoded = _decode(packed)
-    arrays = {
-        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()
-    }
-    return RowAnswer(None, decoded.tokens, decoded.truncated, arrays, decoded.score, decoded.data)
 
 
 def pack(result: WorkResult, outcome: Ok) -> bytes:

@@ -18,20 +18,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from sie_contracts.errors import InvalidInput, NotFound, PayloadTooLarge, SIEError
 from sie_contracts.models.catalogue import Resolved, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.settings import Settings
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_contracts.wire.messages import Failed, Ok, Outcome, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.grant import Grant
-from sie_gateway.answers.keys import digests_of, space_of
 from sie_gateway.answers.memory import AnswerMemory, AnswerSpace
 from sie_gateway.answers.values import pack, unpack
 from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.answers import CachePolicy, digests_of, space_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import CACHE, LARGE_BYTES, Call, cache_mode
 from sie_gateway.inference.results import PlannedRequest, RequestResult
@@ -52,27 +49,6 @@ Compute = Callable[
 inputs, the RequestResult to which the function adds the result of each chunk, and the OnChunk to call with each of
 these results. Returns the results of all chunks.
 """
-
-
-class CachePolicy(NamedTuple):
-    """Rule by which answers are cached. `is_shared`: all API keys use the same answers. `excluded`: ids of models whose
-    answers are not cached.
-    """
-
-    is_shared: bool
-    excluded: frozenset[str]
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> CachePolicy:
-        return cls(settings.cache_shared, frozenset(settings.cache_excluded_models or ()))
-
-    def owner(self, grant: Grant, model: str) -> str | None:
-        """Return the owner of the cached answers that a credential may use: the key of the credential, or the empty
-        string if all keys share answers. Return None if the credential or the model does not use the cache.
-        """
-        if not grant.caches or model in self.excluded:
-            return None
-        return "" if self.is_shared else grant.key
 
 
 FlightKey = tuple[Lane, Priority, int, bytes]

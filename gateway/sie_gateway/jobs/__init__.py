@@ -24,5 +24,6 @@ values.py                   computation of each distinct input once, in requests
                              of documents, which are parsed before their chunks are encoded
 client.py                    requests of a job, which wait while there is no capacity
 storage.py                   the plan of a job and the parts of a batch in the payload store
+segments.py                  the answers of earlier jobs in the payload store
 pace.py                      rate and forecast of a job; the times of day at which it may run
 """

@@ -16,8 +16,8 @@ from sie_contracts.api.jobs import JobRequest
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Secret, Settings
+from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.inference.call import Call, InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import PlannedRequest

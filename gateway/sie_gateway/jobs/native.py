@@ -20,14 +20,13 @@ from sie_contracts.api import jobs as api
 from sie_contracts.errors import ContentConflict, ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
 from sie_contracts.wire.messages import TextChunks
-from sie_gateway.answers import stored
-from sie_gateway.answers.keys import DIGEST_BYTES, space_of
-from sie_gateway.answers.stored import StoredAnswers
 from sie_gateway.inference import chunk_fields
+from sie_gateway.inference.answers import DIGEST_BYTES, CachePolicy, space_of
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.cached import CachePolicy
+from sie_gateway.jobs import segments
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.run import JobRun, ShardBroken, broken_parts, left_out
+from sie_gateway.jobs.segments import StoredAnswers
 from sie_gateway.jobs.storage import JobStorage
 from sie_gateway.jobs.values import (
     Bounds,
@@ -238,7 +237,7 @@ class NativeJob:
             for place, answer in zip(rows, answers, strict=True)
             if answer.error is None
         }
-        data = await asyncio.to_thread(stored.segment, good)
+        data = await asyncio.to_thread(segments.segment, good)
         await self._workplace.keep_piece(number, rows, self._fingerprint().encode() + b"\n" + data)
 
     async def _stored_answers(self, number: int) -> dict[int, RowAnswer]:
@@ -247,10 +246,10 @@ class NativeJob:
         for first, data in (await self._workplace.pieces(number)).items():
             fingerprint, _, packed = data.partition(b"\n")
             self._check(fingerprint.decode())
-            segment = stored.CacheSegment(packed)
+            segment = segments.CacheSegment(packed)
             places = [(int.from_bytes(digest, "big"), at) for at, digest in enumerate(segment.digests)]
             name = f"rows of shard {number} from {first} on"
-            answers |= await asyncio.to_thread(stored.values_in, segment, places, name)
+            answers |= await asyncio.to_thread(segments.values_in, segment, places, name)
         return answers
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
@@ -477,7 +476,7 @@ class NativeJob:
         """Remove old segments of the cache. If the store fails, a later trim removes them."""
         self._kept_bytes = 0
         try:
-            await stored.trim(self._workplace.store, self._cache_bytes)
+            await segments.trim(self._workplace.store, self._cache_bytes)
         except StoreError as error:
             _logger.warning("job %s cannot remove old cached answers: %s", self._job.id, error)
 

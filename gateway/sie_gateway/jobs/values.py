@@ -19,7 +19,7 @@ import msgspec
 from sie_contracts.errors import ErrorInfo, InternalFailure, InvalidInput, SIEError
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Operation
-from sie_gateway.answers.keys import digests_of
+from sie_gateway.inference.answers import digests_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk_fields import MAX_TEXT
 from sie_gateway.inference.images import read_document

@@ -16,8 +16,8 @@ from sie_broker import BrokerError
 from sie_contracts.api import cache as api
 from sie_contracts.errors import InvalidInput, QueueUnavailable
 from sie_contracts.wire.heartbeats import AnswerErasure
-from sie_gateway.answers.keys import digests_of
 from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.inference.answers import digests_of
 from sie_gateway.inference.body import RequestItem, utf8
 from sie_gateway.operations.handlers import call_of, converted, json_of, json_response
 

@@ -1,19 +1,43 @@
-"""Keys of cached answers. A key has two parts: the name of a space and the digest of the input. The name is a hash of
-everything that determines the answer, except the input.
+"""Keys of cached answers, and the rule by which answers are cached. A key has two parts: the name of a space and the
+digest of the input. The name is a hash of everything that determines the answer, except the input.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from sie_contracts.settings import Settings
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
+from sie_gateway.admission.grant import Grant
 from sie_gateway.inference.body import RequestItem, input_of
 
 DIGEST_BYTES = 16
+
+
+class CachePolicy(NamedTuple):
+    """Rule by which answers are cached. `is_shared`: all API keys use the same answers. `excluded`: ids of models whose
+    answers are not cached.
+    """
+
+    is_shared: bool
+    excluded: frozenset[str]
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> CachePolicy:
+        return cls(settings.cache_shared, frozenset(settings.cache_excluded_models or ()))
+
+    def owner(self, grant: Grant, model: str) -> str | None:
+        """Return the owner of the cached answers that a credential may use: the key of the credential, or the empty
+        string if all keys share answers. Return None if the credential or the model does not use the cache.
+        """
+        if not grant.caches or model in self.excluded:
+            return None
+        return "" if self.is_shared else grant.key
 
 
 def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:

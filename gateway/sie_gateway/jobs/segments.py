@@ -21,14 +21,14 @@ import logging
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.errors import UNDECODABLE
-from sie_gateway.answers.keys import DIGEST_BYTES
-from sie_gateway.answers.values import pack_row, unpack_row
+from sie_gateway.inference.answers import DIGEST_BYTES
 from sie_store.datasets.answers import RowAnswer
 from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, objects_below, room, whole_object, within
 
@@ -44,6 +44,35 @@ COUNT_BYTES = 8
 CHECK_BYTES = 4
 PREFIX = "cache/"
 _logger = logging.getLogger("sie.gateway.jobs")
+
+
+class PackedRow(msgspec.Struct, frozen=True, array_like=True):
+    """Value of a segment, in msgpack: a RowAnswer without an error. `arrays`: dtype, shape and bytes by name of the
+    output.
+    """
+
+    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
+    score: float | None
+    data: dict[str, Any] | None
+    tokens: int
+    truncated: bool
+
+
+_decode = msgspec.msgpack.Decoder(PackedRow).decode
+
+
+def pack_row(answer: RowAnswer) -> bytes:
+    arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in answer.arrays.items()}
+    return msgspec.msgpack.encode(PackedRow(arrays, answer.score, answer.data, answer.tokens, answer.truncated))
+
+
+def unpack_row(packed: bytes) -> RowAnswer:
+    """Decode the result of `pack_row`. Raises ValueError."""
+    row = _decode(packed)
+    arrays = {
+        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in row.arrays.items()
+    }
+    return RowAnswer(None, row.tokens, row.truncated, arrays, row.score, row.data)
 
 
 class CacheSegment:
