@@ -83,9 +83,9 @@ JUDGE = entry(
     profiles={"find": {"run": {"instruction": "find"}}},
 )
 NER = entry("org/ner", family="token-classifier", outputs={"entities": 0})
-GLINER = entry(
-    "org/gliner",
-    family="gliner",
+FINDER = entry(
+    "org/finder",
+    family="sample-entities",
     outputs={"entities": 0},
     run={"parameters": {"threshold": 0.4, "multi_label": True}},
     profiles={
@@ -93,10 +93,10 @@ GLINER = entry(
         "nested": {"extends": "sure", "run": {"parameters": {"flat_ner": False}}},
     },
 )
-RELATIONS = entry("org/relations", family="gliner-relations", outputs={"entities": 0, "relations": 0})
+RELATIONS = entry("org/relations", family="sample-relations", outputs={"entities": 0, "relations": 0})
 NLI = entry("org/nli", family="zero-shot-classifier", outputs={"classifications": 0})
-DETECTOR = entry("org/detector", family="detector", inputs=["image"], outputs={"objects": 0})
-READER = entry("org/reader", family="document-reader", inputs=["image"], outputs={"entities": 0, "data": 0})
+DETECTOR = entry("org/detector", family="sample-objects", inputs=["image"], outputs={"objects": 0})
+READER = entry("org/reader", family="sample-reader", inputs=["image"], outputs={"entities": 0, "data": 0})
 THEIRS = entry(
     "org/theirs",
     family="their-family",
@@ -115,7 +115,7 @@ CATALOGUE = Catalogue(
             CROSS,
             JUDGE,
             NER,
-            GLINER,
+            FINDER,
             RELATIONS,
             NLI,
             DETECTOR,

@@ -20,7 +20,8 @@ import measure
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+_PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
+PROJECT = _PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # these need a checkout
 COMPILED = {"flash"}  # compiled for a GPU at installation
@@ -36,24 +37,15 @@ FOR = {
     "chunker": ("sie_contracts.chunker",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
-    "gliner": (
-        "sie_models_extract.gliner",
-        "sie_models_extract.gliner_folder",
-        "sie_models_extract.gliner_relations",
-    ),
-    "gliner2": ("sie_models_extract.gliner2", "sie_models_extract.gliner2_boundary"),
-    "gliclass": ("sie_models_extract.gliclass",),
-    "glirel": ("sie_models_extract.glirel",),
-    "openvino": ("sie_engines.graph",),
-    "documents": ("sie_models_readers.documents.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
-    "mteb": ("sie_evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
+NEEDED: dict[str, list[str]] = _PYPROJECT["tool"]["sie"]["needs"]
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
+FOR |= {extra: tuple(names) for extra, names in NEEDED.items()}
 # process -> packages of extras that it loads
 LOADED_BY = {
     process: {entry.partition(".")[0] for group in groups for entry in PROJECT["entry-points"].get(group, {}).values()}
@@ -85,24 +77,16 @@ APART: dict[str, tuple[str, ...]] = {
     # the client reads no configuration, and cuts texts only with the extra `chunker`
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
     "gateway": ("sie_store.datasets", *_SINKS),
-    "adapter": (
-        "sie_models_extract.gliner",
-        "sie_models_extract.gliner_folder",
-        "sie_models_extract.gliner_relations",
-        "sie_models_extract.gliner2",
-        "sie_models_extract.gliner2_boundary",
-        "sie_models_extract.gliclass",
-        "sie_models_extract.glirel",
-        "sie_models_readers.documents.docling_parser",
-        "sie_engines.graph",
-    ),
     # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes
-    "cli": (*_HUB, *_COMPONENTS, "sie_evals", "sie_store.datasets", *_SINKS),
-    "mcp": (*_HUB, *_COMPONENTS, "sie_evals", "sie_store.datasets", *_SINKS),
-    "evals": (*_HUB, *_COMPONENTS, "sie_evals.mteb_tasks", "sie_store.datasets"),
+    "cli": (*_HUB, *_COMPONENTS, "sie_store.datasets", *_SINKS),
+    "mcp": (*_HUB, *_COMPONENTS, "sie_store.datasets", *_SINKS),
+    "evals": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
     "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
-    "serve": ("sie_evals", *_SINKS),
+    "serve": _SINKS,
 }
+for _extra in ("adapter", *{Path(folder).name for folder in measure.PACKAGES}):
+    _others = (name for extra, names in NEEDED.items() for name in names if extra != _extra)
+    APART[_extra] = (*APART.get(_extra, ()), *_others)
 for _name, _own in _APART_FROM.items():
     APART[_name] = (*APART.get(_name, ()), *_own)
 TRACING = "sie_runtime.spans"
@@ -116,7 +100,7 @@ NEEDS = {"uvicorn.protocols.websockets": "websockets"}
 # imports that no process of an extra reaches
 NEVER = {
     **{(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")},
-    ("evals", "sentence-transformers"): "sie_evals.packages ends the command first and names the package",
+    ("evals", "sentence-transformers"): "the command ends first and names the package",
     **{
         (extra, "pydantic"): "sie_client.verbs gets a class of pydantic, so the caller has it"
         for extra in ("sdk", "watch", "cli", "mcp", "evals", "mteb", "serve")

@@ -1,6 +1,8 @@
 """Small random models of many families, and a folder of catalogue entries for them, which SIE_MODELS_DIR may name.
 
 KINDS[name] ──► weights in a folder, an entry as a file ──► `sie serve --models-dir`
+
+The tests of an extra add kinds (`of_extras`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import of_extras
 import torch
 from oracle import model_folder
 from parity import heads_checkpoints
@@ -94,13 +97,6 @@ def _reranker(folder: Path) -> Entry:
     return {"family": "decoder-reranker", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, **QWEN3_ENTRY}
 
 
-def _gliner(folder: Path) -> Entry:
-    from parity.gliner_checkpoints import gliner_folder  # of an extra
-
-    gliner_folder(folder)
-    return {"family": "gliner", "outputs": {"entities": 0}, "max_tokens": 512}
-
-
 def _zero_shot(folder: Path) -> Entry:
     build_head(folder, "bert", AutoModelForSequenceClassification, ("contradiction", "entailment", "neutral"))
     return {"family": "zero-shot-classifier", "outputs": {"classifications": 0}, "max_tokens": MAX_TOKENS}
@@ -116,46 +112,6 @@ def _tags(folder: Path) -> Entry:
     return {"family": "token-classifier", "outputs": {"entities": 0}, "max_tokens": MAX_TOKENS}
 
 
-def _clip(folder: Path) -> Entry:
-    from parity import dual_checkpoints  # of an extra
-
-    dual_checkpoints.clip(folder)
-    return {
-        "family": "dual-encoder",
-        "inputs": ["text", "image"],
-        "outputs": {"dense": dual_checkpoints.WIDTH},
-        "max_tokens": dual_checkpoints.CLIP_TOKENS,
-    }
-
-
-def _clap(folder: Path) -> Entry:
-    from parity import sound_checkpoints  # of an extra
-
-    sound_checkpoints.clap(folder)
-    return {
-        "family": "sound-encoder",
-        "inputs": ["text", "audio"],
-        "outputs": {"dense": sound_checkpoints.WIDTH},
-        "max_tokens": sound_checkpoints.TOKENS,
-    }
-
-
-def _pages(folder: Path) -> Entry:
-    from parity import dual_checkpoints  # of an extra
-
-    dual_checkpoints.colpali(folder)
-    question = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
-    return {
-        "family": "vision-language",
-        "inputs": ["text", "image"],
-        "outputs": {"multivector": dual_checkpoints.WIDTH},
-        "max_tokens": 512,
-        "prompts": {"query": question, "document": question},
-        "default_prompt_name": "document",
-        "profiles": {"muvera": {"run": {"muvera": SKETCH}}},
-    }
-
-
 KINDS: dict[str, Callable[[Path], Entry]] = {
     "mini": _mini,
     "dense": _dense,
@@ -164,14 +120,14 @@ KINDS: dict[str, Callable[[Path], Entry]] = {
     "m3": _m3,
     "cross": _cross,
     "reranker": _reranker,
-    "gliner": _gliner,
     "zero-shot": _zero_shot,
     "tags": _tags,
     "classes": _classes,
-    "clip": _clip,
-    "pages": _pages,
-    "clap": _clap,
 }
+PUBLISHED = {"cross": "BAAI/bge-reranker-v2-m3"}  # names of the README, under which the open cluster serves kinds too
+for _of_extra in of_extras.modules("kinds"):
+    KINDS |= _of_extra.KINDS
+    PUBLISHED |= _of_extra.PUBLISHED
 
 
 @dataclass(frozen=True)

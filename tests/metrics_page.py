@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from sie_runtime.metrics_table import LABELS, MAX_SERIES, TABLE, Metric
+from sie_runtime.metrics_table import LABELS, MAX_SERIES, Metric, tables
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -25,7 +25,7 @@ _PORTS = {
 
 def every() -> dict[str, Metric]:
     """Return all metrics of all processes by name. No two processes share a name."""
-    return {name: metric for metrics in TABLE.values() for name, metric in metrics.items()}
+    return {name: metric for metrics in tables().values() for name, metric in metrics.items()}
 
 
 def _row(metric: Metric) -> str:
@@ -37,7 +37,7 @@ def _row(metric: Metric) -> str:
 def metrics() -> str:
     """Return the metrics of each process, in the order of the table."""
     lines = []
-    for process, group in TABLE.items():
+    for process, group in tables().items():
         most = sum(metric.series for metric in group.values())
         lines += [f"### {_PORTS[process]}", "", f"At most {most} series of {MAX_SERIES}.", ""]
         lines += ["| name | type | labels | series, at most | what |", "|---|---|---|---|---|"]

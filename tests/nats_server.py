@@ -59,11 +59,6 @@ class NatsServer:
         """Set the limit of the next start."""
         self._max_payload = max_payload
 
-    def set_extra(self, before: str, after: str) -> None:
-        """Replace a part of `extra` for the next start."""
-        assert before in self._config
-        self._config = self._config.replace(before, after)
-
     def start(self) -> NatsServer:
         assert self._process is None, "it runs already"
         self.folder.mkdir(parents=True, exist_ok=True)

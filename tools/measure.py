@@ -13,11 +13,13 @@ import builtins
 import functools
 import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # package name by folder
@@ -38,6 +40,8 @@ PACKAGES |= {
     str(place.parent.relative_to(ROOT)): place.name for place in sorted(ROOT.glob("extras/*/sie_*")) if place.is_dir()
 }
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+OF_EXTRAS: Mapping[str, Any] = _PROJECT["tool"].get("sie", {})  # rows of the extras for the tests of this repository
 # participles and pronouns that are used as names instead of a noun of the field
 _PARTICIPLES = """
 told found given asked wanted each kept known made seen heard spoilt taken said gone been meant what who whom

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 import sys
 from collections import UserDict
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import click
 
 from sie_cli.display import printable
+from sie_contracts import entry_points
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, SettingError, SettingRow, load, shown
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
@@ -149,8 +149,7 @@ class Commands(UserDict[str, Any]):
     def _read_entry_points(self) -> None:
         if self._group:
             group, self._group = self._group, ""
-            entries = importlib.metadata.entry_points(group=group)
-            self.data = {entry.name: entry for entry in entries} | self.data
+            self.data = {entry.name: entry for entry in entry_points.entries(group)} | self.data
 
     def __contains__(self, name: object) -> bool:
         if name not in self.data:
@@ -182,10 +181,7 @@ def _of_package(entry: EntryPoint) -> click.Command:
     try:
         return cast(click.Command, entry.load())
     except ModuleNotFoundError as error:
-        needed = (error.name or "").partition(".")[0]
-        package = entry.dist.name if entry.dist is not None else ""
-        extra = f"[{','.join(entry.extras)}]" if entry.extras else ""
-        cause = f"the package {needed} is not installed: pip install '{package}{extra}'"
+        cause = entry_points.remedy(entry, error)
     except Exception as error:  # noqa: BLE001  code of another package may raise anything; the other commands still run
         cause = f"{entry.value} cannot be imported: {type(error).__name__}: {error}"
 

@@ -30,7 +30,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL, Allowed, Trust
 from sie_contracts.names import NameIndex
 from sie_contracts.settings import SettingError, Settings
-from sie_runtime.feed import read_bundles, read_folder
+from sie_runtime.feed import packaged_models, read_bundles
 from sie_runtime.http.routes import YAML
 from sie_store.models_bucket import BucketFolder
 from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
@@ -124,9 +124,7 @@ class Overlay:
         alias whose targets do not fit, ValidationFailed names only the alias.
         """
         if not self._packaged:  # read only once: the package does not change
-            self._packaged = {
-                model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
-            }
+            self._packaged = {model: (entry, "packaged") for model, entry in packaged_models().items()}
         models = dict(self._packaged)
         bundles = dict(read_bundles(packaged_folder() / "bundles"))
         bundles[DEFAULT] = _with_plug_ins(bundles[DEFAULT])

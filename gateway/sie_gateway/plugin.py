@@ -7,20 +7,19 @@
 `sie.settings`, their metrics by `sie.metrics`.
 
 A package that cannot be loaded, or whose rows the table refuses, adds nothing and stops nothing. One whose dependencies
-are not installed is logged once, at INFO. Any other fault is named in `faults`: in the log, in the details of
-readiness, and in the findings that `sie doctor` shows.
+are not installed is logged once, at INFO, and paths with its name answer with the command that installs them. Any other
+fault is named in the log, in the details of readiness, and in the findings that `sie doctor` shows.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sie_contracts import entry_points
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_runtime.http.routes import Table
@@ -89,9 +88,10 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Plugins:
-    """`loaded`: by name, those that raised nothing. `faults`: reason by name, for packages that raised."""
+    """`loaded`: by name, those that raised nothing. `missing` and `faults`: as in `entry_points.PackageObjects`."""
 
     loaded: Mapping[str, Plugin]
+    missing: Mapping[str, str]
     faults: Mapping[str, str]
 
     @property
@@ -118,30 +118,11 @@ class Plugins:
 
 def load(core: Sequence[GatewayRoute]) -> Plugins:
     """Return the plug-ins of all packages that do not repeat a row of `core` or of one another."""
-    loaded: dict[str, Plugin] = {}
-    rows: list[GatewayRoute] = []
-    faults: dict[str, str] = {}
-    for entry in _entries():
-        try:
-            plugin: Plugin = entry.load()
-            Table([*core, *rows, *plugin.routes])
-        except ModuleNotFoundError as error:
-            _logger.info("%s is off: the package %s is not installed%s", entry.name, error.name, _remedy(entry))
-        except Exception as error:  # noqa: BLE001  code of another package may raise anything; the gateway still serves
-            faults[entry.name] = f"{type(error).__name__}: {error}"
-            _logger.error("%s is off: %s cannot be loaded: %s", entry.name, entry.value, faults[entry.name])
-        else:
-            loaded[entry.name] = plugin
-            rows += plugin.routes
-    return Plugins(loaded, faults)
+    rows = [*core]
 
+    def accept(plugin: Plugin) -> None:
+        Table([*rows, *plugin.routes])
+        rows.extend(plugin.routes)
 
-@functools.cache
-def _entries() -> tuple[EntryPoint, ...]:
-    return tuple(sorted(entry_points(group=GROUP), key=lambda entry: entry.name))
-
-
-def _remedy(entry: EntryPoint) -> str:
-    if entry.dist is None or not entry.extras:
-        return ""
-    return f": pip install '{entry.dist.name}[{','.join(entry.extras)}]'"
+    result = entry_points.load(GROUP, accept)
+    return Plugins(result.objects, result.missing, result.faults)

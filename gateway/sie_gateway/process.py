@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
+from sie_contracts import entry_points
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
@@ -170,7 +171,7 @@ async def serve(
     admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
-    faults = dict(PLUGINS.faults)
+    faults = dict(entry_points.FAULTS)
     status = ClusterStatus(
         settings,
         broker,

@@ -19,7 +19,6 @@ from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.memory.residency import Resident
-from sie_contracts.models.entries import Engine as EngineName
 from sie_contracts.models.entries import Precision, parse_entry
 from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
@@ -98,7 +97,7 @@ class ParityEngine:
         max_tokens: int,
         padded: bool = False,
         causal: bool | None = None,
-        engine: EngineName = "torch",
+        engine: str = "torch",
     ) -> Served:
         """Load a folder. `padded` forces the path of models that cannot run packed; `causal` overrides its
         configuration.

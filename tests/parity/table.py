@@ -207,8 +207,7 @@ which runs the same folder in float32, as a rule one text at a time. `stock bf16
 equal wherever scores are compared. `texts`: how many of the texts that a reader writes are the oracle's, token for
 token; `cos` and `Δ` are then those of the scores of their first token. Florence-2 as published is compared with its
 converted copy, in bfloat16 too. Of a pruner its score alone is compared. The family docling gives no
-numbers: the text, the Markdown and the tree of a document are docling's own, character for character
-(`extras/models-readers/tests/system/test_parsing.py`).
+numbers: the text, the Markdown and the tree of a document are docling's own, character for character.
 
 The models are small, random and adversarial (`tests/parity/*checkpoints.py`). The bounds are 0.9999 in float32 and
 0.999 in bfloat16. In bfloat16, untrained weights lose more than that in any implementation. So a cell below 0.999 is

@@ -21,13 +21,17 @@ from parity.heads_engine import HeadsEngine, HeadsModel
 from text_rows import text_rows
 from transformers import AutoModel, AutoTokenizer
 
+from sie_adapter.engine import engines
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import WorkItemInput
 
 MIN_COSINE = 0.9999
+ON_CPU = engines.EngineFacts("cpu", reads_text=True)
 MAX_TOKENS = 80
+# installed engines that compute texts on a CPU
+RUNNERS = [name for name, rule in engines.rules().items() if not rule.unasked(ON_CPU) and not rule.obstacle(ON_CPU)]
 NAMES = ("bert", "xlm-roberta", "modernbert", "qwen3 causal")
 _WORDS = "the river wound past Łódź, 中文文本 and 12,345 mills. A café — “open” until 9? Naïve 👩‍💻 tests; yes! "
 Vectors = NDArray[np.float32]
@@ -127,7 +131,7 @@ def model(engine: HeadsEngine, folder: Callable[[str], Path]) -> Callable[[str, 
 Load = Callable[[str, str], HeadsModel]
 
 
-@pytest.mark.parametrize("runner", ["torch", "openvino"])
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_ragged_documents_equal_the_reference(
     model: Load, folder: Callable[[str], Path], name: str, runner: str
@@ -179,7 +183,7 @@ def test_chunks_without_context_equal_their_texts_alone(model: Load, name: str) 
     assert _cosines(got["dense"], np.stack([row["dense"] for row in alone])).min() >= MIN_COSINE
 
 
-@pytest.mark.parametrize("runner", ["torch", "openvino"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_batch_mates_change_no_chunk(model: Load, runner: str) -> None:
     served, text = model("modernbert", runner), _text(500)
     own = _chunks(text, _tiled(text, 77))

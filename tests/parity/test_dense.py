@@ -52,15 +52,6 @@ _ODD = (
 )
 
 
-# architectures that OpenVINO does not compute: functions make their masks, or tables are changed in place
-NO_GRAPH = ("gemma3 bidirectional", "embeddinggemma", "llama longrope")
-GRAPHS = [
-    ("bert", "float32"),
-    ("bert", SIXTEEN),
-    ("modernbert", "float32"),
-    ("qwen3 causal", "float32"),
-    ("qwen2 sliding", "float32"),
-]
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 ALL = [(name, precision) for name in ARCHITECTURES for precision in PRECISIONS]
 # beside the backbones: an architecture that scales its embeddings, and one with code of its own
@@ -116,21 +107,6 @@ def test_vectors_equal_the_reference(
 ) -> None:
     """In float32 `test_a_folder_is_served_as_its_own_files_say` compares more architectures by default."""
     check(name, precision, serve(name, precision), references, table)
-
-
-@pytest.mark.parametrize(("name", "precision"), long_but([case for case in ALL if case[0] not in NO_GRAPH], GRAPHS))
-def test_the_vectors_of_a_graph_equal_the_reference(
-    name: str, precision: str, serve: Serve, references: References, table: ParityTable
-) -> None:
-    """OpenVINO runs every architecture but those of NO_GRAPH."""
-    served = serve(name, precision, engine="openvino")
-    check(name, precision, served, references, table, path="graph")
-
-
-@pytest.mark.parametrize("name", NO_GRAPH)
-def test_what_has_no_right_graph_says_so(name: str, serve: Serve) -> None:
-    with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: "):
-        serve(name, "float32", engine="openvino")
 
 
 @pytest.mark.parametrize(

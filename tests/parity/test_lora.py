@@ -461,23 +461,6 @@ def test_a_lora_that_would_be_wrong_is_refused(
     assert served.refusal(str(lora)).code == "LORA_LOADING"
 
 
-def test_a_lora_that_does_not_fit_loads_no_second_copy_of_the_weights(
-    engine: AdapterEngine, base: Folders, root: Path
-) -> None:
-    """A model that runs as a graph needs torch's weights for a LoRA."""
-    pytest.importorskip("openvino")
-    load = {"precision": "float32", "engine": "openvino"}
-    served = serve(engine, base("bert"), id="lora/compiled", load=load)
-    before = served.weights.memory_bytes
-    good = trained(base("bert"), root / "of-the-compiled", ["query"])
-    for change in (_layer, _shape):
-        with pytest.raises(LoraLoadFailed):
-            served.load(edited(good, root / f"of-the-compiled{change.__name__}", change))
-        assert served.weights.memory_bytes == before
-    served.load(good)
-    assert served.weights.memory_bytes > before
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import sample_families as samples
 from inprocess import InProcess
 from object_stores import S3, Faults, Google, Moto, Place, s3_server
 
@@ -14,6 +15,13 @@ from object_stores import S3, Faults, Google, Moto, Place, s3_server
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
     async with InProcess(tmp_path) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def sample_families() -> Iterator[None]:
+    """Register the families of tests/sample_families.py, in place of those of the extras, for the tests of a file."""
+    with samples.registered():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,14 +23,6 @@ from local_models import LocalModels
 from stack import Plan, Stack
 
 OPEN_DEFAULTS = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
-# small models under the names that the README has
-README_MODELS = {
-    "cross": "BAAI/bge-reranker-v2-m3",
-    "gliner": "gliner-community/gliner_medium-v2.5",
-    "clip": "openai/clip-vit-base-patch32",
-    "pages": "vidore/colpali-v1.3-hf",
-    "clap": "me/clap",
-}
 # kinds that the guarded cluster serves, and kinds that it also serves as `watched/...` for tests that count requests
 GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")
 WATCHED_KINDS = ("mini", "late", "tags")
@@ -68,8 +60,8 @@ def _open_models(factory: pytest.TempPathFactory, every_family: LocalModels) -> 
     for file in every_family.folder.iterdir():
         entry = json.loads(file.read_text())
         models.add(file.stem, entry)
-        if file.stem in README_MODELS:
-            models.add(f"readme-{file.stem}", {**entry, "id": README_MODELS[file.stem]})
+        if file.stem in local_models.PUBLISHED:
+            models.add(f"readme-{file.stem}", {**entry, "id": local_models.PUBLISHED[file.stem]})
     return models
 
 

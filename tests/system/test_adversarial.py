@@ -38,7 +38,6 @@ VERBS = {
     "reranker": "score",
     "late-score": "score",
     "m3-score": "score",
-    "gliner": "extract",
     "zero-shot": "extract",
     "tags": "extract",
 }
@@ -48,7 +47,6 @@ POISONED = {
     "late": "encode",
     "cross": "score",
     "reranker": "score",
-    "gliner": "extract",
     "zero-shot": "extract",
     "tags": "extract",
 }
@@ -277,16 +275,13 @@ BAD_OPTIONS: dict[str, list[Json]] = {
     ],
     "cross": [{"lora_id": 5}, {"lora_id": "a", "lora": "b"}, {"lora_id": "a" * 5000}],
     "reranker": [{"lora_id": "org/lora"}],
-    "gliner": [
+    "zero-shot": [
         *(
             {"labels": value}
             for value in ({"a": 1}, ["a", ["b"]], ["a", ""], [f"label {number}" for number in range(10_000)])
         ),
-        {"threshold": "0.5"},
-        {"flat_ner": "yes"},
-    ],
-    "zero-shot": [
         {"labels": ["x"] * 10_000},
+        {"threshold": "0.5"},
         {"hypothesis_template": "{}{}"},
         {"hypothesis_template": "none"},
         {"multi_label": 3},
@@ -308,7 +303,7 @@ async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(cli
     for value in (math.nan, math.inf, -math.inf):
         cases: list[tuple[str, Json]] = [
             ("m3", {"dimensions": value}),
-            ("gliner", {"threshold": value}),
+            ("zero-shot", {"threshold": value}),
             ("m3-score", {"score_weights": {"dense": value}}),
             ("late", {"muvera": {"seed": value}}),
         ]
@@ -341,7 +336,7 @@ PLACES: list[tuple[str, Json]] = [
     ("encode/test/mini", {"items": ["a"], "instruction": SURROGATE}),
     ("encode/test/mini", {"items": ["a"], SURROGATE: 1}),
     ("score/test/cross", {"query": SURROGATE, "items": ["a"]}),
-    ("extract/test/gliner", {"items": ["a"], "labels": ["a", SURROGATE]}),
+    ("extract/test/zero-shot", {"items": ["a"], "labels": ["a", SURROGATE]}),
     ("extract/test/zero-shot", {"items": ["a"], "labels": ["a"], "options": {"hypothesis_template": "{}" + SURROGATE}}),
 ]
 
@@ -394,8 +389,7 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
     assert oracle.cosines(np.array(slots(checked(templated))[0]["dense"]["values"]), expected_vector) >= 0.9999
 
 
-@pytest.mark.parametrize("name", long_but(["gliner", "zero-shot"], ["gliner"]))
-async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> None:
+async def test_many_and_long_labels(client: httpx.AsyncClient) -> None:
     """Each list of labels gets an answer or a typed error: as many labels as are allowed, one of 100 kB, odd ones, and
     the same label twice.
     """
@@ -403,7 +397,7 @@ async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> Non
     cases = [many, ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
     for labels in cases:
         answer, beside = await asyncio.gather(
-            ask(client, name, [MATES[0]], labels=labels), ask(client, name, [MATES[0]])
+            ask(client, "zero-shot", [MATES[0]], labels=labels), ask(client, "zero-shot", [MATES[0]])
         )
         assert answer.status_code in (200, 400), answer.text[:300]
         if answer.status_code == 200:

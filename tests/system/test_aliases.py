@@ -4,9 +4,7 @@ no answer.
 
 from __future__ import annotations
 
-import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -199,20 +197,3 @@ def test_what_an_operator_gets_wrong_is_refused_with_the_fix(cluster: Cluster) -
         assert message in sie(cluster, *arguments, status=1).output
     sie(cluster, "alias", "needs", f"{MODEL}=ten", status=2)
     assert "split is at revision 1" in sie(cluster, "alias", "split", f"{MODEL}=90", f"{OTHER}=10", "--force").output
-
-
-def test_two_models_are_compared_over_the_gateway(cluster: Cluster, tmp_path: Path) -> None:
-    sample, plot = tmp_path / "sample.txt", tmp_path / "plot.svg"
-    sample.write_text(
-        "\n".join(
-            f"{subject} {verb}" for subject in ("a cat", "the sea", "my code") for verb in ("runs", "sleeps", "ends")
-        )
-    )
-    process = sie(
-        cluster, "compare", MODEL, OTHER, "--sample", str(sample), "--plot", str(plot), "--url", cluster.url, "--json"
-    )
-    comparison = json.loads(process.stdout)
-    assert comparison["cosine"]["count"] == 9
-    assert 0.5 < comparison["cosine"]["mean"] < 0.9999
-    assert comparison["recall"]["8"] == pytest.approx(1.0)
-    assert plot.read_text().startswith("<svg")

@@ -21,23 +21,19 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel
 
 pytestmark = [
+    pages.WHOLE,
     pytest.mark.timeout(400),  # each step has its own bound
     # PEFT reads this attribute of transformers
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md, documents.md, schemas.md and sounds.md
-# by the test of their name
+# sdk.md by test_readme.py, schemas.md by test_schemas.py
 ELSEWHERE = (
     "quickstart.md",
     "coming-from.md",
     "bundles.md",
     "tuning.md",
     "sdk.md",
-    "image-search.md",
-    "objects.md",
     "schemas.md",
-    "documents.md",
-    "sounds.md",
 )
 # those that want a server of their own come last
 OTHERS = sorted(

@@ -134,19 +134,19 @@ def five_words(count: int, start: str = "row") -> list[dict[str, Any]]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_jobs_that_lose_their_gateway_eight_times_fail_no_row(tmp_path: Path) -> None:
-    """The gateway is killed eight times, at random moments after it leads the largest job. Beside this job run two
-    others and a batch. Every row is answered once.
+    """The gateway is killed eight times, at random moments after it leads the largest job. Beside this job run
+    three others and a batch. Every row is answered once.
     """
     seed = int(os.environ.get("SIE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
     print("seed", seed)
     generator = random.Random(seed)
-    environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads"), "SIE_JOBS_AT_ONCE": "4"}
+    environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads"), "SIE_JOBS_AT_ONCE": "5"}
     with (
         Stack(tmp_path / "stack", Plan(workers=(Device(),), environ=environ)) as stack,
         JobClient(stack.urls[0]) as client,
     ):
         gateway = stack.gateways[0]
-        counts = {"a.jsonl": 40_000, "b.jsonl": 6_000, "c.jsonl": 6_000}
+        counts = {"a.jsonl": 40_000, "b.jsonl": 6_000, "c.jsonl": 6_000, "d.jsonl": 6_000}
         jobs = {}
         for name, count in counts.items():
             source = {"file": client.upload(name, jsonl(five_words(count, name))), "text": "{text}"}

@@ -16,7 +16,7 @@ import pytest
 import shared
 from cluster import Cluster, running
 from local_models import LocalModels
-from pages import DOCS, ELSEWHERE, README, blocks, differences, run
+from pages import DOCS, ELSEWHERE, README, WHOLE, blocks, differences, run
 
 pytestmark = shared.OPEN
 RESERVES = "client.reserve("  # an example with it needs a second worker
@@ -90,6 +90,7 @@ def check_the_client_s_page(printed: list[str], workers: int) -> None:
     assert printed[-1] == str(workers), "the workers of a frame"
 
 
+@WHOLE
 def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     """All examples run as one program, except for the one that needs a second worker."""
     check_the_client_s_page(
@@ -97,6 +98,7 @@ def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     )
 
 
+@WHOLE
 @pytest.mark.long
 def test_the_examples_of_the_client_s_page_run_with_a_reservation(wide: Cluster) -> None:
     *printed, reserved = run("\n".join(examples_of_the_client_s_page()), wide)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,12 +16,17 @@ from typing import Any
 
 import audit
 import distribution
+import dockerfiles
 import helm
 import measure
 import pytest
 import release
 import version
+from cluster import until
+from nats_server import NatsServer
 from packaging.utils import canonicalize_name
+
+from sie_cli.serve.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("release")]
@@ -30,6 +38,7 @@ BILL = f"sie-cluster-{NOW}.cdx.json"
 SUMS = "SHA256SUMS"
 # as in the Makefile: what pip would choose by itself brings CUDA
 TORCH = next(requirement for requirement in distribution.EXTRAS["adapter"] if requirement.startswith("torch=="))
+COMPILED = "adapter-cuda"  # nvcc compiles a requirement of it
 # what a user of the extra runs first; {sie} is its command line, {python} its Python
 FIRST = {
     "cli": ["{sie}", "--help"],
@@ -144,28 +153,79 @@ def test_bill_names_the_pinned_versions(dist: Path) -> None:
     assert not versions.keys() & {"sie-cluster", "pip", "pytest", "cyclonedx-bom"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("extra", distribution.FOR)
-def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tmp_path: Path) -> None:
-    """The extra is installed from the wheel. No requirement is missing or in conflict, and all modules of the extra are
-    imported.
+def _install(extra: str, dist: Path, folder: Path) -> list[str]:
+    """Install an extra from the wheel into the empty environment `venv` in a folder, with the pinned versions. Return
+    the command line of pip for this environment.
     """
-    venv = tmp_path / "venv"
+    venv, pins = folder / "venv", folder / "constraints.txt"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    python = str(venv / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    # PYTHONPATH may have a tree with the metadata of this distribution, which pip would take for installed
+    pip = ["env", "-u", "PYTHONPATH", sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python")]
+    pip.append("--disable-pip-version-check")
+    pins.write_text(distribution.constraints(extra))
     batches = [[f"{dist / WHEEL}[{extra}]"]]
     if "torch" in distribution.named(extra):
         batches.insert(0, [TORCH])
-    environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
-    pins = tmp_path / "constraints.txt"
-    pins.write_text(distribution.constraints(extra))
     for batch in batches:
         argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *batch]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
     checked = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)
     assert checked.returncode == 0, checked.stdout
+    return pip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("image", [image for image in dockerfiles.images() if image != COMPILED])
+def test_the_extra_of_an_image_alone_starts_its_process(image: str, dist: Path, tmp_path: Path) -> None:
+    """Install an image as its Dockerfile does: its extra in an empty environment, without the files that trim.sh
+    deletes. Run its ENTRYPOINT and its HEALTHCHECK.
+    """
+    venv, port = tmp_path / "venv", free_port()
+    _install(f"image-{image}", dist, tmp_path)
+    subprocess.run(["sh", ROOT / "docker" / "trim.sh", venv], check=True, timeout=300)
+    size = sum(file.stat().st_size for file in venv.rglob("*") if file.is_file() and not file.is_symlink())
+    assert size <= dockerfiles.budgets()[image]
+    environ = {
+        "PATH": f"{venv / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin",
+        "HOME": str(tmp_path),
+        "SIE_GATEWAY_METRICS_PORT": str(free_port()),
+        "SIE_WORKER_METRICS_PORT": str(free_port()),
+        "SIE_IPC_SOCKET_PATH": str(tmp_path / "ipc.sock"),
+    }
+    stage = dict(dockerfiles.last_stage(image))
+    argv = json.loads(stage["ENTRYPOINT"])
+    if "EXPOSE" in stage and stage["EXPOSE"].startswith("80"):
+        argv += ["--port", str(port)]
+    check = [re.sub(r"(?<=127\.0\.0\.1:)80\d\d", str(port), word) for word in dockerfiles.health_check(image)]
+    with contextlib.ExitStack() as stack:
+        if image != "serve":  # it has its own broker
+            environ["SIE_NATS_URL"] = stack.enter_context(NatsServer(tmp_path / "broker")).url
+        log = stack.enter_context((tmp_path / "log").open("w+"))
+        process = subprocess.Popen(
+            [venv / "bin" / argv[0], *argv[1:]], env=environ, cwd=tmp_path, stdout=log, stderr=log
+        )
+        stack.callback(process.kill)
+
+        def is_healthy() -> bool:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            probe = [venv / "bin" / check[0], *check[1:]]
+            return subprocess.run(probe, env=environ, capture_output=True, timeout=60).returncode == 0
+
+        until(is_healthy, 120, f"{image} healthy", (tmp_path / "log").read_text)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, (tmp_path / "log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("extra", distribution.FOR)
+def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tmp_path: Path) -> None:
+    """The extra is installed from the wheel. No requirement is missing or in conflict, and all modules of the extra are
+    imported.
+    """
+    venv, pip = tmp_path / "venv", _install(extra, dist, tmp_path)
+    python = str(venv / "bin" / "python")
+    environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
     code = f"import importlib\nfor name in {distribution.modules_of(extra)!r}: importlib.import_module(name)"
     commands = [[python, "-W", "ignore", "-c", code]]
     if extra in FIRST:

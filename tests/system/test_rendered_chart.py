@@ -396,7 +396,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
     says, and connect where their policies allow it.
     """
     models = local_models.under(tmp_path)
-    for name in ("cross", "gliner"):
+    for name in ("cross", "zero-shot"):
         models.build(name)
     subprocess.run(["chmod", "-R", "a+rX", tmp_path], check=True, timeout=30)
     files = {file.name: file.read_text().replace(str(tmp_path), "/srv") for file in models.folder.iterdir()}
@@ -408,7 +408,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
     ):
         assert client.get("/readyz").status_code == 200
         listed = {model["name"] for model in client.get("/v1/models").json()["models"]}
-        assert {MODEL, "test/cross", "test/gliner"} <= listed
+        assert {MODEL, "test/cross", "test/zero-shot"} <= listed
         answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"text": "What is deep learning?"}]})
         assert answer.status_code == 200, answer.text
         values = answer.json()["items"][0]["dense"]["values"]
@@ -419,7 +419,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         assert ranked.status_code == 200, ranked.text
         assert len(ranked.json()["scores"]) == 2
         extracted = client.post(
-            "/v1/extract/test/gliner", json={"items": ["Ada met Charles in London."], "labels": ["person"]}
+            "/v1/extract/test/zero-shot", json={"items": ["Ada met Charles in London."], "labels": ["person"]}
         )
         assert extracted.status_code == 200, extracted.text
 

@@ -373,14 +373,12 @@ def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client
     both, plain = ask(client, "encode", "dense", {"items": [{"text": "a", "images": ["aGVsbG8="]}, "a"]})["items"]
     assert ("dense" in both, both["error"]["reason"], "dense" in plain) == (False, "unsupported_modality", True)
     schema: Json = {"type": "object"}
-    for model, labels in (("gliner", ["a"]), ("tags", None)):
-        params = {"output_schema": schema, **({"labels": labels} if labels else {})}
-        (warning,) = ask(client, "extract", model, {"items": ["a"], "params": params})["warnings"]
-        assert warning.startswith("params.output_schema: ignored")
+    (warning,) = ask(client, "extract", "tags", {"items": ["a"], "params": {"output_schema": schema}})["warnings"]
+    assert warning.startswith("params.output_schema: ignored")
     schema["properties"] = {"mood": {"enum": ["calm", "angry"]}}
     reply = ask(client, "extract", "zero-shot", {"items": ["a"], "params": {"output_schema": schema}})
     assert reply["items"][0]["data"]["mood"] in ("calm", "angry")
-    assert refusal(client, "extract", "gliner", {"items": ["a"]})[::2] == (400, "labels_required")
+    assert refusal(client, "extract", "zero-shot", {"items": ["a"]})[::2] == (400, "labels_required")
     for items in ([], None):
         assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")
     id_slot, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
@@ -401,7 +399,7 @@ def test_scores_and_entities_have_the_usage_that_public_clients_read(client: htt
     assert usage["input_tokens"] == usage["prompt_tokens"] > 0
     units = {name: answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens", "units-pairs")}
     assert units == {"served-by": "local", "units-input-tokens": str(usage["prompt_tokens"]), "units-pairs": "2"}
-    entities = ask(client, "extract", "gliner", {"items": ["Ada lived"], "labels": ["person"]})["usage"]
+    entities = ask(client, "extract", "tags", {"items": ["Ada lived"]})["usage"]
     assert entities["input_tokens"] == entities["prompt_tokens"] > 0
 
 
@@ -537,30 +535,6 @@ def check_slots(reply: Json) -> None:
 ODD = ["Anna met 👩‍💻 in Zürich 😀😀 at the harbour", "e\u0301te\u0301 in winter, 東京", "", "שלום music"]
 
 
-def test_gliner_finds_what_the_package_finds(client: httpx.Client, every_family: LocalModels) -> None:
-    from gliner import GLiNER
-
-    labels = ["person", "river mountain", "Engine"]
-    texts = [*ragged_texts(8, seed=3, longest=60), *ODD]
-    reply, _ = in_both_formats(
-        client, "extract", "gliner", {"items": texts, "params": {"labels": labels, "threshold": 0.3}}
-    )
-    check_slots(reply)
-    package = GLiNER.from_pretrained(str(every_family.weights / "gliner"))
-    count = 0
-    for text, slot in zip(texts, reply["items"], strict=True):
-        expected = package.inference([text], labels, threshold=0.3)[0] if text else []
-        count += len(expected)
-        assert [(e["text"], e["label"], e["start"], e["end"]) for e in slot["entities"]] == [
-            (e["text"], e["label"], e["start"], e["end"]) for e in expected
-        ]
-        assert [e["score"] for e in slot["entities"]] == pytest.approx([e["score"] for e in expected], abs=1e-4)
-        assert all(text[e["start"] : e["end"]] == e["text"] for e in slot["entities"])
-    assert count > 10
-    none = ask(client, "extract", "gliner", {"items": texts, "labels": labels, "options": {"threshold": 1}})
-    assert not any(slot["entities"] for slot in none["items"])
-
-
 def zero_shot_pipeline(every_family: LocalModels) -> Callable[..., Any]:
     from transformers import pipeline
 
@@ -607,18 +581,17 @@ def test_tags_become_entities_as_the_pipeline_merges_them(client: httpx.Client, 
 
 
 def test_labels_and_other_parameters_of_extract_are_checked(client: httpx.Client) -> None:
-    for model in ("gliner", "zero-shot"):
-        assert refusal(client, "extract", model, {"items": ["a"]}) == (400, "INVALID_INPUT", "labels_required")
+    assert refusal(client, "extract", "zero-shot", {"items": ["a"]}) == (400, "INVALID_INPUT", "labels_required")
     assert ask(client, "extract", "tags", {"items": ["a"]})["items"][0]["entities"] == []
     for params in ({"labels": "person"}, {"labels": [5]}, {"labels": [""]}, {"labels": ["a"], "threshold": "high"}):
-        assert refusal(client, "extract", "gliner", {"items": ["a"], "params": params})[2] == "schema"
-    schema = {"items": ["a"], "labels": ["a"], "output_schema": {"type": "object"}}
-    assert ask(client, "extract", "gliner", schema)["warnings"][0].startswith("output_schema: ignored")
+        assert refusal(client, "extract", "zero-shot", {"items": ["a"], "params": params})[2] == "schema"
+    schema = {"items": ["a"], "output_schema": {"type": "object"}}
+    assert ask(client, "extract", "tags", schema)["warnings"][0].startswith("output_schema: ignored")
 
 
 def test_a_failed_slot_has_all_keys_too(client: httpx.Client) -> None:
     body = {"items": [{"text": "river", "id": "a", "metadata": "a"}, {"images": ["aGVsbG8="]}], "labels": ["person"]}
-    reply, _ = in_both_formats(client, "extract", "gliner", body)
+    reply, _ = in_both_formats(client, "extract", "zero-shot", body)
     check_slots(reply)
     assert ["error" in slot for slot in reply["items"]] == [False, True]
 
@@ -634,7 +607,6 @@ def test_a_verb_that_a_model_does_not_have_is_refused_before_any_load(client: ht
         "m3": {"encode", "score"},
         "cross": {"score"},
         "reranker": {"score"},
-        "gliner": {"extract"},
         "zero-shot": {"extract"},
         "tags": {"extract"},
     }
@@ -668,13 +640,13 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         assert infos[name]["loaded"], name
         assert infos[name]["fingerprint"]
         assert min(infos[name]["certificate"]["packed"].values()) >= 0.9999
-    for task, able in (
-        ("score", {"late", "m3", "cross", "reranker", "pages"}),
-        ("extract", {"gliner", "zero-shot", "tags", "classes"}),
+    for task, able, unable in (
+        ("score", {"late", "m3", "cross", "reranker"}, {"mini", "sparse", "tags"}),
+        ("extract", {"zero-shot", "tags", "classes"}, {"mini", "late", "cross"}),
     ):
         models = client.get(f"/v1/models?task={task}&variants=false").json()["data"]
         names = {info["id"].removeprefix("test/") for info in models}
-        assert names & set(local_models.KINDS) == able
+        assert names & (able | unable) == able
 
 
 @pytest.mark.long
@@ -702,7 +674,7 @@ def test_the_client_scores_and_extracts(cluster: Cluster) -> None:
     with SIEClient(cluster.url) as sie:
         scored = sie.score("test/cross", {"id": "q", "text": PAIRED}, ["kernel", {"id": "b", "text": "violin"}])
         several = sie.extract("test/zero-shot", TEXTS, labels=["music", "river"])
-        single = sie.extract("test/gliner", "river mountain", labels=["person"], threshold=0.1)
+        single = sie.extract("test/tags", "river mountain", threshold=0.1)
         sparse = sie.encode("test/m3", PAIRED, output_types=["sparse", "multivector"], output_dtype="float16")
         sketch = sie.encode("test/late", [PAIRED], muvera=SKETCH)
     assert (scored["query_id"], {entry["item_id"] for entry in scored["scores"]}) == ("q", {"item-0", "b"})

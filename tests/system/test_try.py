@@ -70,7 +70,7 @@ def test_documents_are_ranked_as_the_api_ranks_them(open_cluster: Cluster) -> No
 
 def test_what_is_found_stands_where_it_is_in_the_text(open_cluster: Cluster) -> None:
     text = "Ada met\n\x1b[2JCharles in 東京."
-    args = ("test/gliner", "-l", "person, place", "--threshold", "0.3", text)
+    args = ("test/tags", text)
     entities = json.loads(answered(open_cluster, *args, "--json"))["items"][0]["entities"]
     assert entities
     assert all(text[mention["start"] : mention["end"]] == mention["text"] for mention in entities)
@@ -88,13 +88,9 @@ def test_classes_are_shown_as_bars(open_cluster: Cluster) -> None:
     assert {"calm", "anger", "joy"} <= set(text.split())
 
 
-def test_an_image_is_compared_with_a_text(open_cluster: Cluster, tmp_path: Path) -> None:
+def test_an_image_for_a_model_of_texts_is_refused(open_cluster: Cluster, tmp_path: Path) -> None:
     image = tmp_path / "red.png"
     image.write_bytes(encoded(picture()))
-    reply = json.loads(answered(open_cluster, "test/clip", f"@{image}", "red", "--json"))
-    image_vector, two = (np.array(slot["dense"]["values"]) for slot in reply["items"])
-    text = answered(open_cluster, "test/clip", f"@{image}", "red")
-    assert f"{image_vector @ two / np.linalg.norm(image_vector) / np.linalg.norm(two):.3f}" in text
     refused = tried(open_cluster, "test/mini", f"@{image}")
     assert (refused.exit_code, "test/mini takes text, not image" in refused.output) == (1, True), refused.output
 
@@ -111,11 +107,11 @@ def test_standard_input_is_one_text(open_cluster: Cluster) -> None:
     [
         (("test/min", "a"), "did you mean test/mini"),
         (("test/cross", "a"), 'give the query with --query "a question"'),
-        (("test/gliner", "a"), "name them with --labels a,b"),
+        (("test/zero-shot", "a"), "name them with --labels a,b"),
         (("test/mini", "--query", "q", "a"), "test/mini does encode"),
         (("test/mini", " "), "text 1 is empty"),
         (("test/mini",), "nothing to try"),
-        (("test/gliner", "-l", " , ", "a"), "--labels is empty"),
+        (("test/zero-shot", "-l", " , ", "a"), "--labels is empty"),
     ],
 )
 def test_what_cannot_be_answered_says_what_to_do(open_cluster: Cluster, args: tuple[str, ...], why: str) -> None:
@@ -138,7 +134,7 @@ def test_a_terminal_has_colours_where_they_are_wanted(open_cluster: Cluster, no_
     environ |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_color else {})}
     parent, child = pty.openpty()
     with contextlib.closing(os.fdopen(parent, "rb", buffering=0)) as screen:
-        args = [SIE, "try", "test/gliner", "-l", "person", "Ada", "--threshold", "0", "--url", open_cluster.url]
+        args = [SIE, "try", "test/tags", "Ada met Bob", "--url", open_cluster.url]
         process = subprocess.Popen(args, stdin=child, stdout=child, stderr=child, env=environ)
         os.close(child)
         output = b""

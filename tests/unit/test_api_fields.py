@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import sample_families
 from fake_adapter import WIDTH, toy_entry
 from inprocess import GatewayProcess, InProcess
 
@@ -70,7 +71,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
         cluster.source.put(toy_entry("toy/classes", family="text-classifier", outputs={"classifications": 0}))
         cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs=WIDE))
-        cluster.source.put(toy_entry("toy/find", family="gliner", outputs={"entities": 0}))
+        cluster.source.put(toy_entry("toy/find", family="token-classifier", outputs={"entities": 0}))
         # without a worker each request ends with 503, after its body was read
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
 
@@ -173,7 +174,8 @@ def _types(struct: Any, name: str) -> tuple[Any, ...]:
 
 def test_the_parameters_of_the_three_verbs_are_those_that_are_merged() -> None:
     """A parameter of a family belongs to the verb that its models do."""
-    of_family = {name for family in families.rows().values() for name in family.parameters}
+    samples = sample_families.FAMILIES.values()
+    of_family = {name for family in (*families.rows().values(), *samples) for name in family.parameters}
     declared = {
         "encode": set(inference.EncodeParams.__struct_fields__),
         "score": set(inference.ScoreParams.__struct_fields__),

@@ -66,12 +66,12 @@ def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() 
 def test_built_in_stands_for_every_row_that_needs_no_environment_of_its_own() -> None:
     built_in = tuple(name for name, row in families.rows().items() if not row.extra)
     assert parse_bundle({"id": "a", "families": ["built-in"]}).families == built_in
-    more = parse_bundle({"id": "a", "families": ["gliner", "built-in", "mine"]}).families
+    more = parse_bundle({"id": "a", "families": ["text-encoder", "built-in", "mine"]}).families
     assert set(more) == {*built_in, "mine"}
     packaged = read_bundles(packaged_folder() / "bundles")
     assert packaged["default"].families == built_in
     assert not packaged["default"].serves("mine")
-    assert {name for bundle in packaged.values() for name in bundle.families} == {*families.rows()}
+    assert {name for bundle in packaged.values() for name in bundle.families} >= {*families.rows()}
 
 
 @pytest.mark.parametrize(

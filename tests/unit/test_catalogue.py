@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
+from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry, classifies, needs_labels, parse_entry
 from sie_contracts.models.options import parse_written, run_options
@@ -365,18 +366,27 @@ def test_a_snapshot_is_replaced_and_never_edited() -> None:
     assert [catalogue.epoch for catalogue in (first_snapshot, two, three)] == ["e:1", "e:2", "e:3"]
 
 
+def test_the_packaged_catalogue_has_no_model_of_a_family_that_no_package_brings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(families, "rows", lambda: families.FAMILIES)
+    every = read_folder(packaged_folder() / "models")
+    packaged = packaged_catalogue().entries
+    assert packaged == {model: row for model, row in every.items() if row.family in families.FAMILIES}
+    assert 0 < len(packaged) < len(every)
+
+
 def test_the_packaged_catalogue_is_sound() -> None:
     catalogue = packaged_catalogue()
-    assert catalogue.entries.keys() == read_folder(packaged_folder() / "models").keys() != set()
+    assert catalogue.entries
     for model, model_entry in catalogue.entries.items():
         assert isinstance(catalogue.resolve(model), Resolved)
         (bundle,) = catalogue.bundles_of(model_entry)
         assert catalogue.resolve(model).bundles == (bundle,)
         assert model_entry.description
         assert model_entry.license
-        assert model_entry.languages or (
-            model_entry.inputs != ("text",) and model_entry.family in ("docling", "detector")
-        )
+        # what parses a file or finds objects has no language
+        assert model_entry.languages or set(model_entry.outputs) in ({"data"}, {"objects"})
 
 
 def test_who_classifies_by_classes_of_its_own() -> None:

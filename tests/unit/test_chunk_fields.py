@@ -19,8 +19,8 @@ from sie_contracts.wire.messages import ArraySlice, ChunkRule, Ok, Operation, Ru
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import chunk, chunk_fields, reply, runner
 from sie_gateway.inference.body import RequestItem
-from sie_runtime.feed import packaged_catalogue
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 TEXT = "0123456789" * 10
 LIMITS = chunk.ChunkLimits(cost=4096, payload_bytes=1 << 20, result_bytes=1 << 20)
 
@@ -196,7 +196,7 @@ def test_many_chunks_are_written_in_pieces() -> None:
         ("text-encoder", "encode", RunOptions(pooling="cls"), "unsupported_pooling"),
         ("text-encoder", "encode", RunOptions(("sparse", "multivector"), pooling="cls"), ""),
         ("text-encoder", "score", RunOptions(), "unsupported_task"),
-        ("dual-encoder", "encode", RunOptions(), "unsupported_modality"),
+        ("sample-towers", "encode", RunOptions(), "unsupported_modality"),
     ],
 )
 def test_a_model_that_gives_no_vectors_of_chunks_is_refused_with_those_that_do(
@@ -217,7 +217,7 @@ def test_the_catalogue_is_searched_once_for_all_refused_inputs_of_a_request() ->
     """The search runs in the event loop, and a request may have a thousand inputs."""
     entries = Mock(**{"values.return_value": ()})
     feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=entries)))
-    resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m", family="dual-encoder", inputs=(), outputs={}))
+    resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m", family="sample-towers", inputs=(), outputs={}))
     request = cast(
         Any, SimpleNamespace(resolved=resolved, operation="encode", options=SimpleNamespace(run=RunOptions()))
     )
@@ -227,7 +227,7 @@ def test_the_catalogue_is_searched_once_for_all_refused_inputs_of_a_request() ->
 
 
 def test_a_text_that_is_read_once_for_each_question_costs_as_much() -> None:
-    laya = packaged_catalogue().entries["convaiinnovations/laya"]
+    asked = entry(family="sample-scales", outputs={"classifications": 0})
     item = RequestItem("a river in the mountains " * 20)
     labels = ("calm", "angry", "sad")
     decisions = [
@@ -237,7 +237,7 @@ def test_a_text_that_is_read_once_for_each_question_costs_as_much() -> None:
 
     def cost(*names: str, **parameters: Any) -> int:
         run = RunOptions(labels=names, parameters=parameters)
-        ((piece,), _) = chunk.plan([item], None, "extract", laya, run, LIMITS)
+        ((piece,), _) = chunk.plan([item], None, "extract", asked, run, LIMITS)
         return piece.cost
 
     once = cost(*labels)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import measure
 import pytest
+import without_extras
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
@@ -60,13 +61,11 @@ def _within(name: str, room: str) -> bool:
 
 def test_core_names_no_package_of_an_extra() -> None:
     """Neither an import nor a string of the core, of its tests or of the tools names one."""
-    packages = [measure.PACKAGES[folder] for folder in EXTRAS]
-    assert packages
-    pattern = re.compile(rf"\b({'|'.join(packages)})\b")
+    pattern = re.compile("|".join(rf"\b{measure.PACKAGES[folder]}\b" for folder in EXTRAS) or r"(?!)")
     folders = [*(measure.FOLDERS[package] for package in measure.CORE), "tests", "tools"]
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    names = [str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text("utf-8"))]
-    assert names in ([], ["tests/distribution.py"])  # what each extra of the distribution is for
+    assert files
+    assert [str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text("utf-8"))] == []
 
 
 def test_core_has_no_more_imports_of_what_is_optional() -> None:
@@ -76,6 +75,14 @@ def test_core_has_no_more_imports_of_what_is_optional() -> None:
             imported = set(_imported(module.tree))
             edges.update(room for room in OPTIONAL if any(_within(name, room) for name in imported))
     assert dict(edges) == OPTIONAL
+
+
+def test_extra_leaves_pyproject_with_its_lines() -> None:
+    """tools/without_extras.py removes them, and then starts what is left."""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    for extra in without_extras.extras().values():
+        assert list(without_extras.still_named(text, extra))
+        assert list(without_extras.still_named(without_extras.without(text, extra), extra)) == []
 
 
 def test_extra_has_its_code_its_tests_and_its_page() -> None:

@@ -52,7 +52,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         cluster.source.put(toy_entry("toy/wide", outputs={"sparse": 10}))
         for name in ("toy/classes", "toy/kinds"):
             cluster.source.put(toy_entry(name, outputs={"classifications": 0}))
-        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="gliner"))
+        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="token-classifier"))
         yield cluster
 
 

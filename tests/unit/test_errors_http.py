@@ -19,6 +19,7 @@ from typing import Any
 
 import errors_page
 import httpx
+import pages
 import pytest
 from errors_page import CONFIG_ONLY, ROOT
 from fake_adapter import FakeAdapter, toy_entry
@@ -818,6 +819,7 @@ async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayPr
 # the page
 
 
+@pages.WHOLE
 def test_the_page_is_the_code() -> None:
     """`python tests/errors_page.py` generates the page."""
     text = errors_page.PAGE.read_text("utf-8")
@@ -825,6 +827,7 @@ def test_the_page_is_the_code() -> None:
     assert errors_page.page(text) == text
 
 
+@pages.WHOLE
 def test_every_reason_is_on_the_page_beside_its_code() -> None:
     lines = errors_page.PAGE.read_text("utf-8").splitlines()
     codes_by_reason = errors_page.reasons()

@@ -18,7 +18,6 @@ from sie_cli.main import main
 from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.api.jobs import JobInfo, JobPage
-from sie_contracts.api.operations import Health
 from sie_contracts.api.residency import ModelResidency
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\x9b2J\u202e"
@@ -161,22 +160,6 @@ def test_a_token_or_a_pool_that_no_header_can_have_is_refused_in_words(name: str
     result = CliRunner().invoke(main, [*arguments, "--url", "http://127.0.0.1:1"], env=environ)
     assert (result.exit_code, "expected printable ASCII" in result.stderr) == (1, True), result.output
     assert value not in result.stderr.removesuffix("\n")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"cluster": [None]}, {"workers": [5]}, {"nats_url": 5}, {"config_url": []}, {"models": [None]}], ids=str
-)
-def test_doctor_ends_whatever_a_gateway_says_about_itself(
-    fields: dict[str, Any], server: _Server, tmp_path: Path
-) -> None:
-    body = json.dumps({**escaped(Health.EXAMPLE), **fields}).encode()
-    server.reply = (200, JSON | {"x-sie-version": "0.1", "x-sie-request-id": "a"}, body)
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    environ = {"SIE_GATEWAY_URL": url, "SIE_CONFIG_SERVICE_URL": url, "SIE_NATS_URL": "nats://127.0.0.1:1"}
-    result = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env=environ)
-    assert isinstance(result.exception, SystemExit), result.exc_info
-    assert "findings" in result.output
-    assert all(letter.isprintable() or letter == "\n" for letter in result.output)
 
 
 @pytest.mark.parametrize("form", ["table", "json", "yaml"])

@@ -1,4 +1,4 @@
-"""HTTP connections: trailers, slow bodies, answers before the end of a body, half-closed clients. The tests run on the
+"""HTTP connections: trailers, slow bodies, answers before the end of a body, clients that leave. The tests run on the
 event loop of asyncio and on uvloop, which our processes use.
 """
 
@@ -204,16 +204,13 @@ def test_chunks_of_one_byte_are_a_body_as_any(run: Run) -> None:
 
 
 def test_chunks_of_one_byte_leave_other_connections_their_turn(run: Run) -> None:
-    """One turn of the event loop parses only some of the chunks that have arrived. A client that sends no more after
-    its request is answered too.
-    """
+    """One turn of the event loop parses only some of the chunks that have arrived."""
 
     async def scenario() -> None:
         async with serving() as (server, reader, writer):
             writer.write(ask("/read", method="POST")[:-2] + CHUNKED)
             (connection,) = await until(lambda: server.http._state.connections, "the server has the connection")
             writer.write(b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n")
-            writer.write_eof()
             answered, counts = asyncio.create_task(answer(reader)), []
             while not answered.done():
                 counts.append(connection._body_pieces)
@@ -398,78 +395,26 @@ def test_requests_ahead_of_their_answers_have_a_limit(run: Run) -> None:
     run(scenario())
 
 
-# half-closed
+# clients that leave
 
 
-def half_close(writer: asyncio.StreamWriter) -> None:
-    writer.write_eof()
-
-
-@pytest.mark.parametrize("path", ["/read", "/slow"])
-def test_a_request_whose_client_sends_no_more_is_answered(run: Run, path: str) -> None:
-    async def scenario() -> None:
-        async with serving() as (server, reader, writer):
-            writer.write(ask(path, "content-length: 3", method="POST") + b"abc")
-            half_close(writer)
-            if path == "/slow":
-                await server.entered.wait()
-                await asyncio.sleep(0.05)  # the half-close has arrived by now
-                server.go_on.set()
-            arrived = await reader.read()
-            assert arrived.startswith(b"HTTP/1.1 200 "), arrived
-            assert b'"body": "abc"' in arrived
-            assert not server.gone.is_set()
-
-    run(scenario())
-
-
-def test_all_requests_before_a_half_close_are_answered(run: Run) -> None:
-    async def scenario() -> None:
-        async with serving() as (_, reader, writer):
-            writer.write(ask("/read") * 3 + b"GET /re")  # and an incomplete request, which cannot be answered
-            half_close(writer)
-            assert (await reader.read()).count(b"HTTP/1.1 200 ") == 3
-
-    run(scenario())
-
-
-def test_a_half_closed_client_that_waits_is_asked_and_answered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sends one interim response."""
-    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
+@pytest.mark.parametrize("leave", ["close", "write_eof"])
+def test_a_client_that_closes_its_sending_side_is_gone_at_once(run: Run, leave: str) -> None:
+    """A closed connection and a half-closed one look the same."""
 
     async def scenario() -> None:
         async with serving() as (server, reader, writer):
-            writer.write(ask("/slow"))
-            half_close(writer)
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            await asyncio.sleep(0.2)
-            assert not server.gone.is_set()
-            server.go_on.set()
-            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-
-    run(scenario())
-
-
-def test_a_client_that_is_gone_is_noticed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed client looks like a half-closed one until the server sends something."""
-    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
-
-    async def scenario() -> None:
-        async with serving() as (server, _, writer):
             writer.write(ask("/slow"))
             await server.entered.wait()
-            writer.close()
+            getattr(writer, leave)()
             await server.gone.wait()
+            assert await reader.read() == b""
 
     run(scenario())
 
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["close", "reset"])
-def test_the_request_that_runs_learns_that_its_client_is_gone_if_another_is_pipelined(
-    run: Run, is_reset: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
-
+def test_the_request_that_runs_learns_that_its_client_is_gone_if_another_is_pipelined(run: Run, is_reset: bool) -> None:
     async def scenario() -> None:
         async with serving() as (server, _, writer):
             writer.write(ask("/slow") + ask("/read"))
@@ -551,24 +496,9 @@ def test_an_incomplete_request_ends_with_its_connection(run: Run) -> None:
     async def scenario() -> None:
         async with serving() as (server, reader, writer):
             writer.write(ask("/read", "content-length: 10", method="POST") + b"abc")
-            half_close(writer)
+            writer.write_eof()
             assert await reader.read() == b""
             await server.gone.wait()
-
-    run(scenario())
-
-
-def test_a_client_without_http_1_1_is_never_sent_an_interim_response(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.0)
-
-    async def scenario() -> None:
-        async with serving() as (server, reader, writer):
-            writer.write(b"GET /slow HTTP/1.0\r\n\r\n")
-            half_close(writer)
-            await server.entered.wait()
-            await asyncio.sleep(0.1)
-            server.go_on.set()
-            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
     run(scenario())
 

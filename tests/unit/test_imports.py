@@ -9,7 +9,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import sie_client
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 # package of an extra -> packages of the extras that it may use
-USES = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["uses"]
+USES = measure.OF_EXTRAS.get("uses", {})
 # contracts < broker < runtime < store < components < cli: what each package may import
 SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 BELOW = {

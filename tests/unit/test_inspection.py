@@ -299,7 +299,7 @@ def language_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error_class", "text"),
     [
-        (lambda folder: None, "NOT_FOUND", "no config.json, modules.json or gliner_config.json; it has nothing"),
+        (lambda folder: None, "NOT_FOUND", "no config.json, no modules.json and no file of a package; it has nothing"),
         (lora, "INCOMPATIBLE", "LoRA of org/base"),
         (without_weights, "NOT_FOUND", r"no \*.safetensors"),
         (half_written, "INCOMPATIBLE", "is not JSON"),
@@ -374,7 +374,7 @@ def test_a_hub_model_of_the_catalogue_keeps_its_options_and_gets_the_commit(
     entry_file = tmp_path / "catalog/models/rasyosef/splade-mini.yaml"
     entry_file.parent.mkdir(parents=True)
     entry_file.write_text(re.sub(r"revision: \w+", "unpinned: true", packaged))
-    monkeypatch.setattr("sie_cli.models.inspect.packaged_folder", lambda: tmp_path / "catalog")
+    monkeypatch.setattr("sie_runtime.feed.packaged_folder", lambda: tmp_path / "catalog")
     commit = "b" * 40
     snapshot = tmp_path / "hub" / "models--rasyosef--splade-mini" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)

@@ -36,7 +36,7 @@ def test_a_process_that_ignores_interrupts_still_does(tmp_path: Path) -> None:
     assert done.returncode == 99
 
 
-@pytest.mark.parametrize("command", [["settings"], ["models", "list"], ["doctor"]])
+@pytest.mark.parametrize("command", [["settings"], ["models", "list"], ["status"]])
 def test_an_interrupt_of_a_command_ends_it_with_the_status_of_a_shell(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,8 +60,9 @@ def test_what_is_no_place_of_the_text_is_refused_with_its_path(entities: Any, pa
     assert "Ada" not in refused.value.message
 
 
+@pytest.mark.usefixtures("sample_families")
 def test_an_item_whose_entities_are_no_places_of_its_text_fails_alone() -> None:
-    entry = SimpleNamespace(id="m", inputs=("text",), outputs={"json": 0}, family="glirel")
+    entry = SimpleNamespace(id="m", inputs=("text",), outputs={"json": 0}, family="sample-mentions")
     request: Any = SimpleNamespace(operation="extract", resolved=SimpleNamespace(entry=entry))
     failed = unusable(RequestItem(TEXT, metadata={"entities": [entity(end=99)]}), request, None)  # type: ignore[arg-type]
     assert failed is not None

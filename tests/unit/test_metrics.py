@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pages
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, Process, until_told
@@ -30,7 +31,7 @@ from sie_gateway.http.routes import ROUTES
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, MetricMaker, Scrape, epoch_number
-from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
+from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, Metric, tables
 from sie_runtime.metrics_table import Process as Kind
 from sie_sidecar.metrics import AdapterCounts, SidecarMetrics, of_models, oom_counts, tower_counts
 
@@ -136,7 +137,7 @@ def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_i
         metrics.make.counters("sie_requests"),
         metrics.make.histograms("sie_request_duration_seconds"),
     )
-    table, chance = TABLE["worker"], random.Random(7)
+    table, chance = tables()["worker"], random.Random(7)
     models = [f"org/model-{number}" for number in range(1000)]
     weights = [1 / (rank + 1) for rank in range(1000)]
     request_count, named = 0, set[str]()
@@ -173,7 +174,7 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
             for phase in phases:
                 seconds.labels(model, endpoint, phase).observe(1)
 
-    metric = TABLE["worker"]["sie_request_duration_seconds"]
+    metric = tables()["worker"]["sie_request_duration_seconds"]
     first = [f"first-{number}" for number in range((metric.most - metric.rest) // metric.series_per_name)]
     for number, model in enumerate(first):
         ask(model, 100 + number)
@@ -201,14 +202,14 @@ def test_labels_of_fixed_sets_all_have_their_place() -> None:
 
 
 def test_every_label_of_a_route_has_room_in_the_histogram_of_latencies() -> None:
-    latencies = TABLE["gateway"]["sie_gateway_request_latency_seconds"]
+    latencies = tables()["gateway"]["sie_gateway_request_latency_seconds"]
     assert len({row.endpoint for row in ROUTES} | {"ws", OTHER}) <= latencies.rest, "raise _ENDPOINTS"
 
 
-@pytest.mark.parametrize("process", TABLE)
+@pytest.mark.parametrize("process", tables())
 def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
     """Neither the declared limits nor thousands of values of every label of every metric exceed the bound."""
-    table = TABLE[process]
+    table = tables()[process]
     assert sum(metric.series for metric in table.values()) <= MAX_SERIES
     make, scrape = MetricMaker(process), Scrape(process)
     random.seed(7)
@@ -238,7 +239,7 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
 
 
 def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
-    scrape, most = Scrape("gateway"), TABLE["gateway"]["sie_gateway_worker_queue_depth"].most
+    scrape, most = Scrape("gateway"), tables()["gateway"]["sie_gateway_worker_queue_depth"].most
     for generation in range(5):
         names = {(f"worker {generation}-{number}",): 1.0 for number in range(most - 1)}
         family = scrape.gauge("sie_gateway_worker_queue_depth", names)
@@ -264,7 +265,7 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
     counters, histograms = of_models(worker.registry)
     assert sum(counters["sie_tokens_processed_total"].values()) == 100_000, "nothing is lost, it is only told together"
     assert counters["sie_padding_tokens_total"]["org/model-0"] == 2
-    most = TABLE["worker"]["sie_batch_size"].most
+    most = tables()["worker"]["sie_batch_size"].most
     assert histograms["sie_batch_size"]["other"]["counts"][-1] == 10_000 - (most - 1)
 
 
@@ -289,7 +290,7 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
             series_by_name = await scraped(process)
             assert sum(len(series_per_name) for series_per_name in series_by_name.values()) <= MAX_SERIES
-            assert series_by_name.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
+            assert series_by_name.keys() <= {name for metric in tables()[kind].values() for name in metric.exported}
         assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
             "less what was told before"
         )
@@ -306,6 +307,7 @@ def test_the_contract_s_names_and_labels_are_there() -> None:
         assert {*labels} <= {*metric.labels}, name
 
 
+@pages.WHOLE
 def test_the_page_is_what_the_table_says() -> None:
     text = PAGE.read_text("utf-8")
     assert page(text) == text, "python tests/metrics_page.py writes it anew"

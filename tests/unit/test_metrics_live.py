@@ -33,7 +33,7 @@ from sie_gateway.fleet import lag
 from sie_gateway.http.auth import Gate
 from sie_gateway.inference.results import device_seconds
 from sie_gateway.streams.backlog import Backlog
-from sie_runtime.metrics_table import OTHER, TABLE
+from sie_runtime.metrics_table import OTHER, tables
 from sie_sidecar.metrics import SidecarMetrics
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -294,4 +294,4 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     metrics = await told()
     assert metrics["sie_config_requests_total['499', 'POST', 'models']"] == 1
     names = {name.partition("[")[0] for name in metrics}
-    assert names <= {name for metric in TABLE["config"].values() for name in metric.exported}
+    assert names <= {name for metric in tables()["config"].values() for name in metric.exported}

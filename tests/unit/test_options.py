@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.errors import InvalidInput
+from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import describe
@@ -32,6 +33,8 @@ from sie_contracts.models.options import (
     tokenizing,
 )
 from sie_contracts.wire.messages import Operation, RunOptions
+
+pytestmark = pytest.mark.usefixtures("sample_families")
 
 # precedence
 
@@ -133,9 +136,9 @@ ENCODE: Asked = ("org/rich", "encode", {})
 QUERY: Asked = ("org/rich", "encode", {"is_query": True})
 HYBRID: Asked = ("org/m3", "score", {})
 LABELS = {"labels": ["person"]}
-GLINER: Asked = ("org/gliner", "extract", LABELS)
-CLASSIFIER: Asked = ("org/gliclass", "extract", LABELS)
-GLIREL: Asked = ("org/glirel", "extract", LABELS)
+FINDER: Asked = ("org/finder", "extract", LABELS)
+CLASSIFIER: Asked = ("org/labeller", "extract", LABELS)
+RELATER: Asked = ("org/relater", "extract", LABELS)
 RELATED: Asked = ("org/relations", "extract", {**LABELS, "relation_labels": ["knows"]})
 PRUNER: Asked = ("org/pruner", "extract", {"instruction": "what is asked"})
 NLI: Asked = ("org/nli", "extract", LABELS)
@@ -144,11 +147,11 @@ DETECTOR: Asked = ("org/detector", "extract", LABELS)
 READER: Asked = ("org/reader", "extract", {})
 LISTENER: Asked = ("org/listener", "extract", {})
 MORE = [
-    entry("org/gliclass", family="gliclass", outputs={"classifications": 0}),
-    entry("org/glirel", family="glirel", outputs={"relations": 0}),
+    entry("org/labeller", family="sample-classes", outputs={"classifications": 0}),
+    entry("org/relater", family="sample-mentions", outputs={"relations": 0}),
     entry("org/pruner", family="pruner", outputs={"entities": 0}),
     entry("org/classes", family="text-classifier", outputs={"classifications": 0}),
-    entry("org/listener", family="sound-reader", inputs=["audio"], outputs={"entities": 0}),
+    entry("org/listener", family="sample-listener", inputs=["audio"], outputs={"entities": 0}),
 ]
 ALL = Catalogue({**CATALOGUE.entries, **{model_entry.id: model_entry for model_entry in MORE}})
 # each parameter that changes numbers: where, and two values other than the default
@@ -166,13 +169,13 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "doc_template": (ENCODE, "a {text}", "{text}"),
     "score_mode": (HYBRID, "dense", "sparse"),
     "score_weights": (HYBRID, {"dense": 0.5}, {"sparse": 1.0}),
-    "threshold": (GLINER, 0.1, 0.2),
-    "flat_ner": (GLINER, False, True),
+    "threshold": (FINDER, 0.1, 0.2),
+    "flat_ner": (FINDER, False, True),
     "multi_label": (NLI, True, False),
-    "merge_adjacent_entities": (GLINER, True, False),
+    "merge_adjacent_entities": (FINDER, True, False),
     "hypothesis_template": (NLI, "It is {}.", "About {}."),
     "raw_scores": (CLASSES, True, False),
-    "top_k": (GLIREL, 1, 2),
+    "top_k": (RELATER, 1, 2),
     "relation_threshold": (RELATED, 0.1, 0.2),
     "label_thresholds": (NLI, {"a": 0.1}, {"a": 0.2}),
     "examples": (CLASSIFIER, [{"text": "a", "labels": ["b"]}], [{"text": "a", "labels": ["c"]}]),
@@ -185,6 +188,7 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "language": (LISTENER, "en", "de"),
     "max_new_tokens": (READER, 8, 16),
 }
+REGISTERED = families.rows()
 NOT_PARAMETERS = {"items", "inputs", "input", "params", "options", "model", "query"}
 
 
@@ -196,6 +200,11 @@ def variant(case: Asked, **fields: Any) -> str:
 def test_each_parameter_changes_the_fingerprint_or_has_a_reason_not_to() -> None:
     assert VARYING.keys() | NEUTRAL.keys() == known_fields() - NOT_PARAMETERS
     assert not VARYING.keys() & NEUTRAL.keys()
+
+
+@pytest.mark.parametrize("family", REGISTERED)
+def test_each_parameter_of_a_registered_family_is_one_of_these(family: str) -> None:
+    assert REGISTERED[family].parameters <= VARYING.keys() | NEUTRAL.keys()
 
 
 @pytest.mark.parametrize("name", VARYING)
@@ -216,7 +225,7 @@ def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level
         (ENCODE, {"input_type": "query", "output_types": ["sparse"], "lora": "a", "timing": "items"}),
         (ENCODE, {"normalize": True, "dimensions": 384, "pooling": "mean", "truncate": True}),
         (("org/late", "encode", {}), {"output_types": ["multivector"]}),
-        (GLINER, {"labels": ["place"], "precompute_labels": True, "threshold": 0.4}),
+        (FINDER, {"labels": ["place"], "precompute_labels": True, "threshold": 0.4}),
         (PRUNER, {"instruction": "something else"}),
         (LISTENER, {"word_times": True}),
     ],
@@ -430,7 +439,7 @@ def test_a_lora_that_is_ambiguous_or_that_the_model_cannot_have_is_refused() -> 
     for level in LEVELS:
         error = refused(merged(at(level, "lora", "a"), {"lora_id": "b"}))
         assert (error.reason, error.param) == ("lora_conflict", f"{level}lora")
-    for spec, operation, extra in (("org/judge", "score", {}), ("org/gliner", "extract", {"labels": ["x"]})):
+    for spec, operation, extra in (("org/judge", "score", {}), ("org/finder", "extract", {"labels": ["x"]})):
         for name in ("lora_id", "lora"):
             error = refused({"options": {name: "a"}, **extra}, spec, operation=operation)
             assert (error.reason, error.param) == ("lora_unsupported", f"options.{name}")
@@ -473,16 +482,16 @@ def test_parameters_are_layered_key_by_key() -> None:
         ":both": {"score_mode": "sparse", "score_weights": {"colbert": 1.0}},
     }
     base = {"threshold": 0.4, "multi_label": True}
-    gliner_parameters = {
-        spec: options({"labels": ["x"]}, f"org/gliner{spec}", operation="extract").run.parameters
+    finder_parameters = {
+        spec: options({"labels": ["x"]}, f"org/finder{spec}", operation="extract").run.parameters
         for spec in ("", ":sure", ":nested")
     }
-    assert gliner_parameters == {
+    assert finder_parameters == {
         "": base,
         ":sure": {**base, "threshold": 0.9},
         ":nested": {**base, "threshold": 0.9, "flat_ner": False},
     }
-    over = options({"labels": ["x"], "flat_ner": 1}, "org/gliner:nested", operation="extract").run.parameters
+    over = options({"labels": ["x"], "flat_ner": 1}, "org/finder:nested", operation="extract").run.parameters
     assert over == {**base, "threshold": 0.9, "flat_ner": True}
 
 
@@ -532,7 +541,7 @@ def test_a_pair_template_is_cut_into_pieces_that_no_instruction_can_change(
 
 def test_labels_keep_their_order_and_their_case() -> None:
     body = {"labels": ["Zebra", "ant", "Ant", "ant"]}
-    assert options(body, "org/gliner", operation="extract").run.labels == ("Zebra", "ant", "Ant", "ant")
+    assert options(body, "org/finder", operation="extract").run.labels == ("Zebra", "ant", "Ant", "ant")
     levels = {level: at(level, "labels", [level or "top"]) for level in LEVELS}
     for first, level in enumerate(LEVELS):
         body = merged(
@@ -541,7 +550,7 @@ def test_labels_keep_their_order_and_their_case() -> None:
         assert options(body, "org/nli", operation="extract").run.labels == (level or "top",)
 
 
-@pytest.mark.parametrize("spec", ["org/gliner", "org/nli"])
+@pytest.mark.parametrize("spec", ["org/finder", "org/nli"])
 @pytest.mark.parametrize("body", [{}, {"labels": []}, {"params": {"labels": None}}])
 def test_labels_are_required_where_there_is_nothing_to_look_for_without(spec: str, body: dict[str, Any]) -> None:
     error = refused(body, spec, operation="extract")
@@ -552,7 +561,7 @@ def test_labels_are_required_where_there_is_nothing_to_look_for_without(spec: st
 @pytest.mark.parametrize("labels", ["person", [1], [""], [" "], {"person": 1}, [None], ["x"] * (MAX_LABELS + 1)])
 def test_labels_that_are_none_are_refused(labels: Any) -> None:
     for level in LEVELS:
-        error = refused(at(level, "labels", labels), "org/gliner", operation="extract")
+        error = refused(at(level, "labels", labels), "org/finder", operation="extract")
         assert (error.reason, error.param) == ("schema", f"{level}labels")
 
 
@@ -560,22 +569,22 @@ def test_a_threshold_is_the_request_s_the_profile_s_the_model_s_or_the_family_s(
     def threshold(spec: str, **body: Any) -> float | None:
         return options({"labels": ["x"], **body}, spec, operation="extract").run.threshold
 
-    assert threshold("org/gliner") == 0.4
-    assert threshold("org/gliner:sure") == threshold("org/gliner:nested") == 0.9
-    assert threshold("org/gliner:sure", options={"threshold": 0}) == 0.0
+    assert threshold("org/finder") == 0.4
+    assert threshold("org/finder:sure") == threshold("org/finder:nested") == 0.9
+    assert threshold("org/finder:sure", options={"threshold": 0}) == 0.0
     assert threshold("org/nli") is None
     for level in LEVELS:
         for wrong in ("0.5", True, float("inf"), [0.5]):
-            error = refused(merged({"labels": ["x"]}, at(level, "threshold", wrong)), "org/gliner", operation="extract")
+            error = refused(merged({"labels": ["x"]}, at(level, "threshold", wrong)), "org/finder", operation="extract")
             assert (error.reason, error.param) == ("schema", f"{level}threshold")
 
 
 @pytest.mark.parametrize(
     ("spec", "name", "value"),
     [
-        ("org/gliner", "flat_ner", "no"),
-        ("org/gliner", "multi_label", 2),
-        ("org/gliner", "merge_adjacent_entities", "x"),
+        ("org/finder", "flat_ner", "no"),
+        ("org/finder", "multi_label", 2),
+        ("org/finder", "merge_adjacent_entities", "x"),
         ("org/nli", "hypothesis_template", "about it"),
         ("org/nli", "hypothesis_template", "{} {}"),
         ("org/nli", "hypothesis_template", 3),
@@ -607,10 +616,10 @@ def test_the_times_of_words_are_a_boolean() -> None:
 
 def test_an_option_of_another_family_is_a_warning() -> None:
     request_options = options(
-        {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract"
+        {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/finder", operation="extract"
     )
     assert request_options.warnings == (
-        "options.hypothesis_template: ignored, no such option of org/gliner on this route",
+        "options.hypothesis_template: ignored, no such option of org/finder on this route",
     )
     assert "hypothesis_template" not in request_options.run.parameters
 
@@ -645,9 +654,9 @@ def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[
 
 def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
     body = {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}
-    warning = "params.output_schema: ignored, no such option of org/gliner on this route"
-    assert options(body, "org/gliner", operation="extract").warnings == (warning,)
-    error = refused(body, "org/gliner", operation="extract", strict=True)
+    warning = "params.output_schema: ignored, no such option of org/finder on this route"
+    assert options(body, "org/finder", operation="extract").warnings == (warning,)
+    error = refused(body, "org/finder", operation="extract", strict=True)
     assert (error.reason, error.param) == ("unknown_option", "params.output_schema")
 
 
@@ -667,7 +676,7 @@ def test_a_threshold_of_relations_is_no_warning_if_it_is_unset_or_the_profile_ha
     assert options(body, "org/relations", operation="extract", strict=True).warnings == ()
     own = entry(
         "org/own",
-        family="gliner-relations",
+        family="sample-relations",
         outputs={"entities": 0, "relations": 0},
         run={"parameters": {"relation_labels": ["knows"]}},
     )
@@ -678,9 +687,9 @@ def test_a_threshold_of_relations_is_no_warning_if_it_is_unset_or_the_profile_ha
 def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> None:
     outputs = {"entities": 0, "relations": 0}
     own = [
-        entry("org/alone", family="gliner2", outputs=outputs),
-        entry("org/between", family="gliner-relations", outputs=outputs),
-        entry("org/entities", family="gliner2", outputs={"entities": 0}),
+        entry("org/alone", family="sample-schemas", outputs=outputs),
+        entry("org/between", family="sample-relations", outputs=outputs),
+        entry("org/entities", family="sample-schemas", outputs={"entities": 0}),
     ]
     catalogue = Catalogue({model.id: model for model in own})
     body = {"params": {"relation_labels": ["knows"]}}
@@ -695,7 +704,7 @@ def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> Non
         assert (caught.value.reason, caught.value.param) == (reason, param)
 
 
-@pytest.mark.parametrize("family", ["gliner2", "theirs"])
+@pytest.mark.parametrize("family", ["sample-schemas", "theirs"])
 def test_the_parts_of_a_schema_come_from_no_request_and_no_entry(family: str) -> None:
     """They are what a schema becomes, so values of that name would be read as a schema that nobody has checked."""
     run = {"parameters": {"parts": 5}}

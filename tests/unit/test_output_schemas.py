@@ -31,6 +31,7 @@ from sie_contracts.models.output_schemas import (
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk import LABEL_RESULT_BYTES, ChunkLimits, plan, result_bytes
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 PATH = "params.output_schema"
 STRING = {"type": "string"}
 ENUM = {"enum": ["a", "b"]}
@@ -42,16 +43,16 @@ def entry_of(name: str, family: str, output: str, **fields: Any) -> Any:
 
 
 ENTRIES = [
-    entry_of("spans", "gliner2", "entities"),
-    entry_of("decide", "gliner2", "classifications"),
-    entry_of("classes", "gliclass", "classifications"),
+    entry_of("spans", "sample-schemas", "entities"),
+    entry_of("decide", "sample-schemas", "classifications"),
+    entry_of("classes", "sample-classes", "classifications"),
     entry_of("nli", "zero-shot-classifier", "classifications"),
-    entry_of("scales", "laya", "classifications"),
-    entry_of("gliner", "gliner", "entities"),
+    entry_of("scales", "sample-scales", "classifications"),
+    entry_of("finder", "sample-entities", "entities"),
     entry_of("tags", "token-classifier", "entities"),
     entry_of(
         "ready",
-        "gliner2",
+        "sample-schemas",
         "entities",
         run={"parameters": {"output_schema": {"type": "object", "properties": {"a": STRING}}}},
     ),
@@ -338,7 +339,7 @@ def test_labels_of_decisions_follow_those_of_a_request_where_each_has_a_row() ->
 
 
 @pytest.mark.parametrize("name", ["output_schema", "label_groups", "label_thresholds"])
-@pytest.mark.parametrize("model", ["gliner", "tags"])
+@pytest.mark.parametrize("model", ["finder", "tags"])
 def test_a_family_without_schemas_warns(model: str, name: str) -> None:
     warning = f"params.{name}: ignored, no such option of org/{model} on this route"
     assert run(model, labels=["x"], **{name: {"a": {}}}).warnings == (warning,)

@@ -12,11 +12,14 @@ from typing import cast
 import click
 import pytest
 from click.testing import CliRunner
+from inprocess import InProcess
 
 from sie_cli.options import Commands
+from sie_contracts import entry_points
 from sie_contracts.settings import SettingError
 from sie_gateway import plugin
-from sie_gateway.http.routes import ROUTES
+from sie_gateway.http import auth
+from sie_gateway.http.routes import PLUGINS, ROUTES
 from sie_gateway.operations.findings import of_plugins
 
 COMMAND = 'import click\n@click.command(short_help="Says hello.")\ndef hello():\n    click.echo("hello")\n'
@@ -72,13 +75,15 @@ def test_gateway_takes_routes_of_packages_and_names_those_that_raise(
         "stranger_apart": "import no_such_package\n",
     }
     _install(tmp_path, monkeypatch, plugin.GROUP, modules)
-    monkeypatch.setattr(plugin, "_entries", plugin._entries.__wrapped__)
-    core = [route for route in ROUTES if route.path != "/v1/redact/{model:path}"]
-    with caplog.at_level("INFO", "sie.gateway.plugins"):
-        loaded = plugin.load(core)
+    of_packages = {id(route) for route in PLUGINS.routes}
+    monkeypatch.setattr(entry_points, "FAULTS", {})
+    with caplog.at_level("INFO", "sie.entry_points"):
+        loaded = plugin.load([route for route in ROUTES if id(route) not in of_packages])
     assert "/v1/hello" in {route.path for route in loaded.routes}
     assert loaded.faults.keys() == {"faulty", "twice"}
     assert loaded.faults["faulty"] == "ValueError: out of order"
+    assert entry_points.FAULTS.keys() == {"sie.gateway faulty", "sie.gateway twice"}
+    assert "pip install 'stranger[more]'" in loaded.missing["apart"]
     told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert [line for line in told if "pip install 'stranger[more]'" in line]
     assert [finding.check for finding in of_plugins(loaded.faults)] == ["gateway", "gateway"]
@@ -100,11 +105,35 @@ def test_gateway_serves_without_a_service_that_raises() -> None:
 
     greeter, faults = _Greeter(), dict[str, str]()
     sound = {"greets": plugin.Plugin(build=lambda _: greeter), "rows": plugin.Plugin()}
-    loaded = plugin.Plugins({**sound, "raises": plugin.Plugin(build=raises)}, {})
+    loaded = plugin.Plugins({**sound, "raises": plugin.Plugin(build=raises)}, {}, {})
     assert loaded.build(context, faults) == (greeter,)
     assert faults == {"raises": "ValueError: out of order"}
     with pytest.raises(SettingError, match="SIE_GREETING"):
-        plugin.Plugins({"refuses": plugin.Plugin(build=refuses)}, {}).build(context, {})
+        plugin.Plugins({"refuses": plugin.Plugin(build=refuses)}, {}, {}).build(context, {})
+
+
+async def test_paths_of_a_plugin_that_is_not_installed_say_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = {"greetings": "the package hello is not installed: pip install 'stranger[more]'"}
+    monkeypatch.setattr(auth, "PLUGINS", plugin.Plugins({}, missing, {}))
+    async with InProcess(tmp_path) as cluster:
+        client = (await cluster.gateway(ready=False)).client
+        answer = await client.get("/v1/greetings/today")
+        assert (answer.status_code, "pip install 'stranger[more]'" in answer.text) == (404, True)
+        assert "pip" not in (await client.get("/v1/other")).text
+
+
+def test_what_an_extra_lacks_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, monkeypatch, "sie.commands", {"stranger_hello": "raise ValueError"})
+    about = tmp_path / "stranger-1.0.dist-info" / "METADATA"
+    about.write_text(
+        "Metadata-Version: 2.4\nName: stranger\nVersion: 1.0\nProvides-Extra: more\nProvides-Extra: else\n"
+        'Requires-Dist: click>=8; extra == "more"\nRequires-Dist: no-such-package>=2; extra == "more"\n'
+        "Requires-Dist: nor-this-one; extra == 'else'\n"
+    )
+    found = dict(entry_points.lacking("sie.commands"))
+    assert found["hello"] == "no-such-package not installed: pip install 'stranger[more]'"
 
 
 TABLES = """

@@ -224,19 +224,37 @@ async def test_a_result_whose_address_is_no_subject_leaves_the_worker_alone(clus
     assert reasons(await cluster.result(await cluster.publish("b"))) == [""]
 
 
-async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Direct) -> None:
-    await cluster.sidecar()
+async def delivered_in_vain(cluster: Direct, count: int, times: int) -> None:
+    """Deliver the first `count` messages so many times to a process that stops."""
+    stopped = cluster.server.connect("stopped")
+    deliveries: list[Delivery] = []
+    pulls = stopped.pulls(cluster.stream.name, deliveries.append)
+    for _ in range(times):
+        pulls.want(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0).name, count)
+        await until(lambda: len(deliveries) == count, "the deliveries")
+        for delivery in deliveries:
+            await delivery.nak()
+        deliveries.clear()
+    await pulls.stop()
+    await stopped.close()
+
+
+@pytest.mark.parametrize("in_vain", [0, 5])
+async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Direct, in_vain: int) -> None:
+    """A worker hands it back four times, however often the work was delivered to workers that stopped."""
     item = await cluster.publish("a")
-    await cluster.result(item)
     unknown_item = msgspec.structs.replace(item, request="other", revision="another")
     await cluster.broker.publish(
         topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(unknown_item), "other"
     )
-    result = await cluster.result(unknown_item)
-    assert reasons(result) == ["NOT_READY config_changed"]
+    await delivered_in_vain(cluster, 2, in_vain)
+    sidecar = await cluster.sidecar()
+    assert reasons(await cluster.result(item)) == [""]
+    assert reasons(await cluster.result(unknown_item)) == ["NOT_READY config_changed"]
     await cluster.left(0)
     (letter,) = await cluster.letters()
-    assert (letter.error.code, letter.deliveries) == ("NOT_READY", 5)
+    assert (letter.error.code, letter.deliveries) == ("NOT_READY", in_vain + 5)
+    assert await sidecar.metric("sie_settlements_total", outcome="handed_back") == 4
 
 
 async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(cluster: Direct) -> None:
@@ -244,16 +262,7 @@ async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(clust
     a dead letter.
     """
     items = [await cluster.publish(f"text {number}") for number in range(3)]
-    stopped = cluster.server.connect("stopped")
-    deliveries: list[Delivery] = []
-    pulls = stopped.pulls(cluster.stream.name, deliveries.append)
-    for _ in range(5):
-        pulls.want(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0).name, len(items))
-        await until(lambda: len(deliveries) == len(items), "the deliveries")
-        for delivery in deliveries:
-            await delivery.nak()
-        deliveries.clear()
-    await pulls.stop()
+    await delivered_in_vain(cluster, len(items), 5)
     adapter = await cluster.deadly()
     sidecar = await cluster.sidecar(adapter)
     results = [await cluster.result(item) for item in items]
@@ -265,7 +274,6 @@ async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(clust
     assert await sidecar.metric("sie_poisoned_inputs_total") == 0
     bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
     assert await bucket.entries() == []
-    await stopped.close()
 
 
 # ---- marks

@@ -6,14 +6,14 @@ import asyncio
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import msgspec
+import of_extras
 import pytest
-import settings_of_extras
 from click.testing import CliRunner
-from settings_of_extras import UNSET, Documented
 from zygote import Forked
 
 from sie_cli.main import main
@@ -33,8 +33,20 @@ from sie_contracts.settings import (
 )
 
 SIE = str(Path(sys.executable).with_name("sie"))
+UNSET = "(unset)"
 CANARY = "canary-9f31"
 MODES: tuple[Mode, ...] = ("queue", "standalone")
+
+
+@dataclass(frozen=True)
+class Documented:
+    """One setting as documented. `default` is what `sie settings` shows, `good` is another legal value, `bad` are
+    illegal values.
+    """
+
+    default: str
+    good: str
+    bad: tuple[str, ...] = ()
 
 
 class _DocumentedSettings(dict[str, Documented]):
@@ -48,7 +60,6 @@ class _DocumentedSettings(dict[str, Documented]):
 # is unset here.
 DOCUMENTED = _DocumentedSettings(
     {
-        **settings_of_extras.DOCUMENTED,
         "SIE_DEVICE": Documented(
             "auto",
             "cuda:1",
@@ -208,12 +219,15 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_PREPROCESSOR_WORKERS": Documented("4", "1", ("0", "x", "")),
         "SIE_IMAGE_WORKERS": Documented("4", "1", ("0", "x", "")),
         "SIE_ATTENTION_BACKEND": Documented("auto", "eager", ("flash", "")),
-        "SIE_SGLANG_PYTHON": Documented(UNSET, "/opt/sglang/bin/python"),
         "SIE_DEFAULT_COMPUTE_PRECISION": Documented("float16", "bfloat16", ("fp16", "int8", "")),
         "SIE_INSTRUMENTATION": Documented("false", "true", ("x", "")),
         "SIE_MAX_LORAS_PER_MODEL": Documented("10", "2", ("0", "x", "")),
     }
 )
+
+DOCUMENTED |= {
+    name: Documented(*values) for module in of_extras.modules("settings") for name, values in module.DOCUMENTED.items()
+}
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

@@ -177,7 +177,7 @@ async def test_a_password_may_have_any_character_and_stands_in_no_url(
         gateway = await processes.gateway(**broker, **config)
         await processes.sidecar(adapter, **broker, **config)
         assert (await encode(gateway)).status_code == 200
-        command = ["topology", "check", "--nats-url", url]
+        command = ["keys", "list", "--nats-url", url]
         looked = await asyncio.to_thread(CliRunner().invoke, main, command, env={"SIE_NATS_PASSWORD": password})
         assert looked.exit_code == 0, looked.output
         refused = await asyncio.to_thread(

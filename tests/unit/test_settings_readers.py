@@ -1,23 +1,21 @@
 """One place reads the environment, every setting has a reader where its row says, and every setting has a test of its
 effect.
 
-EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect. Settings of
-an extra have their lines in its file `tests/settings.toml`.
+EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import distribution
 import measure
+import of_extras
 import pytest
-import settings_of_extras
 
 from sie_contracts import settings
 from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
@@ -41,7 +39,6 @@ ADAPTER, CONFIG, BROKER, LOGS = (
 )
 
 EFFECTS = {
-    **settings_of_extras.EFFECTS,
     "SIE_DEVICE": f"{ADAPTER}::test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start",
     "SIE_MODELS_DIR": f"{CONFIG}::test_the_models_folder_is_laid_over_the_packaged_catalogue",
     "SIE_ALLOW_REMOTE_CODE": f"{TRUST}::test_code_that_nobody_allowed_is_refused_and_the_setting_named",
@@ -207,9 +204,11 @@ EFFECTS = {
     "SIE_INSTRUMENTATION": (
         f"{ADAPTER}::test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting"
     ),
-    "SIE_SGLANG_PYTHON": "extras/engines/tests/unit/test_sglang.py::test_the_setting_names_the_environment",
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }
+
+for _of_extra in of_extras.modules("settings"):
+    EFFECTS |= _of_extra.EFFECTS
 
 # (setting, component): its value is only checked there, against that of another setting, when the process starts
 CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
@@ -256,8 +255,8 @@ READS_HOME = {
     "cli/sie_cli/models/weights.py": "~ in a folder that is named on the command line",
 }
 
-# the same files of extras, by what they read
-OF_EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["reads"]
+# the same files of extras
+OF_EXTRAS = measure.OF_EXTRAS.get("reads", {"environ": {}, "home": {}})
 
 ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}
 ENVIRON_WRITES = {"putenv", "unsetenv"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 
 import measure
 import pytest
@@ -30,7 +29,7 @@ SET_ELSEWHERE = {
     "sie_adapter.engine.device libc.mallinfo2.restype": "how ctypes learns what a function returns",
     "sie_adapter.heads.transformers_head self.backbone.pooler": "taken out of a model of transformers",
     "sie_adapter.heads.transformers_head model.config.pad_token_id": "the configuration of a model of transformers",
-    **tomllib.loads((measure.ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["sie"]["sets"],
+    **measure.OF_EXTRAS.get("sets", {}),
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import of_extras
 import pytest
 from inprocess import GatewayProcess, InProcess, until_told
 from websockets.asyncio.client import connect
@@ -49,7 +50,7 @@ SHOWS = """
 """
 # Routes that return nothing of a tenant, except what is in the body of the request.
 SILENT = """
-    POST   /v1/encode/{model:path} /v1/score/{model:path} /v1/extract/{model:path} /v1/redact/{model:path}
+    POST   /v1/encode/{model:path} /v1/score/{model:path} /v1/extract/{model:path}
     POST   /v1/embeddings /embeddings /v1/contextualizedembeddings
     POST   /v1/rerank /v2/rerank /rerank /v1/ranking /v1/embed /v2/embed /v1/classify /classify
     POST   / /embed /embed_all /embed_sparse /predict /similarity /tokenize /decode
@@ -85,6 +86,11 @@ SILENT = """
     DELETE /v1/dead-letters /v1/dead-letters/{letter}
     GET    /healthz /livez /ping /readyz
 """
+
+
+OWNED, SHOWS, SILENT = (
+    text + of_extras.routes(name) for name, text in (("OWNED", OWNED), ("SHOWS", SHOWS), ("SILENT", SILENT))
+)
 
 
 def rows(text: str) -> set[tuple[str, str]]:

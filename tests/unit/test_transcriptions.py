@@ -34,7 +34,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         for name in (HEAR, "toy/listen"):
             outputs = {"entities": 0, "data": 0}
             cluster.source.put(toy_entry(name, family="sound-reader", inputs=["audio"], outputs=outputs))
-        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="gliner"))
+        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="token-classifier"))
         yield cluster
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pages
 import typescript_types
 
 import sie_client
 
 
+@pages.WHOLE
 def test_the_types_are_those_of_the_openapi_document() -> None:
     assert f"sha256 of its schemas: {typescript_types.digest()}\n" in typescript_types.TYPES.read_text("utf-8")
 

@@ -47,11 +47,6 @@ def test_a_full_disk_under_both_outputs_ends_the_command(arguments: list[str]) -
     assert (status, written) == (1, "")
 
 
-def test_a_file_name_that_is_too_long_is_one_line() -> None:
-    status, written = ran(["backup", "a" * 300], os.devnull)
-    assert (status, written) == (1, f"Error: {'a' * 300}: File name too long\n")
-
-
 def test_an_argument_that_is_no_text_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -252,10 +252,11 @@ def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_p
     assert manifest.left_out == ("onnx/model.onnx",)
 
 
+@pytest.mark.usefixtures("sample_families")
 def test_a_family_that_names_its_files_has_no_other_fetched() -> None:
-    """The repository of Laya has its other checkpoints in folders beside the files of the first."""
-    is_needed = wanted_by(entry(family="laya"))
-    names = ("rl_agent_config.json", BIG, "tokenizer/tokenizer.json", "encoder/config.json", "README.md")
+    """A repository may have other checkpoints in folders beside the files of the first."""
+    is_needed = wanted_by(entry(family="sample-scales"))
+    names = ("agent.json", BIG, "tokenizer/tokenizer.json", "encoder/config.json", "README.md")
     surplus_files = (f"multilingual/{BIG}", "multilingual/tokenizer/tokenizer.json", "encoder/.x", "config.json")
     assert [all(map(is_needed, names)), any(map(is_needed, surplus_files))] == [True, False]
     assert wanted_by(entry())(f"multilingual/{BIG}")

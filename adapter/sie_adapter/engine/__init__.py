@@ -1,1 +1,1 @@
-"""Engine of the adapter: it runs batches on one device with the loaded models, by torch, OpenVINO or SGLang."""
+"""Engine of the adapter: it runs batches on one device with the loaded models, by torch or an engine of a package."""

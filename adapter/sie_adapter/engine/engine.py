@@ -161,9 +161,9 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the CUDA context or an OpenVINO graph is lost: later batches would fail or be wrong."""
+        """End the process if the CUDA context or a graph is lost: later batches would fail or be wrong."""
         if is_device_fatal(error) or isinstance(error, GraphLost):
-            _logger.critical("the device or an OpenVINO graph is lost, so the process ends: %s", error)
+            _logger.critical("the device or a graph is lost, so the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(

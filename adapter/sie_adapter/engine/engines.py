@@ -19,12 +19,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from sie_contracts import entry_points
-from sie_contracts.models.entries import Engine
+from sie_contracts.models.entries import ENGINE_POINTS
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import RunBatch
-
-ENTRY_POINTS = "sie.engines"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Choice:
     of the entry that demands this engine, with its value, else empty.
     """
 
-    engine: Engine
+    engine: str
     reason: str
     demand: str = ""
 
@@ -97,9 +95,10 @@ class StateRunner(Protocol):
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Model that an engine loads. `model`: the transformers model, which is not changed; without its weights if the
-    engine `frees_torch`. `compute`: device, dtype and facts. `folder`: the model's files. `filler`: the token id for
-    padding. `max_tokens`: the number of tokens of the longest text. `lanes`: the number of device threads.
+    """Model that an engine loads. `model`: the transformers model, which is not changed, and whose weights are
+    freed after the load; without its weights if the engine `frees_torch`. `compute`: device, dtype and facts.
+    `folder`: the model's files. `filler`: the token id for padding. `max_tokens`: the number of tokens of the
+    longest text. `lanes`: the number of device threads.
     """
 
     model: Any
@@ -146,13 +145,13 @@ def in_int8(facts: EngineFacts) -> str:
 
 
 @functools.cache
-def rules() -> Mapping[Engine, Rule]:
+def rules() -> Mapping[str, Rule]:
     """Return the rules of all engines, by the names of their entry points; torch is last."""
-    of_packages: dict[Any, Rule] = entry_points.loaded(ENTRY_POINTS)
+    of_packages: dict[str, Rule] = entry_points.load(ENGINE_POINTS).objects
     return MappingProxyType(of_packages | {"torch": Rule("it serves every model", "", in_int8)})
 
 
-def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str], bool] | None = None) -> Choice:
+def choose(requested: str | None, facts: EngineFacts, missing: Callable[[str], bool] | None = None) -> Choice:
     """Return the engine for a model. `requested`: the engine that its entry names (`load.engine`). `missing`: returns
     whether a package is not installed. Raises ModelLoadFailed INCOMPATIBLE or DEPENDENCY.
     """
@@ -177,7 +176,7 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
     raise incompatible(f"{_INT8}: {'; '.join(lacking)}")
 
 
-def of_batch(choice: Choice, batch: RunBatch) -> Engine:
+def of_batch(choice: Choice, batch: RunBatch) -> str:
     """Return the engine that runs a batch. Torch runs the batch if its requests select a LoRA, or if the model's engine
     cannot run it.
     """
@@ -186,7 +185,7 @@ def of_batch(choice: Choice, batch: RunBatch) -> Engine:
 
 
 def _install(package: str) -> str:
-    return f"the package {package} is not installed (extra sie-cluster[{package}])"
+    return f"the package {package} is not installed: pip install 'sie-cluster[{package}]'"
 
 
 def _is_missing(package: str) -> bool:

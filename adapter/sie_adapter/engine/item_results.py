@@ -26,7 +26,6 @@ from sie_adapter.engine.schema_answers import answer_parts, ranked_classes
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
-from sie_contracts.models.entries import Engine
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.models.output_schemas import decisions_of, parts_of
 from sie_contracts.wire.ipc import BatchDone, Group
@@ -73,7 +72,7 @@ def batch_reply(
     started_s: float,
     *,
     padding: int = 0,
-    engine: Engine = "torch",
+    engine: str = "torch",
 ) -> BatchDone:
     """Return the reply to a batch. `answered`: for each input, its result and its number of tokens. `started_s`: when
     the conversion of results began, in seconds of `time.perf_counter`.

@@ -1,4 +1,4 @@
-"""Torch copy of a model that runs as an OpenVINO graph or on SGLang. The copy is loaded before the first pass that
+"""Torch copy of a model that runs on another engine. The copy is loaded before the first pass that
 only torch can run (`engines.of_batch`), for example with a LoRA.
 """
 

@@ -69,7 +69,7 @@ class DenseHead:
 
     @property
     def is_last_state(self) -> bool:
-        """Return whether a vector is the unchanged state of the last token. SGLang can compute only this state."""
+        """Return whether a vector is the unchanged state of the last token. Some engines compute only this state."""
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:

@@ -30,6 +30,7 @@ from sie_adapter.loading.described import described
 from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules, states_width
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
+from sie_contracts.models import families
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, positions, truncates_start
@@ -42,9 +43,9 @@ _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 # names that packages for entity extraction give to the subfolders with parts of a model
 _PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
-# model_type prefixes of models whose states overflow in float16: Gemma (source: model card of EmbeddingGemma), ColPali,
-# whose language model is a Gemma, and T5, which was trained in bfloat16
-_OVERFLOWING = ("gemma", "colpali", *ENCODERS)
+# model_type prefixes of models whose states overflow in float16: Gemma (source: model card of EmbeddingGemma), and T5,
+# which was trained in bfloat16. Rows of families have more.
+_OVERFLOWING = ("gemma", *ENCODERS)
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
 # fields of config.json that only models with encoder and decoder have, such as T5
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
@@ -111,7 +112,8 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
     """Return the reason why a GPU should not use its default, float16, for this model; empty if there is none."""
-    if str(raw.get("model_type")).startswith(_OVERFLOWING):
+    kinds = (*_OVERFLOWING, *(kind for row in families.rows().values() for kind in row.overflowing))
+    if str(raw.get("model_type")).startswith(kinds):
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
     stored = {part.get("dtype") or part.get("torch_dtype") for part in parts}
@@ -240,7 +242,7 @@ def _refuse_other_folders(folder: Path) -> None:
         raise incompatible(f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model")
     if not ((folder / "config.json").is_file() or (folder / "modules.json").is_file()):
         raise load_failed(
-            "NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}"
+            "NOT_FOUND", f"{folder} has no config.json, no modules.json and no file of a package; it has {listed}"
         )
     if not any(folder.rglob("*.safetensors")):
         pickled = next(iter(sorted(folder.rglob("pytorch_model.bin"))), None)

@@ -90,10 +90,12 @@ def classed(entry: ModelEntry) -> Iterator[None]:
     except SIEError:
         raise
     except ImportError as error:
+        extra = families.row(entry.family).extra
+        install = f"; pip install 'sie-cluster[{extra}]' installs what the family {entry.family} needs" if extra else ""
         raise load_failed(
             "DEPENDENCY",
             f"a package that {entry.id} needs is not installed in the adapter's environment, or its import fails: "
-            f"{error}",
+            f"{error}{install}",
         ) from error
     except Exception as error:
         if is_device_fatal(error):

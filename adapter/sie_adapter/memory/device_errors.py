@@ -1,4 +1,4 @@
-"""Classification of the exceptions of torch and OpenVINO: after a lack of memory, the adapter frees memory and tries
+"""Classification of the exceptions of torch and of graphs: after a lack of memory, the adapter frees memory and tries
 again; after the loss of the CUDA context or of a graph, the process must end.
 """
 
@@ -32,7 +32,7 @@ _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 class GraphLost(Exception):
-    """Raised if OpenVINO had no memory for a pass. The graph keeps shapes of the failed pass, so its later passes may
+    """Raised if a graph had no memory for a pass. The graph keeps shapes of the failed pass, so its later passes may
     fail. A process that serves with the graph must end.
     """
 

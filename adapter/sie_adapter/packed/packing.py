@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from sie_contracts.media.images import Recipe, Size, cost
 from sie_contracts.media.sounds import Shape, SoundRecipe
-from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
 # Pairs (limit, step), limits ascending, by which numbers of tokens or rows are rounded up, so that passes have few
@@ -245,7 +244,7 @@ class PackedBatch:
     padding: int = 0
     features: PlacedFeatures | None = None
     axes: Int64 | None = None  # shape [3, tokens]
-    engine: Engine | None = None
+    engine: str | None = None
 
     @cached_property
     def lengths(self) -> Int64:

@@ -15,11 +15,10 @@ from sie_cli.models.service import YAML, WriteOptions, write_options
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.aliases import Alias
-from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL, is_bucket
 from sie_contracts.settings import Settings
-from sie_runtime.feed import read_folder
+from sie_runtime.feed import packaged_models
 from sie_store import durable
 from sie_store.weights.sources import WeightSources
 
@@ -183,7 +182,7 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
-    packaged = read_folder(packaged_folder() / "models").get(entry.id)
+    packaged = packaged_models().get(entry.id)
     return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 
 

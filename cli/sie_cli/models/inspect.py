@@ -19,14 +19,14 @@ from sie_cli.options import loaded
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.errors import SIEError
 from sie_contracts.models import families
-from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
 from sie_contracts.models.options import run_options
 from sie_contracts.names import NameIndex
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Input, Ok
-from sie_runtime.feed import read_folder
+from sie_runtime.feed import packaged_models
 from sie_store.configured import weight_sources
 from sie_store.weights.hub import commit_of, has_file
 from sie_store.weights.manifest import FetchFailed
@@ -66,7 +66,7 @@ def source_arguments(command: F) -> F:
 def inspect(source: str, revision: str | None, check: bool) -> None:
     """Print the catalogue entry of ID_OR_FOLDER. Comments list the values that were assumed, as no file states them.
 
-    ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as
+    ID_OR_FOLDER is a folder with the files of a model, or a hub repository such as
     BAAI/bge-small-en-v1.5, which is read from the local cache (SIE_LOCAL_CACHE) or downloaded (SIE_HF_FALLBACK). No
     weights are loaded without --check.
     """
@@ -90,7 +90,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         # imported late, because the import of torch takes seconds
         from sie_adapter.loading.inspection import inspect as inspect_folder
 
-        packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
+        packaged = packaged_models().get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
@@ -129,7 +129,7 @@ def folder_name(folder: Path) -> str:
 
 
 def _like(name: str) -> str:
-    near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
+    near = NameIndex(packaged_models()).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -139,7 +139,7 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
-    packaged = read_folder(packaged_folder() / "models").get(hub)
+    packaged = packaged_models().get(hub)
     if not revision and packaged is not None and packaged.weights.hub == hub and packaged.weights.revision:
         return packaged.weights.revision
     cached = sorted((settings.cache_folder / "hub" / f"models--{hub.replace('/', '--')}" / "snapshots").glob("*"))

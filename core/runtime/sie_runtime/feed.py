@@ -25,6 +25,7 @@ import msgspec
 from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts.errors import UNDECODABLE, SIEError, ValidationFailed
 from sie_contracts.loopback import verification
+from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
@@ -370,8 +371,17 @@ def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
     return {bundle.id: bundle for bundle in bundles}
 
 
+def packaged_models() -> Mapping[str, ModelEntry]:
+    """Return the entries of the installed package, by id, except those of families that no package here brings. Raises
+    ValidationFailed for an invalid entry.
+    """
+    present = families.rows()
+    return {
+        model: entry for model, entry in read_folder(packaged_folder() / "models").items() if entry.family in present
+    }
+
+
 def packaged_catalogue() -> Catalogue:
     """Return the catalogue of the installed package, for a process without a config service. All revisions are 0."""
-    folder = packaged_folder()
-    entries = read_folder(folder / "models")
-    return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")
+    entries = packaged_models()
+    return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(packaged_folder() / "bundles"), "packaged")

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from sie_runtime.current_trace import TRACE_ID
-from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Process
+from sie_runtime.metrics_table import FOLDED, OTHER, Kind, Metric, Process, tables
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
@@ -176,7 +176,7 @@ class MetricMaker:
     def __init__(self, process: Process, clock: Callable[[], float] = time.monotonic) -> None:
         self.traffic = Traffic(clock)
         self.registry = Registry(self._turn)
-        self._table = TABLE[process]
+        self._table = tables()[process]
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
@@ -203,9 +203,6 @@ class MetricMaker:
     def gauge(self, name: str) -> Gauge:
         return Gauge(name, self._row(name, "gauge", labelled=False).text, registry=self.registry)
 
-    def gauges(self, name: str) -> Labelled[Gauge]:
-        return self._labels(name, "gauge", Gauge)
-
     def histogram(self, name: str) -> Histogram:
         metric = self._row(name, "histogram", labelled=False)
         return Histogram(name, metric.text, buckets=metric.buckets, registry=self.registry)
@@ -224,7 +221,7 @@ class Scrape:
     """Builds metric families at a scrape from values of other objects. `_folds` stores label sets between scrapes."""
 
     def __init__(self, process: Process) -> None:
-        self._table = TABLE[process]
+        self._table = tables()[process]
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:

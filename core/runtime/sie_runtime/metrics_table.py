@@ -13,11 +13,13 @@ A package adds rows by an entry point of `sie.metrics`: `module:attribute` of a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sie_contracts import entry_points
+from sie_contracts.models.entries import ENGINE_POINTS
 from sie_contracts.settings import MAX_DEVICES
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -26,6 +28,7 @@ MAX_SERIES = 2000
 ENTRY_POINTS = "sie.metrics"
 OTHER = "other"
 FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile", "bundle"})
+_ENGINES = (*entry_points.names(ENGINE_POINTS), "torch")
 LABELS = {
     "alias": "an alias of the catalogue",
     "bundle": "the bundle of a lane",
@@ -36,7 +39,7 @@ LABELS = {
     "endpoint": (
         "a route, whatever model its path names; at workers: encode, score, extract, embeddings, tokenize, decode"
     ),
-    "engine": "the engine that computes the hidden states of a model: openvino, sglang, torch",
+    "engine": f"the engine that computes the hidden states of a model: {', '.join(_ENGINES)}",
     "event": "what happened to a reservation",
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`; `_shadow` for "
     "copies to a shadow",
@@ -488,8 +491,10 @@ _CONFIG = (
 )
 
 _CORE: Mapping[Process, Sequence[Metric]] = {"gateway": _GATEWAY, "worker": _WORKER, "config": _CONFIG}
-_OF_PACKAGES: Sequence[Mapping[Process, Sequence[Metric]]] = tuple(entry_points.loaded(ENTRY_POINTS).values())
-TABLE: dict[Process, dict[str, Metric]] = {
-    process: {metric.name: metric for table in (_CORE, *_OF_PACKAGES) for metric in table.get(process, ())}
-    for process in _CORE
-}
+
+
+@functools.cache
+def tables() -> Mapping[Process, Mapping[str, Metric]]:
+    """Return the metrics of each process by name: those of the core, then those of packages."""
+    every = (_CORE, *entry_points.load(ENTRY_POINTS).objects.values())
+    return {process: {row.name: row for table in every for row in table.get(process, ())} for process in _CORE}

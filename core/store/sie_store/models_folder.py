@@ -16,7 +16,7 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 from sie_contracts.models.trust import Allowed, Trust, is_bucket
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted, is_open
-from sie_runtime.feed import read_bundles, read_folder
+from sie_runtime.feed import packaged_models, read_bundles
 from sie_store.models_bucket import BucketFolder
 
 SUFFIXES = (".yaml", ".yml")
@@ -35,7 +35,7 @@ def worker_trust(allowed: Allowed) -> Trust:
 
 @functools.cache
 def _packaged() -> tuple[ModelEntry, ...]:
-    return tuple(read_folder(packaged_folder() / "models").values())
+    return tuple(packaged_models().values())
 
 
 def examined(allowed: Allowed) -> str:

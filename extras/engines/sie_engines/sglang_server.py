@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import httpx
 import msgspec
@@ -38,6 +39,7 @@ from sie_adapter.engine.engines import EngineFacts, EngineLoad, NotServed, Rule,
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import UNDECODABLE, InferenceFailed
 from sie_contracts.wire.ipc import RunBatch
+from sie_engines.settings import SglangSettings
 
 # model classes for which SGLang's vector of a text is the state of its last token
 ARCHITECTURES = (
@@ -332,7 +334,7 @@ def _beyond(facts: EngineFacts) -> str:
 
 
 def _sglang(facts: EngineFacts) -> str:
-    if not facts.settings.sglang_python:
+    if not cast(SglangSettings, facts.settings).sglang_python:
         return "SIE_SGLANG_PYTHON names no environment that has the package"
     if more := reads_more(facts) or _beyond(facts) or in_int8(facts):
         return more
@@ -350,8 +352,9 @@ def _is_plain(batch: RunBatch) -> bool:
 
 def _load(request: EngineLoad) -> SGLang:
     compute = request.compute
+    python = cast(SglangSettings, compute.model.settings).sglang_python
     assert request.folder is not None
-    python = compute.model.settings.sglang_python
+    assert python is not None
     return SGLang(Launch(python, request.folder, compute.dtype, compute.device, request.max_tokens, request.lanes))
 
 

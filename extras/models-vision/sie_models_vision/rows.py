@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "vision-language": Family(
             implementation="sie_models_vision.vision_language:VisionLanguage",
+            overflowing=frozenset({"colpali"}),  # its language model is a Gemma
             described_by="sie_models_vision.folders:described",
             gives_vectors=True,
             ignores_text_beside_images=True,

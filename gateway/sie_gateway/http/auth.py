@@ -19,7 +19,7 @@ from sie_contracts.loopback import is_loopback
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission.admission import key_of
 from sie_gateway.admission.grant import ANYBODY, WORKERS_NAME, Grant
-from sie_gateway.http.routes import TABLE
+from sie_gateway.http.routes import PLUGINS, TABLE
 from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import Send
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, bearer
@@ -116,6 +116,9 @@ class Gate:
                 for pattern, message in _ELSEWHERE:
                     if pattern.match(path):
                         raise NotFound(message)
+                for name, remedy in PLUGINS.missing.items():
+                    if name in path.split("/"):
+                        raise NotFound(f"{name} is not installed at this gateway: {remedy}", reason="not_installed")
                 near, is_double = TABLE.near(path), path.startswith("/v1/v1/")
                 fault = "no such path: it begins with /v1 twice" if is_double else "no such path"
                 base = ", and a base URL without /v1" if is_double else ""

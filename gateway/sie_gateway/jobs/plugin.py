@@ -1,4 +1,4 @@
-"""What the gateway loads: the routes of jobs, batches and files, and the service behind them."""
+"""Plug-in of the gateway: the routes of jobs, batches and files, and the service behind them."""
 
 from __future__ import annotations
 

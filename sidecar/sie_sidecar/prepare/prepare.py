@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, NotReady
@@ -31,9 +32,10 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# a worker that lacks a work item's model or payload store returns the item to the queue; after this number of
-# deliveries, the worker sends an error
-MAX_HAND_BACKS = 5
+# a worker that lacks a work item's model or payload store returns the item to the queue so many times, then it sends an
+# error; the number of deliveries does not count, because it grows also when workers die or drain
+MAX_HAND_BACKS = 4
+MAX_COUNTED = 4096  # items whose hand-backs are counted; one more replaces the oldest, whose count begins again
 CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
 
@@ -59,12 +61,13 @@ class Prepare:
         self._tokenizers = tokenizers
         self._media = media
         self.tokenising = 0  # number of groups of work items whose texts are being tokenised now
+        # (request, chunk, attempt) of a work item -> number of times that this worker has handed it back
+        self._hand_backs: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 
     async def fetch(self, flight: InFlight) -> bool:
         """Read the inputs of a work item from the payload store. Return False if the item is settled."""
         if self._fetching is None:
-            if flight.lease.delivery.delivered < MAX_HAND_BACKS:
-                await self._settle.hand_back(flight)
+            if await self._handed_back(flight):
                 return False
             error = NotReady("this worker cannot read the inputs of this request: its SIE_PAYLOAD_STORE_URL is not set")
             self._settle.answer_all([flight], error)
@@ -139,11 +142,23 @@ class Prepare:
     async def _not_ours(self, group: Sequence[InFlight]) -> None:
         """Return work items of an unknown model or revision to the queue; after MAX_HAND_BACKS, send an error."""
         for flight in group:
-            if flight.lease.delivery.delivered < MAX_HAND_BACKS:
-                await self._settle.hand_back(flight)
+            if await self._handed_back(flight):
                 continue
             flight.given_up = changed()
             self._settle.answer_all([flight], flight.given_up)
+
+    async def _handed_back(self, flight: InFlight) -> bool:
+        """Return a work item to the queue, for other workers. Return False if it was returned MAX_HAND_BACKS times."""
+        item = flight.item
+        key = (item.request, item.chunk, item.attempt)
+        count = self._hand_backs.pop(key, 0)
+        if count == MAX_HAND_BACKS:
+            return False
+        self._hand_backs[key] = count + 1
+        if len(self._hand_backs) > MAX_COUNTED:
+            self._hand_backs.popitem(last=False)
+        await self._settle.hand_back(flight)
+        return True
 
     async def _tokenise(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> list[InFlight]:
         """Build the rows of each work item. Return the work items for `Dispatch`. If the rows of an item cannot be

@@ -25,7 +25,7 @@ import torch
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engine as engines
 from sie_adapter.memory.batch_limits import DeviceLimits
-from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, Weights
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok
@@ -76,7 +76,7 @@ def run(engine: engines.AdapterEngine, lengths: list[int], seed: int) -> tuple[C
     return codes, np.frombuffer(reply.block, "<f4").reshape(-1, WIDTH)
 
 
-def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, step_s: str, engine_name: Engine) -> None:
+def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, step_s: str, engine_name: str) -> None:
     failures = Failures()
     logging.getLogger("sie.adapter").addHandler(failures)
     engines.prepare_process()

@@ -455,6 +455,9 @@ def test_a_family_whose_library_is_missing_names_it(
     error = load_error(resolved(bert, family="lacking"))
     assert error.extras["error_class"] == "DEPENDENCY"
     assert "no_such_library" in error.message
+    row = families.Family(implementation="lacking_family:lacking", extra="more")
+    monkeypatch.setattr(families, "rows", lambda: {"of-a-package": row})
+    assert "pip install 'sie-cluster[more]'" in load_error(resolved(bert, family="of-a-package")).message
 
 
 def test_an_unproven_entry_loads_only_if_that_is_accepted(bert: Path) -> None:

@@ -18,7 +18,8 @@ THEIRS = {"theirs": Rule("it is theirs", "", lambda facts: facts.lora and "it ru
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mapping[str, Rule]:
     """Return the rules of an installation whose packages bring these engines."""
-    monkeypatch.setattr(entry_points, "loaded", lambda group: request.param if group == engines.ENTRY_POINTS else {})
+    of_group = {engines.ENGINE_POINTS: entry_points.PackageObjects(objects=request.param)}
+    monkeypatch.setattr(entry_points, "load", lambda group: of_group.get(group, entry_points.PackageObjects()))
     rules: Mapping[str, Rule] = engines.rules.__wrapped__()  # type: ignore[attr-defined]
     monkeypatch.setattr(engines, "rules", lambda: rules)
     return rules

@@ -22,7 +22,7 @@ from sie_contracts.plain import struct_of
 from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
-Engine = Literal["openvino", "sglang", "torch"]
+ENGINE_POINTS = "sie.engines"  # entry points of the engines beside torch, each named like its engine
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 # Poolings of a text that can be computed from the poolings of its parts. With another pooling, a chunk must lie within
@@ -92,7 +92,7 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     min_pixels: int | None = None
     max_pixels: int | None = None
     accept_unproven: bool = False
-    engine: Engine | None = None
+    engine: str | None = None
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -71,6 +71,7 @@ class Family:
     separates_pairs: bool = False  # the tokenizer must put a special token, such as [SEP], between the texts of a pair
     # weights may be in pytorch_model.bin, which torch.load reads with weights_only=True
     has_pickled_weights: bool = False
+    overflowing: frozenset[str] = frozenset()  # model types whose states are too large for float16
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
     files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the default patterns
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
@@ -196,7 +197,7 @@ def rows() -> Mapping[str, Family]:
     name that an earlier table has keeps its first row. Rows that cannot be imported are left out and logged.
     """
     families = dict(FAMILIES)
-    for table in entry_points.loaded(ENTRY_POINTS).values():
+    for table in entry_points.load(ENTRY_POINTS).objects.values():
         for name, family in table.items():
             families.setdefault(name, family)
     return MappingProxyType(families)

@@ -17,15 +17,18 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from sie_contracts import entry_points
 from sie_contracts.api.inference import Dtype, Item
 from sie_contracts.errors import InvalidInput, faulty
 from sie_contracts.models import families, output_schemas
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import (
+    ENGINE_POINTS,
     INPUTS,
     POOLING_OPTIONS,
     VECTORS,
+    LoadOptions,
     ModelEntry,
     RunDefaults,
     needs_labels,
@@ -513,16 +516,25 @@ def _check_encodable(path: str, value: object) -> None:
 
 def _check_bounds(entry: ModelEntry) -> None:
     """Raise InvalidInput if the entry has an unknown kind of input, or a width, length or pixel count out of range."""
+    engines = (*entry_points.names(ENGINE_POINTS), "torch")
+    for path, load in _loads(entry).items():
+        if load.engine is not None:
+            one_of(f"{path}.engine", load.engine, choices=engines, default="")
     for place, name in enumerate(entry.inputs or ("",)):
         if name not in INPUTS:
             raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")
     numbers: dict[str, int | None] = {f"$.outputs.{name}": width for name, width in entry.outputs.items()}
     numbers |= {f"$.head.{name}": getattr(entry.head, name) for name in ("query_length", "document_length")}
-    loads = {"$.load": entry.load} | {f"$.profiles.{name}.load": own.load for name, own in entry.profiles.items()}
-    numbers |= {f"{path}.{name}": getattr(load, name, None) for path, load in loads.items() for name in _PIXELS}
+    numbers |= {f"{path}.{name}": getattr(load, name) for path, load in _loads(entry).items() for name in _PIXELS}
     for path, value in numbers.items():
         if value is not None:
             integer(path, value, f"a whole number from 0 to {MAX_SIZE}", 0, MAX_SIZE)
+
+
+def _loads(entry: ModelEntry) -> dict[str, LoadOptions]:
+    """Return the load options of an entry and of its profiles, by their paths."""
+    own = {f"$.profiles.{name}.load": profile.load for name, profile in entry.profiles.items() if profile.load}
+    return {"$.load": entry.load} | own
 
 
 def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:

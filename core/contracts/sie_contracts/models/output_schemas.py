@@ -299,7 +299,7 @@ class _SchemaReader:
         subject = subject or f"{'an' if node.kind == 'integer' else 'a'} {node.kind}"
         message = (
             f"{self._model} chooses among labels, so it supports enum and boolean, not {subject}. A model "
-            "of the family gliner2 with the output entities takes values from the text"
+            "with the output entities takes values from the text"
         )
         return InvalidInput.at(node.path, message, reason="unsupported_output")
 

@@ -66,7 +66,7 @@ _CORE: Mapping[str, type] = {
     "Logs and traces": TelemetrySettings,
     "Engine": EngineSettings,
 }
-_OF_PACKAGES: Mapping[str, type] = entry_points.loaded(ENTRY_POINTS)
+_OF_PACKAGES: Mapping[str, type] = entry_points.load(ENTRY_POINTS).objects
 GROUPS: Mapping[str, type] = {**_CORE, **_OF_PACKAGES}
 
 

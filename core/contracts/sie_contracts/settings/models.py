@@ -90,12 +90,6 @@ class EngineSettings:
         choice("auto", "flash_attention_2", "sdpa", "eager"),
         "Attention implementation. If the device does not support it, the adapter warns and uses sdpa.",
     )
-    sglang_python: str | None = row(
-        None,
-        "adapter",
-        PATH,
-        "Path of the Python interpreter of an environment that has the package sglang. If set, decoder models that compute dense vectors run on SGLang: on a GPU, and on any device if their entry requests it.",
-    )
     default_compute_precision: str = row(
         "float16",
         "adapter",

@@ -2,7 +2,7 @@
 
     head ──► body ──► trailers, which are dropped
     response before the end of the body ──► no further request; input is discarded for at most LINGER_S
-    client closes its sending side after a whole request ──► response, if the client still reads
+    client closes its sending side ──► it counts as disconnected (uvicorn's `eof_received`)
 
 The head and the trailers of a request have together at most MAX_HEAD_BYTES. The same limit applies to the chunk headers
 between two pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at
@@ -27,10 +27,8 @@ from pages of other origins.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import ipaddress
-import os
 import re
 import select
 import socket
@@ -88,10 +86,6 @@ WRITE_S = 60.0  # seconds over which the rate of a client that reads a response 
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
 # discard the response
 LINGER_S = 5.0
-# seconds from the start of a request until the server tests whether a client that closed its sending side still reads
-HALF_CLOSED_S = 1.0
-# shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
-MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
 MAX_PIPELINED = 128  # largest number of unanswered requests of one connection; a further one closes the connection
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
@@ -225,17 +219,14 @@ class Protocol(HttpToolsProtocol):
     _unread: bytes | None = None  # input that is not parsed yet; None if there is no such input
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # 0 before the first trailer; then the bytes of the head and all trailers, which share one limit
-    _begun_s = 0.0
     _fault: SIEError | None = None  # error for the client, set by `_stop`
     # true while a new parser reads an artificial head, see `_ignore_upgrade`
     _is_resuming = False
     _is_lingering = False
-    _is_asked = False  # whether `_probe` has sent its interim response
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    # latest timer for the end of the connection: it closes the connection, or tests a half-closed client
-    _last_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -252,7 +243,7 @@ class Protocol(HttpToolsProtocol):
             self._oldest.abandon()
         # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
+        for timer in (self._head_timer, self._body_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -351,7 +342,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope[FIRST_BYTE] = time.perf_counter()  # type: ignore[literal-required]
         self.scope[REQUEST_ID] = uuid7()  # type: ignore[literal-required]
-        self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
+        self._in_head, self._head_bytes = True, -self._piece_bytes
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(_malformed(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered"))
@@ -516,44 +507,7 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.transport.write_eof()
         self.flow.resume_reading()
-        self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
-
-    def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of the client's input. The client may have disconnected, or may still read the response."""
-        while self._unread is not None and not self.transport.is_closing():
-            self._parse_unread()
-        cycle = self.cycle
-        if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
-            return None  # uvloop closes the connection if None is returned
-        self._head_done()
-        cycle.keep_alive = False
-        # `_probe` sends an interim response, which HTTP/1.0 does not have
-        if self._oldest.scope["http_version"] == "1.1":
-            wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
-            if wait_s > 0:
-                self._last_timer = self.loop.call_later(wait_s, self._probe, MIN_ASK_S)
-            else:
-                self._probe(MIN_ASK_S)
-        return True
-
-    def _probe(self, next_s: float) -> None:
-        """Send one interim response to a half-closed client. If the client has closed the connection completely, its
-        host replies with a reset. Look for this reset after growing pauses.
-        """
-        if self.transport.is_closing() or self._oldest.response_started:
-            return
-        descriptor: int = self.transport.get_extra_info("socket").fileno()
-        if not self._is_asked and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # the poll below notices a broken connection
-                # the transport of asyncio would write later, so this line writes to the socket
-                os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._is_asked = True
-        poll = select.poll()
-        poll.register(descriptor, 0)  # 0: report only errors and resets
-        if poll.poll(0):
-            self.transport.abort()
-            return
-        self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def shutdown(self) -> None:
         """Close an idle connection now if it has no unread input, any other connection after its next response."""

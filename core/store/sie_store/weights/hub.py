@@ -3,7 +3,8 @@
     listing ──► selected files ──► download.py ──► manifest
 
 The hub's own client (huggingface_hub 2.4) fetches a file from the start again if the process ended during the download,
-and it reads a response of any length. So only its HTTP sessions, settings, token and exceptions are used.
+compares no digest, and reads a response of any length and for any time. So only its HTTP sessions, settings, token and
+exceptions are used.
 """
 
 from __future__ import annotations

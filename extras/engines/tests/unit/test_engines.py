@@ -36,7 +36,7 @@ from sie_adapter.packed import backbone as backbones
 from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, fingerprint
-from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, parse_entry
+from sie_contracts.models.entries import LoadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.settings import Settings
 from sie_engines import graph as graphs
@@ -69,7 +69,7 @@ def absent(package: str) -> bool:
         (replace(TEXTS, attention="eager"), "torch", "SIE_ATTENTION_BACKEND"),
     ],
 )
-def test_the_first_rule_without_an_obstacle_decides(facts: EngineFacts, engine: Engine, reason: str) -> None:
+def test_the_first_rule_without_an_obstacle_decides(facts: EngineFacts, engine: str, reason: str) -> None:
     choice = engines.choose(None, facts, installed)
     assert (choice.engine, choice.demand) == (engine, "")
     assert reason in choice.reason

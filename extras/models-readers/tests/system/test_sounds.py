@@ -1,5 +1,5 @@
 """Sounds over HTTP to a model of texts and sounds and to one that writes what is said: vectors and words are the
-library's, a file that is no sound costs its own slot, and the blocks of docs/sounds.md print what the library computes.
+library's, a file that is no sound costs its own slot, and the blocks of sounds.md print what the library computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from cluster import Cluster, running, until
 from local_models import LocalModels
 from numpy.typing import NDArray
-from pages import DOCS, blocks, run
+from pages import ROOT, blocks, run
 from sound_files import encoded, tone
 
 from sie_client import SIEClient
@@ -93,7 +93,7 @@ def test_sounds_are_found_by_words(
     scores = library[0] @ library[1]
     names = list(FILES)
     expected = [f"{names[place]} {scores[place]:.2f}" for place in np.argsort(-scores)[:3]]
-    block, *_ = blocks(DOCS / "sounds.md", "python")
+    block, *_ = blocks(ROOT / "extras/models-readers/sounds.md", "python")
     assert run(block.code, open_cluster) == expected
 
 
@@ -150,7 +150,7 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
         for segment in expected
         if (text := oracle.text(segment.ids))
     ]
-    _, block, of_openai = blocks(DOCS / "sounds.md", "python")
+    _, block, of_openai = blocks(ROOT / "extras/models-readers/sounds.md", "python")
     *printed, language = run(block.code, open_cluster)
     assert "\n".join(printed) == "\n".join(lines)
     assert [line.split() for line in run(of_openai.code, open_cluster)] == [line.split() for line in lines]

@@ -21,6 +21,7 @@ import sie_contracts
 from sie_broker import BrokerError, BrokerUnavailable
 from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
+from sie_contracts import entry_points
 from sie_contracts.api.configs import ConfigModels
 from sie_contracts.api.views import ClusterView
 from sie_contracts.api.views import DoctorFinding as Finding
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from sie_broker.nats.operator import Step
 
 FORBIDDEN = (401, 403)
+PACKAGES = ("sie.commands", "sie.commands.models", "sie.gateway", "sie.families", "sie.engines")
 READY_FIX = (
     "repair what this line names: the findings of broker, gateway and sockets say how; the process's log says since "
     "when; the log of nats-server says why a connection ended"
@@ -542,7 +544,9 @@ async def versions(probe: ClusterProbe) -> CheckResult:
             for subject in sorted(beats.unreadable)
         ]
     unseen = f", not seen: {', '.join(missing)}" if missing else ""
-    return f"all {sie_contracts.__version__}{unseen}", findings
+    absent = dict(pair for group in PACKAGES for pair in entry_points.lacking(group))
+    off = "".join(f"; {name} is off here: {remedy}" for name, remedy in absent.items())
+    return f"all {sie_contracts.__version__}{unseen}{off}", findings
 
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from diagnosis import Examined, commands
 from inprocess import settings_of
 from nats_server import NatsServer
+from unit import test_unwritable_output
 
 from sie_broker import BrokerUnavailable, Entry, Write
 from sie_broker.memory import MemoryServer
@@ -261,3 +262,8 @@ async def test_an_entry_that_another_process_writes_during_a_restore_stays_and_t
         patched.setattr(bucket, "entries", entries_before)
         assert await _write_missing(bucket, [("a", b"old"), ("b", b"old"), ("c", b"old")]) == 2
     assert {entry.key: entry.value for entry in await bucket.entries()} == {"a": b"old", "b": b"newer", "c": b"old"}
+
+
+def test_a_file_name_that_is_too_long_is_one_line() -> None:
+    status, written = test_unwritable_output.ran(["backup", "a" * 300], os.devnull)
+    assert (status, written) == (1, f"Error: {'a' * 300}: File name too long\n")

@@ -1,4 +1,4 @@
-"""The blocks of docs/image-search.md, with small random models under the names of the page: what they print is what the
+"""The blocks of image-search.md, with small random models under the names of the page: what they print is what the
 library computes.
 """
 
@@ -14,14 +14,15 @@ import shared
 import torch
 from cluster import Cluster, until
 from local_models import LocalModels
-from pages import DOCS, blocks, run
+from pages import ROOT, blocks, run
 from parity import qwen_checkpoints, test_qwen3_vl
 from parity.toys import image, png
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, CLIPModel, ColPaliForRetrieval
 
 pytestmark = shared.OPEN
-PHOTOGRAPHS, PAGES, TOGETHER, RANKED = (block.code for block in blocks(DOCS / "image-search.md", "python"))
+PAGE = ROOT / "extras/models-vision/image-search.md"
+PHOTOGRAPHS, PAGES, TOGETHER, RANKED = (block.code for block in blocks(PAGE, "python"))
 PICTURES = {f"{number}.png": image(60 + 30 * number, 90 - 10 * number, number) for number in range(5)}
 
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -19,7 +18,7 @@ import pytest
 import shared
 from cluster import Cluster, until
 from local_models import LocalModels
-from pages import DOCS, blocks, run
+from pages import DOCS, ROOT, blocks, run
 from parity.gliner_checkpoints import gliclass_folder, gliner2_folder
 
 from sie_client import InvalidInputError, SIEClient
@@ -231,7 +230,7 @@ print(json.dumps(answers, default=str))
 
 
 def test_the_public_sdk_sends_schemas_groups_and_examples(client: httpx.Client, open_cluster: Cluster) -> None:
-    root = Path(__file__).parents[2] / ".venv-sdks"
+    root = ROOT / ".venv-sdks"
     path = os.pathsep.join(map(str, (root / "0.10.1", root / "needs")))
     done = subprocess.run(
         [sys.executable, "-c", PUBLIC, open_cluster.url, TEXT],

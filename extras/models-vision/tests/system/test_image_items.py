@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import shared
 import torch
+from click.testing import CliRunner
 from cluster import Cluster
 from local_models import LocalModels
 from parity.toys import image, png
 from PIL import Image
 from transformers import AutoImageProcessor, CLIPModel
 
+from sie_cli.main import main
 from sie_client import SIEClient
 
 CLIP = "test/clip"
@@ -134,3 +136,16 @@ def test_a_rotated_photograph_is_seen_upright(client: httpx.Client) -> None:
         client, [{"images": [in_base64(png(PICTURES[1]))]}, {"images": [in_base64(turned.getvalue())]}]
     )
     assert np.abs(vector(rotated) - vector(upright)).max() <= 2e-6
+
+
+def test_sie_try_compares_an_image_with_a_text(open_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("tried") / "red.png"
+    path.write_bytes(png(PICTURES[0]))
+
+    def answered(*options: str) -> str:
+        result = CliRunner().invoke(main, ["try", CLIP, f"@{path}", "red", *options, "--url", open_cluster.url])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    image, text = (vector(slot) for slot in msgspec.json.decode(answered("--json"))["items"])
+    assert f"{image @ text / np.linalg.norm(image) / np.linalg.norm(text):.3f}" in answered()

@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from support.parity import *  # noqa: F403

@@ -1,0 +1,23 @@
+"""Rows that extras add to tables of these tests, by files `extras/NAME/tests/*_KIND.py`.
+
+kinds     small models: KINDS and PUBLISHED of `local_models`
+settings  DOCUMENTED of test_settings.py, by name (default, legal value); EFFECTS of test_settings_readers.py
+routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS and SILENT of test_tenants.py
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+
+def modules(kind: str) -> list[ModuleType]:
+    return [importlib.import_module(file.stem) for file in sorted(ROOT.glob(f"extras/*/tests/*_{kind}.py"))]
+
+
+def routes(table: str) -> str:
+    """Return the lines of all extras for a table of routes."""
+    return "".join(getattr(module, table, "") for module in modules("routes"))
