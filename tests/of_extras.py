@@ -2,6 +2,7 @@
 
 kinds     small models: KINDS and PUBLISHED of `local_models`
 settings  DOCUMENTED of test_settings.py, by name (default, legal value); EFFECTS of test_settings_readers.py
+replies   COMMANDS of test_hostile_replies.py: arguments and the reply of each of their calls
 routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS and SILENT of test_tenants.py
 """
 

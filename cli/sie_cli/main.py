@@ -130,7 +130,6 @@ EXTRAS = {
 }
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
-    "cache": "sie_cli.cache:cache",
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",

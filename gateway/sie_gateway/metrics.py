@@ -10,7 +10,6 @@ from sie_contracts.wire.messages import Operation
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import MetricMaker, exemplar
 
-_CACHE_RESULTS = ("hit", "joined", "miss")
 _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged")
 
 
@@ -45,9 +44,6 @@ class Metrics:
         self.refused = make.counters("sie_gateway_refused_below_routes")
         for reason in REFUSED:
             self.refused.labels(reason)
-        self.cache_inputs = make.counters("sie_gateway_cache_inputs")
-        for result in _CACHE_RESULTS:
-            self.cache_inputs.labels(result)
         self.provisioning = make.counter("sie_gateway_provisioning_responses")
         self.alias_requests = make.counters("sie_gateway_alias_requests")
         self.shadows = make.counters("sie_gateway_shadows")

@@ -19,10 +19,8 @@ from sie_contracts import entry_points
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
-from sie_contracts.wire.heartbeats import GatewayBeat
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
-from sie_gateway.answers.memory import AnswerMemory, PeerErasures
 from sie_gateway.collector import Live
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lag import Lag
@@ -36,8 +34,6 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
-from sie_gateway.inference.answers import CachePolicy
-from sie_gateway.inference.cached import CachedRuns
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
@@ -154,21 +150,8 @@ async def serve(
             part.drop_pool(name)
 
     keeper = PoolReconciler(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
-    memory = AnswerMemory(settings.cache_bytes, settings.cache_ttl_s)
-    cached = None
-    if settings.cache_bytes:
-        cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics, admission.expected_s)
-    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
+    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner)
-
-    peer_erasures = PeerErasures()
-
-    def on_gateway(beat: GatewayBeat) -> None:
-        erasure = peer_erasures.due(beat)
-        if erasure is not None:
-            tasks.start(memory.erase(erasure), "erasure of cached answers")
-
-    admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     faults = dict(entry_points.FAULTS)
@@ -223,10 +206,9 @@ async def serve(
         inference,
         status,
         scaling,
-        memory,
         services,
     )
-    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
+    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     names = settings.allowed_hosts
     main = HttpServer(
         create_app(gateway, gate, readiness, tracer),

@@ -9,8 +9,10 @@ import numpy as np
 
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
+from sie_contracts.settings import load
 from sie_contracts.wire.messages import Input, Mention, RunOptions, TextChunks
-from sie_gateway.inference.answers import digests_of, space_of
+from sie_gateway.admission.grant import Grant
+from sie_gateway.inference.answers import CachePolicy, digests_of, space_of
 from sie_gateway.inference.body import RequestItem
 
 # a value of each field of the options that differs from its default
@@ -90,3 +92,16 @@ def test_a_score_is_cached_for_its_pair_of_query_and_document() -> None:
 
 def test_fields_that_no_worker_reads_are_not_part_of_the_digest() -> None:
     assert digest_of(RequestItem("a", id="1", metadata={"b": 2})) == digest_of(RequestItem("a"))
+
+
+def test_the_settings_name_who_uses_cached_answers() -> None:
+    """SIE_CACHE_SHARED, SIE_CACHE_EXCLUDED_MODELS."""
+
+    def owner(grant: Grant, model: str = "a/b", **environ: str) -> str | None:
+        return CachePolicy.from_settings(load(environ=environ).settings).owner(grant, model)
+
+    assert owner(Grant("k")) == "k"
+    assert owner(Grant("k"), SIE_CACHE_SHARED="true") == ""
+    assert owner(Grant("k", caches=False), SIE_CACHE_SHARED="true") is None
+    excluded = {"SIE_CACHE_EXCLUDED_MODELS": "a/b,c/d"}
+    assert (owner(Grant("k"), "a/b", **excluded), owner(Grant("k"), "e/f", **excluded)) == (None, "k")

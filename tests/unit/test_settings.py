@@ -172,8 +172,6 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_MAX_FILES": Documented("100000", "1", ("0", "x", "")),
         "SIE_MAX_FILES_BYTES": Documented("1099511627776", "1048576", ("1048575", "1t", "")),
         "SIE_JOBS_CACHE_BYTES": Documented("4294967296", "0", ("-1", "1g", "")),
-        "SIE_CACHE_BYTES": Documented("0", "1048576", ("-1", "1g", "")),
-        "SIE_CACHE_TTL_S": Documented("3600", "1", ("0", "1h", "")),
         "SIE_CACHE_SHARED": Documented("false", "true", ("maybe", "")),
         "SIE_CACHE_EXCLUDED_MODELS": Documented(UNSET, "org/a,org/b", (",",)),
         "SIE_POOL": Documented("_default", "batch_2", ("a.b", "a b", "x" * 64, "")),

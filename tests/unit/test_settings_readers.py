@@ -23,7 +23,7 @@ from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
-CACHED = "tests/unit/test_cached.py"
+ANSWERS = "tests/unit/test_answer_keys.py"
 JOBS = "tests/unit/test_jobs.py"
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
@@ -132,10 +132,8 @@ EFFECTS = {
     "SIE_JOBS_BYTES_PER_KEY": f"{JOBS}::test_records_of_jobs_are_bounded_by_bytes",
     "SIE_MAX_JOBS": f"{JOBS}::test_jobs_are_bounded_by_number_for_a_key_and_in_all",
     "SIE_MAX_JOBS_BYTES": f"{JOBS}::test_records_of_jobs_are_bounded_by_bytes",
-    "SIE_CACHE_BYTES": f"{CACHED}::test_a_gateway_answers_repeated_inputs_without_a_worker",
-    "SIE_CACHE_TTL_S": f"{CACHED}::test_an_answer_is_computed_again_after_its_time",
-    "SIE_CACHE_EXCLUDED_MODELS": f"{CACHED}::test_answers_of_an_excluded_model_are_computed_each_time",
-    "SIE_CACHE_SHARED": f"{JOBS}::test_answers_of_another_key_are_taken_where_keys_share_them",
+    "SIE_CACHE_EXCLUDED_MODELS": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
+    "SIE_CACHE_SHARED": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
     "SIE_FILES_PER_KEY": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
     "SIE_FILES_BYTES_PER_KEY": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
     "SIE_MAX_FILES": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",

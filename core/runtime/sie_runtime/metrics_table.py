@@ -160,17 +160,6 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
-    # Cache of answers; all values are 0 at a gateway without SIE_CACHE_BYTES
-    Metric(
-        "sie_gateway_cache_inputs",
-        "counter",
-        "Inputs of requests that use the cache: hit, joined (an equal input was under way), miss",
-        ("result",),
-        3,
-    ),
-    Metric("sie_gateway_cache_answers", "gauge", "Answers in the cache of this gateway"),
-    Metric("sie_gateway_cache_bytes", "gauge", "Memory of the answers in the cache, at most SIE_CACHE_BYTES"),
-    Metric("sie_gateway_cache_evictions", "counter", "Answers removed from the cache for lack of room"),
     # Jobs; every gateway exports the same values
     Metric("sie_gateway_jobs", "gauge", "Stored jobs and batches, by state", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows without an answer, of all jobs that have not ended"),

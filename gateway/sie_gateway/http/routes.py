@@ -35,7 +35,7 @@ from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.call import ErrorShape, family
 from sie_gateway.inference.handler import Handler, InferenceRoute
-from sie_gateway.operations import cache_routes, configs, dead_letter_routes, handlers, overview, pools, whoami
+from sie_gateway.operations import configs, dead_letter_routes, handlers, overview, pools, whoami
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
@@ -483,7 +483,6 @@ _CORE: tuple[GatewayRoute, ...] = (
     *CATALOGUE,
     *configs.CONFIG_FORWARD,
     *overview.OVERVIEW,
-    *cache_routes.CACHE,
     *dead_letter_routes.DEAD_LETTERS,
     *whoami.WHOAMI,
     *OPERATIONS,

@@ -296,13 +296,6 @@ class ClusterSettings:
         whole(0),
         "Space in the payload store for answers of jobs, bytes. Later jobs with `cache` reuse these answers. The oldest are removed first. 0: no answer is stored for reuse.",
     )
-    cache_bytes: int = row(
-        0,
-        "gateway",
-        whole(0),
-        "Memory of each gateway for its cache of answers, bytes. A later request with an equal input is answered from the cache, without a worker. 0: there is no cache.",
-    )
-    cache_ttl_s: int = row(3600, "gateway", whole(1), "How long a gateway uses an answer of its cache, seconds.")
     cache_shared: bool = row(
         False,
         "gateway",
