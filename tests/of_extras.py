@@ -1,9 +1,12 @@
 """Rows that extras add to tables of these tests, by files `extras/NAME/tests/*_KIND.py`.
 
 kinds     small models: KINDS and PUBLISHED of `local_models`
-settings  DOCUMENTED of test_settings.py, by name (default, legal value); EFFECTS of test_settings_readers.py
-replies   COMMANDS of test_hostile_replies.py: arguments and the reply of each of their calls
-routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS and SILENT of test_tenants.py
+replies   COMMANDS of test_hostile_replies.py: arguments of commands, and the reply of each of their calls
+routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS, SILENT and UNFINISHED of
+          test_tenants.py, with SETTINGS of its gateway and a function `make`, which makes objects of its tenant A
+errors    CASES of test_errors_http.py: code, status, and the function that provokes it
+settings  DOCUMENTED of test_settings.py, by name (default, legal value, illegal values), and SECRETS, the names of
+          secret ones; EFFECTS of test_settings_readers.py
 """
 
 from __future__ import annotations
@@ -21,4 +24,4 @@ def modules(kind: str) -> list[ModuleType]:
 
 def routes(table: str) -> str:
     """Return the lines of all extras for a table of routes."""
-    return "".join(getattr(module, table, "") for module in modules("routes"))
+    return "".join(getattr(module, table, "").lstrip("\n") for module in modules("routes"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -57,14 +58,18 @@ FAMILIES = {
 @contextmanager
 def registered() -> Iterator[None]:
     """Register the families in place of those of the installed extras."""
-    loaded = entry_points.loaded
+    load = entry_points.load
 
-    def of_samples(group: str) -> dict[str, object]:
-        return {"samples": FAMILIES} if group == families.ENTRY_POINTS else loaded(group)
+    def of_samples(group: str, *accept: Any) -> entry_points.PackageObjects:
+        return (
+            entry_points.PackageObjects({"samples": FAMILIES})
+            if group == families.ENTRY_POINTS
+            else load(group, *accept)
+        )
 
     caches = (families.rows, options.known_fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry_points, "loaded", of_samples)
+        patch.setattr(entry_points, "load", of_samples)
         for cache in caches:
             cache.cache_clear()
         yield

@@ -22,7 +22,6 @@ from cluster import Cluster, until
 OPEN: Final = pytest.mark.xdist_group("open-cluster")  # tests of the cluster without tokens
 GUARDED: Final = pytest.mark.xdist_group("guarded-cluster")  # tests of the cluster with tokens
 FIRST_GUARDED: Final = pytest.mark.xdist_group("guarded-cluster", first=True)  # before other tests use up metric series
-JOBS: Final = pytest.mark.xdist_group("jobs-stack")  # tests of the cluster for jobs
 TOY: Final = pytest.mark.xdist_group("toy-stack")  # tests of the cluster with the fixed-cost adapter
 # ADMIN is the admin token of the open cluster, USER and GUARDED_ADMIN are tokens of the guarded one
 ADMIN, USER, GUARDED_ADMIN = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(3))

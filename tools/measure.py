@@ -42,6 +42,7 @@ PACKAGES |= {
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 OF_EXTRAS: Mapping[str, Any] = _PROJECT["tool"].get("sie", {})  # rows of the extras for the tests of this repository
+POINTS: Mapping[str, Mapping[str, str]] = _PROJECT["project"].get("entry-points", {})
 # participles and pronouns that are used as names instead of a noun of the field
 _PARTICIPLES = """
 told found given asked wanted each kept known made seen heard spoilt taken said gone been meant what who whom

@@ -101,7 +101,7 @@ def without(text: str, extra: Extra) -> str:
     for line in text.splitlines():
         section = line if line.startswith("[") else section
         is_pip = section == "[project.optional-dependencies]" and line.partition(" = ")[0] in pips
-        of_extra = re.match(rf'\s*"?{name}"?,?$|"?{name}"? = |[\w-]+ = "{name}"', line)
+        of_extra = re.match(rf'\s*"?{name}"?,?$|"?{name}"? = |(?:[\w-]+|"[^"]*") = "{name}"', line)
         if of_extra or is_pip:
             continue
         rest = re.sub(rf":extras/{re.escape(extra.name)}(?=[:\"])", "", line)

@@ -130,7 +130,6 @@ EXTRAS = {
 }
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
-    "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",
     "pull": "sie_cli.models.pull:pull",
@@ -160,7 +159,6 @@ def main() -> None:
     sie pull MODEL             add a model to the catalogue, and its weights to this disk
     sie settings               all settings, with value and origin
     sie try MODEL "text"       like `sie run`, but a missing model is an error
-    sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
     sie status                 show workers, models and queues, once
     sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import axe
 import fuzz
-import job_stack
 import local_models
 import pytest
 import shared
 from browser import browsing
 from cluster import MODEL, Cluster, running
 from groups import group
-from job_client import JobClient
 from local_models import LocalModels
 from stack import Plan, Stack
 
@@ -26,7 +24,7 @@ OPEN_DEFAULTS = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
 # kinds that the guarded cluster serves, and kinds that it also serves as `watched/...` for tests that count requests
 GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")
 WATCHED_KINDS = ("mini", "late", "tags")
-_clusters = shared.Shared()
+CLUSTERS = shared.Shared()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,12 +34,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         yield
     finally:
         if nextitem is None or group(nextitem) != group(item):
-            _clusters.end()
+            CLUSTERS.end()
 
 
 def pytest_sessionfinish() -> None:
     """End the shared objects also after Ctrl-C, when pytest tears down no test."""
-    _clusters.end()
+    CLUSTERS.end()
 
 
 # A fixture that several conftest.py files take is one for each of them, but the cluster that has these models is one.
@@ -90,7 +88,7 @@ def open_cluster(tmp_path_factory: pytest.TempPathFactory, open_models: LocalMod
     # in bfloat16 a CPU with AMX takes another kernel for few rows than for many
     arguments += ["--default-compute-precision", "float32", "--batcher-coalesce-ms", "20", "--no-spare"]
     environ = {"SIE_ADMIN_TOKEN": shared.ADMIN, "SIE_HF_FALLBACK": "false"}
-    return _clusters.get(
+    return CLUSTERS.get(
         "open", lambda: running(tmp_path_factory.mktemp("open"), *arguments, environ=environ, gateways=2)
     )
 
@@ -132,7 +130,7 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
             with running(data, *arguments, environ=environ) as cluster:
                 yield cluster
 
-    return _clusters.get("guarded", start)
+    return CLUSTERS.get("guarded", start)
 
 
 @pytest.fixture(scope="module")
@@ -150,27 +148,7 @@ def toy_stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
         store = {"SIE_PAYLOAD_STORE_URL": str(folder / "payloads")}
         return Stack(folder, Plan((fuzz.MODEL,), environ={**environ, **store}))
 
-    return _clusters.get("toy", start)
-
-
-@pytest.fixture(scope="module")
-def job_cluster(tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """Start the stack that tests of jobs steer, see job_stack."""
-    return _clusters.get("jobs", lambda: job_stack.job_stack(tmp_path_factory.mktemp("jobs")))
-
-
-@pytest.fixture(scope="module")
-def jobs(job_cluster: Stack) -> Iterator[JobClient]:
-    with JobClient(job_cluster.urls[0], job_stack.ADMIN) as jobs:
-        yield jobs
-
-
-@pytest.fixture
-def job_folder(job_cluster: Stack, request: pytest.FixtureRequest) -> Path:
-    """A folder of this test that jobs may read and write."""
-    folder = job_cluster.folder / "data" / request.node.name
-    folder.mkdir(parents=True)
-    return folder
+    return CLUSTERS.get("toy", start)
 
 
 @pytest.fixture(scope="module")

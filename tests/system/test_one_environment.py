@@ -77,7 +77,7 @@ def test_both_sdks_encode_after_each_step(
         if OURS in present:
             check(environment, "sie_client", open_cluster.url, "sie_client")
             command = run(
-                environment, str(environment.python.with_name("sie")), "jobs", "list", "--url", open_cluster.url
+                environment, str(environment.python.with_name("sie")), "models", "list", "--url", open_cluster.url
             )
             assert command.returncode == 0, command.stderr
         check(environment, "sie_sdk", open_cluster.url, "sie_sdk" if SDK in present else "sie_client")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import oracle
-import pyarrow.parquet
 import pytest
 import shared
 from cluster import Cluster, running
@@ -61,19 +57,6 @@ def test_the_example_of_a_search_ranks_the_nearest_texts(cluster: Cluster) -> No
 def test_the_example_of_openai_s_client_prints_what_it_shows(cluster: Cluster) -> None:
     _, example = blocks(README, "python")
     assert differences(example.shown or "", "\n".join(run(example.code, cluster))) == []
-
-
-def test_the_example_of_a_job_writes_the_vectors_of_a_file(cluster: Cluster, tmp_path: Path) -> None:
-    (block,) = [block for block in blocks(README, "bash") if block.code.startswith("sie jobs")]
-    pyarrow.parquet.write_table(pyarrow.table({"title": ["Cats", "Dogs", "Taxes"]}), tmp_path / "docs.parquet")
-    environ = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "SIE_BASE_URL": cluster.url,
-    }
-    subprocess.run(["bash", "-euc", block.code], cwd=tmp_path, env=environ, timeout=100, check=True)
-    tables = [pyarrow.parquet.read_table(file) for file in (tmp_path / "vectors").glob("*.parquet")]
-    assert sum(table.num_rows for table in tables) == 3
 
 
 def examples_of_the_client_s_page() -> list[str]:

@@ -178,8 +178,8 @@ def _install(extra: str, dist: Path, folder: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("image", [image for image in dockerfiles.images() if image != COMPILED])
 def test_the_extra_of_an_image_alone_starts_its_process(image: str, dist: Path, tmp_path: Path) -> None:
-    """Install an image as its Dockerfile does: its extra in an empty environment, without the files that trim.sh
-    deletes. Run its ENTRYPOINT and its HEALTHCHECK.
+    """The steps are those of a Dockerfile: an extra in an empty environment, without the files that trim.sh deletes, an
+    ENTRYPOINT and a HEALTHCHECK.
     """
     venv, port = tmp_path / "venv", free_port()
     _install(f"image-{image}", dist, tmp_path)

@@ -19,7 +19,6 @@ import httpx
 import psutil
 import pytest
 from cluster import MODEL, SIE, Cluster, free_ports, running, until
-from job_client import JobClient
 from load import Load, answered
 from namespaces import CLONE_NEWPID, namespace
 from stack import Device, Plan, Stack
@@ -86,22 +85,6 @@ async def test_sigterm_under_load_drains_and_exits_with_0(cluster: Cluster) -> N
     """This is the last test of this cluster."""
     assert cluster.process is not None
     await ended_under_load(cluster.process, cluster.url, signal.SIGTERM)
-
-
-def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) -> None:
-    """Every process drains, and none has to be killed."""
-    rows = b"".join(b'{"t": "%d %s"}\n' % (number, b"some words " * 30) for number in range(1000))
-    with running(tmp_path, "--no-spare", "--preload", MODEL) as cluster:
-        with JobClient(cluster.url) as jobs:
-            source = {"file": jobs.upload("rows.jsonl", rows), "text": "{t}"}
-            job = jobs.submit(MODEL, source, shard_rows=20, tokens_per_s=2000.0)["id"]
-            until(lambda: jobs.show(job)["counts"]["done"], GONE_S, "rows that are answered", cluster.log)
-        assert cluster.process is not None
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.process.wait(GONE_S) == 0
-        until(lambda: cluster.said("[serve] stopped"), GONE_S, "the last line", cluster.log)
-        assert "draining" in cluster.log()
-        assert "is killed" not in cluster.log()
 
 
 @pytest.fixture

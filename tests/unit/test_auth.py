@@ -38,8 +38,6 @@ EXAMPLES = {
     "{id:path}": "org/name",
     "{name}": "mine",
     "{file}": "mine",
-    "{job}": "mine",
-    "{batch}": "mine",
     "{lane}": "_default.cpu.default",
 }
 
@@ -59,15 +57,6 @@ DOCUMENTED = """
     infer  POST /api/embed /api/embeddings /v1/audio/transcriptions /v1/audio/translations
     read   GET /api/tags /api/ps /api/version
     read   POST /api/show
-    infer  GET /v1/files /v1/files/mine /v1/files/mine/content
-    infer  POST /v1/files
-    infer  DELETE /v1/files/mine
-    infer  GET /v1/jobs /v1/jobs/mine /v1/jobs/mine/manifest /v1/jobs/mine/part /v1/jobs/mine/rows
-    infer  POST /v1/jobs /v1/jobs/mine/pause /v1/jobs/mine/resume /v1/jobs/mine/cancel /v1/jobs/mine/retry
-    infer  DELETE /v1/jobs/mine
-    infer  GET /v1/batches /v1/batches/mine
-    infer  POST /v1/batches /v1/batches/mine/cancel
-    infer  DELETE /v1/batches/mine
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
     read   GET /v1/placement /v1/requests/{request}/log

@@ -27,7 +27,6 @@ BROWSED = {
     "sie keys",
     "sie status",
     "sie try",
-    "sie jobs",
     "sie models list",
     "sie models history",
 }

@@ -6,12 +6,14 @@ import ast
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import measure
 import pytest
 import without_extras
+
+from sie_contracts.models import families
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
@@ -19,7 +21,6 @@ EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in meas
 # modules that are optional and still in the packages of the core, and the imports of them from the rest of the core.
 # A number may only fall; a row without imports leaves for extras/
 OPTIONAL = {
-    "sie_cli.jobs": 0,
     "sie_gateway.dialects.cohere": 1,
     "sie_gateway.dialects.contextual": 1,
     "sie_gateway.dialects.infinity": 1,
@@ -27,13 +28,10 @@ OPTIONAL = {
     "sie_gateway.dialects.tei": 2,
     "sie_gateway.dialects.transcriptions": 1,
     "sie_gateway.dialects.voyage": 2,
-    "sie_gateway.jobs": 0,
     "sie_gateway.operations.doctor": 2,
     "sie_gateway.operations.history": 2,
     "sie_gateway.operations.ollama": 1,
     "sie_gateway.operations.overview": 1,
-    "sie_store.datasets": 0,
-    "sie_store.sinks": 0,
 }
 
 
@@ -62,6 +60,66 @@ def test_core_names_no_package_of_an_extra() -> None:
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     assert files
     assert [str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text("utf-8"))] == []
+
+
+_OF_PARAMETERS = frozenset({"sie_contracts.api.inference"})
+# modules of the core by the names of extras that their strings have, docstrings aside, and why
+NAMED: dict[str, Collection[str]] = {
+    # remedies for an operator, who has every command in each image
+    "doctor": {
+        "sie_adapter.engine.device",
+        "sie_gateway.operations.doctor",
+        "sie_gateway.operations.findings",
+        "sie_gateway.operations.overview",
+    },
+    "dlq": {"sie_broker.limits", "sie_sidecar.results.dead_letters"},
+    "repair": {
+        "sie_broker.nats.keyvalue",
+        "sie_cli.serve.processes",
+        "sie_config_service.aliases",
+        "sie_config_service.mirror",
+        "sie_runtime.keys",
+    },
+    "migrate": {"sie_contracts.settings.cluster"},
+    # as above; and a purpose of a file, which the client sends
+    "jobs": {"sie_gateway.operations.findings", "sie_contracts.api.batches"},
+    # a folder of published models, in a format that nothing reads
+    "openvino": {"sie_adapter.loading.weight_files", "sie_store.weights.selection"},
+    # the parameters of a request are one structure for all families, and their descriptions name those that read them
+    **dict.fromkeys(
+        ("detector", "document-reader", "docling", "gliclass", "gliner", "gliner2", "laya", "sound-reader"),
+        _OF_PARAMETERS,
+    ),
+    # a capability of models, by which a default model is chosen
+    "redact": {"sie_gateway.dialects.selection", "sie_gateway.fleet.capabilities"},
+}
+# the client has the verbs of all servers, and rooms of OPTIONAL leave the core with what they name
+UNNAMED = ("sie_client", *OPTIONAL)
+
+
+def test_core_names_no_family_engine_or_command_of_an_extra() -> None:
+    points = measure.POINTS
+    names = {*points.get("sie.gateway", {}), *points.get("sie.engines", {})} | (
+        families.rows().keys() - families.FAMILIES
+    )
+    commands = {*points.get("sie.commands", {}), *points.get("sie.commands.models", {})}
+    names = {name.lower() for name in names} - {room.rpartition(".")[2] for room in OPTIONAL}
+    pattern = re.compile(
+        rf"(?<![\w/.-])({'|'.join(sorted(names, key=len, reverse=True)) or '$^'})(?![\w-])"
+        rf"|`sie (?:models )?({'|'.join(sorted(commands)) or '$^'})\b",
+        re.IGNORECASE,
+    )
+    found: dict[str, set[str]] = {}
+    for module in _core():
+        if any(_within(module.name, room) for room in UNNAMED):
+            continue
+        docstrings = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                for match in pattern.finditer(node.value):
+                    found.setdefault((match[1] or match[2]).lower(), set()).add(module.name)
+    unexplained = {name: modules - {*NAMED.get(name, ())} for name, modules in found.items()}
+    assert {name: modules for name, modules in unexplained.items() if modules} == {}
 
 
 def test_core_has_no_more_imports_of_what_is_optional() -> None:

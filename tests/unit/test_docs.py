@@ -125,6 +125,7 @@ def test_the_page_of_settings_is_the_code() -> None:
         assert f"| `{row.name}` |" in text
 
 
+@pages.WHOLE
 def test_the_page_of_models_is_the_catalogue() -> None:
     """`python tests/models_page.py` regenerates the page."""
     text, entries = models_page.PAGE.read_text("utf-8"), packaged_catalogue().entries
@@ -142,6 +143,7 @@ async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
     assert [path for path in document["paths"] if path not in text] == []
 
 
+@pages.WHOLE
 def test_the_tables_of_the_readme_are_the_catalogue_and_the_results() -> None:
     """`python tests/readme_tables.py` regenerates the tables."""
     text = readme_tables.PAGE.read_text("utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import distribution
+import pages
 import pytest
 from dockerfiles import ROOT
 
@@ -31,9 +32,16 @@ def test_an_extra_names_nothing_that_nobody_uses(extra: str) -> None:
     assert distribution.own(extra) - distribution.used(extra).keys() - distribution.USED_BY_OTHERS.keys() == set()
 
 
+def _large() -> set[str]:
+    (line,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("LARGE :="))
+    return set(line.partition(":=")[2].split())
+
+
+@pages.WHOLE
+def test_what_is_installed_beside_serve_is_of_the_tests() -> None:
+    assert _large() <= distribution.installed_with("dev")
+
+
 def test_what_is_installed_beside_serve_is_nothing_that_serve_installs() -> None:
     """Two concurrent pip processes that write the same files break each other's installation."""
-    (line,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("LARGE :="))
-    large = set(line.partition(":=")[2].split())
-    assert large <= distribution.installed_with("dev")
-    assert large & distribution.installed_with("serve") == set()
+    assert _large() & distribution.installed_with("serve") == set()

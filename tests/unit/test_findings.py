@@ -10,6 +10,7 @@ from typing import get_args
 
 import click
 import msgspec
+import pages
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, until_told
@@ -176,6 +177,7 @@ def test_the_pool_of_another_key_is_not_named() -> None:
     assert "secret" not in finding.wrong
 
 
+@pages.WHOLE  # some remedies are commands of extras
 def test_each_command_of_a_remedy_exists() -> None:
     remedies = [
         *(finding.fix for code in CLASSES for finding in of_loads([("w0", {"m": error(code)})])),

@@ -17,7 +17,6 @@ from sie_cli.keys import MAX_KEYS
 from sie_config_service import writes
 from sie_config_service.handlers import MAX_BODY_BYTES
 from sie_config_service.store import REVISIONS_KEPT
-from sie_contracts.jobs import MAX_RECORD_BYTES
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import MAX_RESERVATIONS
@@ -25,7 +24,6 @@ from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS_OF_A_KEY
 from sie_gateway.operations.history import MAX_LINES
 from sie_gateway.operations.pools import MAX_SPEC_BYTES
 from sie_sidecar.device.poison import MAX_MARKS
-from sie_store.datasets.plans import MAX_SPANS
 
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
 ROWS = [
@@ -59,8 +57,6 @@ def test_the_numbers_are_those_of_the_code() -> None:
         ("models and aliases", f"{MAX_BODY_BYTES >> 20} MiB"),
         ("history of the catalogue", f"last {REVISIONS_KEPT} revisions"),
         ("keys", f"{MAX_KEYS:,}"),
-        ("jobs and batches", f"{MAX_RECORD_BYTES >> 10} KiB of a record"),
-        ("parts of jobs that are done", f"{MAX_SPANS:,} of a job", f"{MAX_RECORD_BYTES >> 10} KiB of each"),
         ("marks of poison", f"{MAX_MARKS:,}"),
         ("slow and failed requests, lines of the log", f"{MAX_LINES:,} lines"),
         ("dead letters", f"{topology.DEAD_LETTER_BYTES >> 20} MiB", f"{topology.DEAD_LETTER_AGE_S / 86400:.0f} days"),

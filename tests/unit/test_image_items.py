@@ -34,6 +34,7 @@ from sie_gateway.inference import images as image_headers
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 CANARY = "c4n4ry"
 
 

@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
 ANSWERS = "tests/unit/test_answer_keys.py"
-JOBS = "tests/unit/test_jobs.py"
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
 TRUST = "tests/unit/test_trust.py"
@@ -124,21 +123,8 @@ EFFECTS = {
     "SIE_BODY_MEMORY_BYTES": f"{GATEWAY}::test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
-    "SIE_JOBS_URLS": f"{JOBS}::test_a_job_reads_and_writes_below_the_named_places_alone",
-    "SIE_JOBS_SINKS": f"{JOBS}::test_a_job_names_a_database_of_the_installation",
-    "SIE_JOBS_AT_ONCE": f"{JOBS}::test_a_gateway_runs_so_many_jobs_at_once",
-    "SIE_JOBS_KEEP_S": f"{JOBS}::test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept",
-    "SIE_JOBS_PER_KEY": f"{JOBS}::test_jobs_are_bounded_by_number_for_a_key_and_in_all",
-    "SIE_JOBS_BYTES_PER_KEY": f"{JOBS}::test_records_of_jobs_are_bounded_by_bytes",
-    "SIE_MAX_JOBS": f"{JOBS}::test_jobs_are_bounded_by_number_for_a_key_and_in_all",
-    "SIE_MAX_JOBS_BYTES": f"{JOBS}::test_records_of_jobs_are_bounded_by_bytes",
     "SIE_CACHE_EXCLUDED_MODELS": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
     "SIE_CACHE_SHARED": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
-    "SIE_FILES_PER_KEY": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_FILES_BYTES_PER_KEY": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_MAX_FILES": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_MAX_FILES_BYTES": "tests/unit/test_files.py::test_a_gateway_bounds_files_by_its_settings",
-    "SIE_JOBS_CACHE_BYTES": f"{JOBS}::test_what_changed_is_computed_where_answers_are_kept",
     "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",
     "SIE_STREAM_REPLICAS": f"{BROKER}::test_three_brokers_hold_three_copies",
     "SIE_QUEUE_MAX_BYTES": f"{GATEWAY}::test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted",
@@ -246,7 +232,6 @@ READS_HOME = {
     "core/store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "core/contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
-    "cli/sie_cli/jobs/job.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/add.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/lookup.py": "~ in SIE_MODELS_DIR, in the folder that a command names and in that of an entry",
     "cli/sie_cli/models/inspect.py": "~ in a folder that is named on the command line",
@@ -342,13 +327,10 @@ def fields_read(tree: ast.AST) -> set[str]:
     read: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in field_sets:
-            owner = (
-                node.value.id
-                if isinstance(node.value, ast.Name)
-                else node.value.attr
-                if isinstance(node.value, ast.Attribute)
-                else ""
-            )
+            place = node.value
+            if isinstance(place, ast.Call) and isinstance(place.func, ast.Name) and place.func.id == "cast":
+                place = place.args[1]
+            owner = place.id if isinstance(place, ast.Name) else getattr(place, "attr", "")
             if owner in ("settings", "_settings"):
                 read |= field_sets[node.attr]
     return read

@@ -49,7 +49,6 @@ from sie_sidecar.intake.pool_membership import PoolMembership
 from sie_sidecar.models.loading import Loading
 from sie_sidecar.prepare import fetching
 from sie_sidecar.results.settle import ResultDelivery
-from sie_store.sinks import qdrant
 from sie_store.weights import listing, manifest
 
 pytestmark = pytest.mark.xdist_group("sources")
@@ -242,7 +241,6 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         lambda data: PoolMembership._request_pool(connection_of(data), "u"),
         None,
     ),
-    "answer of Qdrant": ({"result": MARK}, json, qdrant._reply, qdrant.SinkUnsuitable),
     "answer of a gateway": (
         {"id": MARK},
         json,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ REMEDY = "start one with `sie serve`, or name another address with --url"
 COMMANDS = {
     "run": ("run", "m", "a"),
     "try": ("try", "m", "a"),
-    "jobs": ("jobs", "list"),
     "load": ("models", "load", "m"),
     "status": ("status",),
 }
@@ -31,15 +31,20 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_refused_connection_is_one_line_at_once(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def ends_at_once(arguments: Sequence[str], url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command at an address where nothing listens."""
     monkeypatch.setattr("sie_cli.cluster.FIRST_S", 40.0)
     began_s = time.monotonic()
-    result = CliRunner().invoke(main, [*COMMANDS[name], "--url", url])
+    result = CliRunner().invoke(main, [*arguments, "--url", url])
     assert result.exit_code in (1, 2), result.output
     assert "attempt" not in result.stderr
     assert result.stderr.strip().lower() == f"error: no gateway answers at {url}: {REMEDY}".lower()
     assert time.monotonic() - began_s < 30, "it is tried once"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_refused_connection_is_one_line_at_once(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_at_once(COMMANDS[name], url, monkeypatch)
 
 
 def test_what_a_killed_server_left_behind_is_not_a_server(tmp_path: Path) -> None:

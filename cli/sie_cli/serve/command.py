@@ -54,7 +54,7 @@ FIRST = (
     "--data-dir",
     default=None,
     type=click.Path(path_type=Path),
-    help="Folder for the server's data: queue, keys, jobs, addresses and passwords.  [default: ~/.local/share/sie]",
+    help="Folder for the server's data: queue, keys, records, addresses and passwords.  [default: ~/.local/share/sie]",
 )
 @click.option(
     "--standalone",

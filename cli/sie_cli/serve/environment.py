@@ -3,15 +3,16 @@ only the processes that need it.
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
-AWS_, GOOGLE_, AZURE_    processes that use a bucket (for payloads, jobs, models or weights)
+AWS_, GOOGLE_, AZURE_    processes with a setting that names a bucket
 other variables          all processes except the broker, which gets only those in _BROKER
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
-from sie_contracts.settings import BY_NAME, Settings
+from sie_contracts.settings import BY_NAME, ROWS, Settings
 
 HUB = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HUGGINGFACE_TOKEN"})
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_")
@@ -21,22 +22,21 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """Return the environment for a process that runs these components (gateway, config, sidecar, adapter)."""
-    urls: dict[str, tuple[str | None, ...]] = {
-        "gateway": (settings.payload_store_url, *(settings.jobs_urls or ())),
-        "sidecar": (settings.payload_store_url,),
-        "config": (settings.models_dir,),
-        "adapter": (settings.models_dir, settings.cluster_cache),
-    }
-    opens_bucket = any((url or "").startswith(_BUCKETS) for name in components for url in urls[name])
+    own = [row for row in ROWS if not set(components).isdisjoint(row.components)]
+    opens_bucket = any(_names_bucket(getattr(settings, row.field)) for row in own)
 
     def is_theirs(name: str) -> bool:
         if name in BY_NAME:
-            return not set(components).isdisjoint(BY_NAME[name].components)
+            return BY_NAME[name] in own
         if name in HUB:
             return "adapter" in components
         return opens_bucket or not name.startswith(CLOUD)
 
     return {name: value for name, value in environ.items() if is_theirs(name)}
+
+
+def _names_bucket(value: Any) -> bool:
+    return str(value).startswith(_BUCKETS) if not isinstance(value, tuple) else any(map(_names_bucket, value))
 
 
 def of_broker(environ: Mapping[str, str], passwords: Mapping[str, str]) -> dict[str, str]:

@@ -161,9 +161,6 @@ _GATEWAY = (
         series_per_name=1,
     ),
     # Jobs; every gateway exports the same values
-    Metric("sie_gateway_jobs", "gauge", "Stored jobs and batches, by state", ("state",), 9, 3),
-    Metric("sie_gateway_job_rows_waiting", "gauge", "Rows without an answer, of all jobs that have not ended"),
-    Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
     # Queue of a lane (pool, machine profile and bundle)
     Metric(
         "sie_gateway_queue_oldest_seconds",

@@ -74,6 +74,7 @@ def mcp(
 
     Status 0: ended. 2: an option or a setting is wrong.
     """
+    from sie_bulk_jobs.settings import JobsSettings
     from sie_mcp_server import config
     from sie_mcp_server.callers import AgentCaller, KeyNames
     from sie_mcp_server.http import caller_of, serve
@@ -84,6 +85,7 @@ def mcp(
     if is_http and documents is not None:
         raise click.UsageError("--documents gives every caller the files of this machine: it does not go with --http")
     settings = cluster.settings
+    assert isinstance(settings, JobsSettings)
     own_stderr(json=settings.log_json)
     logging.getLogger("mcp").setLevel(logging.WARNING)  # the library logs ids of sessions at level info
     url = cluster.gateway_urls[0]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from sie_bulk_jobs.sinks.sink import checked_name
 from sie_contracts import yaml_text
 from sie_contracts.schema_faults import fault_line
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import StoreError
-from sie_store.sinks.sink import checked_name
 
 EVERY_KEY = "*"
 

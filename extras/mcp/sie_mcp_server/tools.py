@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_bulk_jobs.sinks import opening
+from sie_bulk_jobs.sinks.sink import Sink
 from sie_client import SIEAsyncClient
 from sie_client.types import Item
 from sie_contracts.media.documents import MAX_BYTES
@@ -38,8 +40,6 @@ from sie_mcp_server.results import (
     numbers,
 )
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks import opening
-from sie_store.sinks.sink import Sink
 
 ANSWER_CHARS = 16_000
 FIELD_CHARS = 1_000  # largest number of characters of a field of a search result; `_shortened` cuts off the rest

@@ -12,10 +12,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from sie_bulk_jobs.command.job import OutputPlace
 from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
-from sie_cli.jobs.job import OutputPlace
 from sie_cli.models.service import WriteOptions, service_of
 from sie_cli.refusal import INTERRUPTED, refusing
 from sie_migrate.compare import MAX_TEXTS
@@ -180,11 +180,12 @@ def _migrate_live(
     cluster: Cluster, as_json: bool, *, alias: str, sink: str, text: str, until: str, **options: Any
 ) -> None:
     """Migrate an index in use, whose database has the texts."""
+    from sie_bulk_jobs.datasets.templates import Template
+    from sie_bulk_jobs.settings import JobsSettings
     from sie_client import SIEAsyncClient
     from sie_migrate.live import LIVE_STEPS, LiveMigration, LivePlan
     from sie_migrate.migration import Aliases, MigrationReport
     from sie_migrate.quality import QuerySet
-    from sie_store.datasets.templates import Template
 
     if until == "shadow":
         raise click.UsageError("--step shadow: an index that is migrated in its database has no such step")
@@ -193,7 +194,9 @@ def _migrate_live(
         is_set = context.get_parameter_source(str(option.name)) == ParameterSource.COMMANDLINE
         if is_set and option.opts[0] in _CORPUS_OPTIONS:
             raise click.UsageError(f"{option.opts[0]}: only a migration with --corpus has this option")
-    url = dict(cluster.settings.jobs_sinks or ()).get(sink)
+    settings = cluster.settings
+    assert isinstance(settings, JobsSettings)
+    url = dict(settings.jobs_sinks or ()).get(sink)
     if url is None:
         raise click.UsageError(
             f"--sink {sink}: SIE_JOBS_SINKS has no database of this name. Set it for this command too, for example "

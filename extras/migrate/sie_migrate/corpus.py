@@ -15,15 +15,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sie_bulk_jobs.datasets import templates
+from sie_bulk_jobs.datasets.objects import ObjectEntry
+from sie_bulk_jobs.datasets.places import Place
+from sie_bulk_jobs.datasets.plans import Broken, inputs, plan
+from sie_bulk_jobs.datasets.rows import read
+from sie_bulk_jobs.records import RowSpan
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
-from sie_contracts.jobs import RowSpan
-from sie_store.datasets import templates
-from sie_store.datasets.objects import ObjectEntry
-from sie_store.datasets.places import Place
-from sie_store.datasets.plans import Broken, inputs, plan
-from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 from sie_store.weights.manifest import digest as digest_of_file
 

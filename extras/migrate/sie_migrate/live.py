@@ -19,6 +19,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sie_bulk_jobs.datasets.templates import ColumnFault, Template
+from sie_bulk_jobs.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector, opposite
+from sie_bulk_jobs.sinks.opening import opened_live
+from sie_bulk_jobs.sinks.sink import PATIENCE, Output, SparseRow
 from sie_cli.display import counted, printable
 from sie_cli.refusal import CommandRefused
 from sie_client import SIEAsyncClient, SIEClient
@@ -34,11 +38,7 @@ from sie_migrate.migration import (
     probe,
     vector_widths,
 )
-from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector, opposite
-from sie_store.sinks.opening import opened_live
-from sie_store.sinks.sink import PATIENCE, Output, SparseRow
 
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")

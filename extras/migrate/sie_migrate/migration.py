@@ -23,10 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from sie_cli import display
-from sie_cli.display import printable
-from sie_cli.gateway_client import described
-from sie_cli.jobs.job import (
+from sie_bulk_jobs.command.job import (
     OutputPlace,
     errors_text,
     failures_table,
@@ -36,6 +33,9 @@ from sie_cli.jobs.job import (
     rows_text,
     transfer_bar,
 )
+from sie_cli import display
+from sie_cli.display import printable
+from sie_cli.gateway_client import described
 from sie_cli.models.service import ConfigServiceClient, WriteOptions, path_of
 from sie_cli.refusal import CommandRefused
 from sie_client import Job, SIEClient

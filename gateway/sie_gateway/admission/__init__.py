@@ -13,8 +13,6 @@ limits, under "What a client may hold". Places in the gateway:
 
     admission/admission.Admission   QUEUE_FULL          time (`check`, `refuse_late`), or bytes of inputs (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
-    admission/slots.KeySlots        RATE_LIMITED        uploads, or reads of results of jobs, that a key has at once
-    admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads, or reads of results of jobs, of all keys at once
     fleet/demand.ColdStarts         MODEL_LOADING       workers that have loaded the model
     fleet/demand.ColdStarts         PROVISIONING        workers of the lane
     fleet/lanes.Fleet               PROVISIONING        workers with the bundle of the model
@@ -22,8 +20,6 @@ limits, under "What a client may hold". Places in the gateway:
     inference/handler.Inference     QUEUE_FULL          requests in progress
     inference/results.ResultInbox   RESOURCE_EXHAUSTED  memory of results from workers
     inference/call.BodyReader       QUEUE_FULL          memory of bodies
-    jobs/files._unavailable         RESOURCE_EXHAUSTED  space of the payload store for files
-    jobs/records.OwnerUsage         RATE_LIMITED        stored jobs and files of a key, or of all keys
     streams/offload.Offload         QUEUE_UNAVAILABLE   space of the payload store for large inputs (`store_full`)
     streams/publish.WorkQueue       QUEUE_FULL          bytes of a work stream, or its messages of one subject
 

@@ -1,3 +1,3 @@
 """HTTP: the ASGI application, the table of routes, and authorisation. A request enters here, and a handler of
-`dialects`, `jobs` or `operations` answers it.
+`dialects`, `operations` or a plug-in answers it.
 """

@@ -76,10 +76,13 @@ class SettingRow:
             raise SettingError(self.name, f"got {got}, expected {self.expected}{detail}") from error
 
 
-def row(default: Any, components: str, kind: Kind, meaning: str, *, mode: Mode | None = None) -> Any:
+def row(
+    default: Any, components: str, kind: Kind, meaning: str, *, mode: Mode | None = None, secret: bool = False
+) -> Any:
+    """Return the field of a setting. `secret`: the value is never shown, as those of the kinds in SECRETIVE."""
     expected, parse = kind
     readers = COMPONENTS if components == "all" else tuple(components.split())
-    meta = SettingRow("", default, readers, expected, parse, meaning, mode, parse in SECRETIVE)
+    meta = SettingRow("", default, readers, expected, parse, meaning, mode, secret or parse in SECRETIVE)
     return dataclasses.field(default=default, metadata={"row": meta})
 
 

@@ -205,21 +205,6 @@ def _store(*, file_urls: bool = True, paths: bool = True) -> Parse:
     return parse
 
 
-def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
-    """Parse `name=URL,...`, the databases for vectors. The URLs may contain passwords. Raises ValueError."""
-    sinks: dict[str, Secret] = {}
-    for part in _list_of(text):
-        name, equals, url = part.partition("=")
-        pieces = urlsplit(url)
-        _ = pieces.port  # reading the port raises ValueError if it is out of range
-        if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
-            raise ValueError
-        if not pieces.scheme or not pieces.hostname:
-            raise ValueError
-        sinks[name] = Secret(url)
-    return tuple(sinks.items())
-
-
 def _socket_path(text: str) -> str:
     if not text.startswith("/") or len(text.encode()) > 100:
         raise ValueError
@@ -276,7 +261,6 @@ STORES = (
     "a comma-separated list of s3://bucket/prefix, gs://bucket/prefix, file:///path or paths",
     _checked_list(store_url),
 )
-SINKS = "a comma-separated list of NAME=URL", _sinks
 PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _store()
 POOL = "1 to 63 letters, digits, _ or -", pool_name
 NATS = _url("nats", "tls")
@@ -299,4 +283,4 @@ DEFAULT_MODELS = (
     "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict or transcribe",
     _pairs,
 )
-SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of secret values, which are never shown
+SECRETIVE = frozenset({_secret, _secrets, password})  # parsers of secret values, which are never shown

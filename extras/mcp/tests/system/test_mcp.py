@@ -35,10 +35,10 @@ from qdrant_server import QdrantServer
 from zygote import end_with_parent
 
 from sie_broker import Write
+from sie_bulk_jobs.sinks.opening import opened
+from sie_bulk_jobs.sinks.sink import SinkRows
 from sie_client import SIEClient
 from sie_runtime import keys as records
-from sie_store.sinks.opening import opened
-from sie_store.sinks.sink import SinkRows
 
 pytestmark = [shared.OPEN, pytest.mark.timeout(300)]
 

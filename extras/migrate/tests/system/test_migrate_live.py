@@ -290,7 +290,7 @@ def complete(cluster: Cluster, application: Application, model: str, original: o
     assert wrong == []
 
 
-# each takes a minute; tests/contract/test_live_collections.py writes to every store while it is migrated
+# each takes a minute; extras/jobs/tests/contract/test_live_collections.py writes to every store while it is migrated
 @pytest.mark.parametrize(
     "application",
     [pytest.param(name, marks=() if name == "postgres" else pytest.mark.long) for name in APPLICATIONS],

@@ -17,6 +17,9 @@ import pytest
 from click.testing import CliRunner
 from job_server import JobServer
 
+from sie_bulk_jobs.datasets.templates import Template
+from sie_bulk_jobs.sinks.live import LiveRow, LiveState, ScannedPage, Side
+from sie_bulk_jobs.sinks.sink import Output
 from sie_cli.main import main
 from sie_cli.models.service import ServiceReply, WriteOptions
 from sie_cli.refusal import CommandRefused
@@ -46,9 +49,6 @@ from sie_migrate.migration import (
     shadow_since_s,
 )
 from sie_migrate.quality import QualityMeasurement, QuerySet
-from sie_store.datasets.templates import Template
-from sie_store.sinks.live import LiveRow, LiveState, ScannedPage, Side
-from sie_store.sinks.sink import Output
 
 # ---- the remaining steps
 

@@ -1,0 +1,563 @@
+"""Batches of the unmodified OpenAI client at a real `sie serve`: every request is answered once, as a direct call
+answers it; the states and ends of a batch; owners; a broker and gateways that are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import local_models
+import numpy as np
+import openai
+import pytest
+from click.testing import CliRunner
+from cluster import Cluster, running, until
+from openai.types import Batch
+from openai_client import client_of
+
+from sie_bulk_jobs.gateway.envelope import MAX_LINES, SHARD_LINES
+from sie_cli.main import main
+
+ADMIN, ONE, OTHER = (f"batch-token-{secrets.token_urlsafe(12)}" for _ in range(3))
+ENDED = {"completed", "failed", "cancelled", "expired"}
+EMBEDDINGS = "/v1/embeddings"
+DENSE = "test/dense"
+HELD_LINES = 4000  # more than a worker answers before its adapter is paused
+MANY_LINES = 12_000  # more than a worker answers before the third fault
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of two gateways, with small models that compute in float32."""
+    models = local_models.under(tmp_path_factory.mktemp("models"))
+    for name in ("dense", "cross", "gliner"):
+        models.build(name)
+    environ = {"SIE_AUTH_MODE": "static", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": f"{ONE},{OTHER}"}
+    arguments = [*models.arguments, "--no-spare"]
+    with running(tmp_path_factory.mktemp("batches"), *arguments, environ=environ, gateways=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def frail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose processes are paused and killed, with keys that can be revoked."""
+    models = local_models.under(tmp_path_factory.mktemp("frail-models"))
+    models.build("dense")
+    environ = {"SIE_AUTH_MODE": "token", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": ONE}
+    arguments = [*models.arguments, "--no-spare", "--preload", DENSE]
+    with running(tmp_path_factory.mktemp("frail"), *arguments, environ=environ, gateways=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with client_of(cluster, ONE) as client:
+        yield client
+
+
+@pytest.fixture
+def frail_client(frail: Cluster) -> Iterator[openai.OpenAI]:
+    with client_of(frail, ONE) as client:
+        yield client
+
+
+@pytest.fixture
+def either(frail: Cluster) -> Iterator[list[openai.OpenAI]]:
+    """Return a client of each gateway, which asks once."""
+    with client_of(frail, ONE) as first, client_of(frail, ONE, 1) as second:
+        yield [client.with_options(max_retries=0) for client in (first, second)]
+
+
+def request(id_: object, body: Mapping[str, Any], url: str = EMBEDDINGS, **change: object) -> bytes:
+    return json.dumps({"custom_id": id_, "method": "POST", "url": url, "body": body, **change}).encode()
+
+
+def embeddings(count: int) -> list[bytes]:
+    return [request(f"r{number}", {"model": DENSE, "input": text(number)}) for number in range(count)]
+
+
+def text(number: int) -> str:
+    return f"line {number} of {('bread', 'rivers', 'a long letter about the weather of last year')[number % 3]}"
+
+
+def submitted(client: openai.OpenAI, lines: Sequence[bytes], endpoint: str = EMBEDDINGS, **more: Any) -> Batch:
+    file = client.files.create(file=("requests.jsonl", b"\n".join(lines) + b"\n"), purpose="batch")
+    options = {"completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, **options)  # type: ignore[arg-type]
+
+
+def ended(cluster: Cluster, client: openai.OpenAI, batch: Batch, timeout_s: float = 120) -> list[Batch]:
+    """Return the snapshots of a batch until its end."""
+    snapshots = [batch]
+
+    def look() -> bool:
+        snapshots.append(client.batches.retrieve(batch.id))
+        return snapshots[-1].status in ENDED
+
+    until(look, timeout_s, "the batch ends", lambda: (snapshots[-1], cluster.log()))
+    return snapshots
+
+
+def counts(batch: Batch) -> tuple[int, int, int]:
+    assert batch.request_counts is not None
+    return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
+
+
+def states(snapshots: Sequence[Batch]) -> list[str]:
+    return [
+        batch.status
+        for place, batch in enumerate(snapshots)
+        if not place or snapshots[place - 1].status != batch.status
+    ]
+
+
+def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()] if file_id else []
+
+
+def ids(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [row["custom_id"] for row in rows]
+
+
+def asked_directly(cluster: Cluster, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    headers = {"authorization": f"Bearer {ONE}"}
+    return httpx.post(f"{cluster.url}{path}", json=body, headers=headers, timeout=60)
+
+
+# answers
+
+
+def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_s: float) -> None:
+    """Upload, submit, poll and download. Each answer stands where its request was and equals that of a direct call."""
+    expiry = {"anchor": "created_at", "seconds": 86_400}
+    new_batch = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
+    assert (new_batch.object, new_batch.status, new_batch.endpoint, new_batch.completion_window) == (
+        "batch",
+        "validating",
+        EMBEDDINGS,
+        "24h",
+    )
+    assert (counts(new_batch), new_batch.metadata, new_batch.in_progress_at) == ((0, 0, 0), {"run": "nightly"}, None)
+    assert new_batch.expires_at == new_batch.created_at + 86_400
+    snapshots = ended(cluster, client, new_batch, timeout_s)
+    last = snapshots[-1]
+    order = ["validating", "in_progress", "finalizing", "completed"]
+    assert [state for state in order if state in states(snapshots)] == states(snapshots), "none comes again"
+    assert (last.status, counts(last)) == ("completed", (count, count, 0))
+    every = [counts(batch) for batch in snapshots]
+    assert every == sorted(every)
+    assert all(completed + failed <= (total or 0) for total, completed, failed in every)
+    times = [last.created_at, last.in_progress_at, last.finalizing_at, last.completed_at]
+    assert times == sorted(times, key=lambda at: at or 0)
+    assert (last.failed_at, last.expired_at, last.cancelled_at, last.errors, last.error_file_id) == (None,) * 5
+    assert last.metadata == {"run": "nightly"}
+    rows = read(client, last.output_file_id)
+    assert ids(rows) == [f"r{number}" for number in range(count)]
+    assert len({row["id"] for row in rows}) == len({row["response"]["request_id"] for row in rows}) == count
+    assert {(row["response"]["status_code"], row["error"]) for row in rows} == {(200, None)}
+    sample = sorted({0, 1, SHARD_LINES - 1, SHARD_LINES, count // 2, count - 1})
+    direct = client.embeddings.create(model=DENSE, input=[text(number) for number in sample], encoding_format="float")
+    for number, embedding in zip(sample, direct.data, strict=True):
+        body = rows[number]["response"]["body"]
+        assert np.abs(np.array(body["data"][0]["embedding"]) - np.array(embedding.embedding)).max() <= 1e-5
+        assert body["usage"]["total_tokens"] > 0
+    file = client.files.retrieve(str(last.output_file_id))
+    assert (file.purpose, file.filename) == ("batch_output", f"{last.id}_output.jsonl")
+    assert file.expires_at == file.created_at + 86_400
+    assert last.usage is not None
+    assert last.usage.total_tokens == sum(row["response"]["body"]["usage"]["total_tokens"] for row in rows)
+
+
+@pytest.mark.timeout(300)
+def test_every_request_is_answered_as_a_direct_call_answers_it(cluster: Cluster, client: openai.OpenAI) -> None:
+    check_batch_of(cluster, client, 2000, 180)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_as_many_requests_as_openai_takes(cluster: Cluster, client: openai.OpenAI) -> None:
+    check_batch_of(cluster, client, MAX_LINES, 1200)
+
+
+def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answered(
+    cluster: Cluster, client: openai.OpenAI
+) -> None:
+    def good(id_: object, **change: object) -> bytes:
+        return request(id_, {"model": DENSE, "input": "a", **change})
+
+    lines = [
+        good("first"),
+        b"{no json",
+        b"",
+        good(None),
+        good("first"),
+        request("url", {"model": DENSE, "input": "a"}, "/v1/rerank"),
+        good("model", model="no/such-model"),
+        good("type", input={"a": 1}),
+        good("long", input="word " * 2000, truncate="NONE"),
+        request("method", {"model": DENSE, "input": "a"}, method="GET"),
+        request("no body", None),  # type: ignore[arg-type]
+        request("below", {"model": DENSE, "input": "a"}, "/v1/embeddings/x"),
+        good("last"),
+    ]
+    last = ended(cluster, client, submitted(client, lines))[-1]
+    assert (last.status, counts(last)) == ("completed", (12, 2, 10))
+    assert ids(read(client, last.output_file_id)) == ["first", "last"]
+    failed = read(client, last.error_file_id)
+    never = {row["custom_id"]: row["error"]["code"] for row in failed if row["error"] is not None}
+    refused = {row["custom_id"]: row["response"] for row in failed if row["error"] is None}
+    assert ids(failed)[:3] == [None, None, "first"]
+    assert [row["error"]["code"] for row in failed[:2]] == ["invalid_json_line", "missing_required_parameter"]
+    assert "line 4: custom_id" in failed[1]["error"]["message"], "as an editor counts"
+    assert {**never, None: ""} == {
+        None: "",
+        "first": "duplicate_custom_id",
+        "url": "mismatched_url",
+        "method": "invalid_method",
+        "no body": "missing_required_parameter",
+        "below": "invalid_url",
+    }
+    assert list(refused) == ["model", "type", "long"]
+    for id_, body in (
+        ("model", {"model": "no/such-model", "input": "a"}),
+        ("type", {"model": DENSE, "input": {"a": 1}}),
+    ):
+        direct = asked_directly(cluster, EMBEDDINGS, body)
+        error_body, shown = refused[id_]["body"], direct.json()
+        assert refused[id_]["status_code"] == direct.status_code >= 400
+        assert [error_body["error"][key] for key in ("message", "type", "param", "code")] == [
+            shown["error"][key] for key in ("message", "type", "param", "code")
+        ]
+    assert (refused["long"]["status_code"], refused["long"]["body"]["error"]["code"]) == (400, "invalid_input")
+    assert "word word" not in cluster.log(10_000)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url", "body"),
+    [
+        ("/v1/encode", "/v1/encode", {"model": DENSE, "items": [{"id": "i", "text": "a"}, {"text": "b"}]}),
+        ("/v1/encode", f"/v1/encode/{DENSE}", {"items": [{"text": "a"}]}),
+        (
+            "/v1/score",
+            "/v1/score",
+            {"model": "test/cross", "query": {"text": "q"}, "items": [{"text": "a"}, {"text": "b"}]},
+        ),
+        (
+            "/v1/extract",
+            "/v1/extract/test/gliner",
+            {"items": [{"text": "Ada in Rome"}], "params": {"labels": ["city"]}},
+        ),
+        (
+            "/v1/redact",
+            "/v1/redact/test/gliner",
+            {
+                "items": [{"text": "Ada in Rome, ada@example.org " * 300}, {"text": "…"}],
+                "params": {"kinds": ["city", "email"], "style": "tag"},
+            },
+        ),
+        ("/v1/rerank", "/v1/rerank", {"model": "test/cross", "query": "q", "documents": ["a", "b"]}),
+        (EMBEDDINGS, EMBEDDINGS, {"model": DENSE, "input": ["a", "b"], "encoding_format": "base64"}),
+    ],
+)
+def test_every_endpoint_answers_as_it_does_alone(
+    cluster: Cluster, client: openai.OpenAI, endpoint: str, url: str, body: dict[str, Any]
+) -> None:
+    last = ended(cluster, client, submitted(client, [request("a", body, url), request("b", body, url)], endpoint))[-1]
+    assert (last.status, counts(last)) == ("completed", (2, 2, 0)), read(client, last.error_file_id)
+    path = url if "test/" in url or endpoint in (EMBEDDINGS, "/v1/rerank") else f"{url}/{body['model']}"
+    direct = asked_directly(cluster, path, {key: value for key, value in body.items() if path == url or key != "model"})
+    assert direct.status_code == 200, direct.text
+    for row in read(client, last.output_file_id):
+        assert_alike(row["response"]["body"], direct.json())
+
+
+def assert_alike(left: Any, right: Any, name: str = "") -> None:
+    """Check that two replies have the same shape and texts. Numbers may differ as far as batch mates change them. Ids
+    and times are not compared.
+    """
+    assert type(left) is type(right) or {type(left), type(right)} <= {int, float}, name
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), name
+        for key in left.keys() - {"id", "request_id", "timing"}:
+            assert_alike(left[key], right[key], f"{name}.{key}")
+    elif isinstance(left, list):
+        assert len(left) == len(right), name
+        for place, (left_value, right_value) in enumerate(zip(left, right, strict=True)):
+            assert_alike(left_value, right_value, f"{name}[{place}]")
+    elif isinstance(left, float):
+        assert abs(left - right) <= 1e-5, name
+    elif not name.endswith("].embedding"):  # base64 of floats
+        assert left == right, name
+
+
+# refusals
+
+
+def test_a_file_that_is_no_batch_fails_as_a_whole(cluster: Cluster, client: openai.OpenAI) -> None:
+    for lines, code, names in (
+        ([b"", b" ", b""], "empty_file", "no lines"),
+        ([b"{}"] * (MAX_LINES + 1), "too_many_items", str(MAX_LINES)),
+    ):
+        snapshots = ended(cluster, client, submitted(client, lines))
+        last = snapshots[-1]
+        assert states(snapshots) == ["validating", "failed"]
+        assert last.errors is not None
+        assert last.errors.data is not None
+        (error,) = last.errors.data
+        assert (error.code, error.param) == (code, "input_file_id")
+        assert names in str(error.message)
+        assert (last.in_progress_at, last.output_file_id, last.error_file_id) == (None, None, None)
+        assert last.failed_at is not None
+        assert counts(last) == (0, 0, 0)
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(last.id)
+
+
+def test_a_batch_that_can_never_run_is_not_made(cluster: Cluster, client: openai.OpenAI) -> None:
+    lines = embeddings(1)
+    before = len(list(client.batches.list()))
+    for endpoint in ("/v1/chat/completions", "/v1/models", ""):
+        with pytest.raises(openai.BadRequestError) as refused:
+            submitted(client, lines, endpoint)
+        assert refused.value.param == "endpoint"
+    for window in ("1 day", "0h", "31d", "24h\n", ""):
+        with pytest.raises(openai.BadRequestError) as refused:
+            submitted(client, lines, completion_window=window)
+        assert refused.value.param == "completion_window"
+    with client_of(cluster, OTHER) as stranger:
+        file = stranger.files.create(file=("a", lines[0]), purpose="batch")
+        deleted_file = client.files.create(file=("a", lines[0]), purpose="batch")
+        client.files.delete(deleted_file.id)
+        for file_id in (file.id, deleted_file.id, "file-x", "../x"):
+            with pytest.raises(openai.NotFoundError):
+                client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
+    assert len(list(client.batches.list())) == before
+
+
+def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> None:
+    new_batch = submitted(client, embeddings(3))
+    with client_of(cluster, OTHER, 1) as stranger, client_of(cluster, ADMIN, 1) as admin:
+        for ask in (stranger.batches.retrieve, stranger.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(new_batch.id)
+        assert list(stranger.batches.list()) == []
+        until(lambda: new_batch.id in {entry.id for entry in admin.batches.list()}, 60, "the other gateway knows it")
+        last = ended(cluster, client, new_batch)[-1]
+        assert admin.batches.retrieve(new_batch.id) == last
+        assert len(read(admin, last.output_file_id)) == 3
+        with pytest.raises(openai.NotFoundError):
+            stranger.files.content(str(last.output_file_id))
+    headers = {"authorization": f"Bearer {ONE}"}
+    jobs = f"{cluster.url}/v1/jobs/{new_batch.id}"
+    assert httpx.get(jobs, headers=headers, timeout=60).status_code == 404, "it is no job of the other kind"
+    assert {
+        httpx.post(f"{jobs}/{verb}", headers=headers, timeout=60).status_code for verb in ("pause", "resume", "retry")
+    } == {404}
+
+
+def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.OpenAI) -> None:
+    with client_of(cluster, OTHER) as stranger:
+        batches = [submitted(stranger, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
+        newest_first = [batch.id for batch in reversed(batches)]
+        page = stranger.batches.list(limit=2)
+        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[:2], True)
+        page = stranger.batches.list(limit=2, after=newest_first[3])
+        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[4:], False)
+        assert [entry.id for entry in stranger.batches.list(limit=2)] == newest_first, "all pages"
+        assert [(entry.metadata or {})["number"] for entry in stranger.batches.list()] == list("43210")
+        with pytest.raises(openai.NotFoundError):
+            stranger.batches.list(after="batch_x")
+        for batch in batches:
+            assert ended(cluster, stranger, batch)[-1].status == "completed"
+
+
+# batches that are cancelled or expire
+
+
+def held(frail: Cluster, client: openai.OpenAI, **more: Any) -> tuple[Batch, int]:
+    """Return a batch of which some requests are answered, and the paused adapter, which answers no more of them."""
+    (adapter, *_) = frail.pids("adapter")
+    batch = submitted(client, embeddings(HELD_LINES), **more)
+    until(lambda: counts(client.batches.retrieve(batch.id))[1], 60, "some are answered", frail.log)
+    os.kill(adapter, signal.SIGSTOP)
+    return batch, adapter
+
+
+def check_parts(client: openai.OpenAI, last: Batch, failures: str = "") -> None:
+    """Check that the output has the answered requests in order, and that the rest has `failures` or nothing."""
+    answered, failed = read(client, last.output_file_id), read(client, last.error_file_id)
+    assert 0 < len(answered) < HELD_LINES
+    places = [int(id_[1:]) for id_ in ids(answered)]
+    assert places == sorted(set(places))
+    assert counts(last) == (HELD_LINES, len(answered), len(failed))
+    assert {row["error"]["code"] for row in failed} == ({failures} if failures else set())
+    if failures:
+        left = [f"r{number}" for number in range(HELD_LINES) if number not in set(places)]
+        assert ids(failed) == left
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(frail: Cluster, frail_client: openai.OpenAI) -> None:
+    new_batch, adapter = held(frail, frail_client)
+    try:
+        cancelled_batch = frail_client.batches.cancel(new_batch.id)
+        assert (cancelled_batch.status, cancelled_batch.cancelling_at is not None) == ("cancelling", True)
+        snapshots = ended(frail, frail_client, cancelled_batch)
+    finally:
+        os.kill(adapter, signal.SIGCONT)
+    last = snapshots[-1]
+    assert states(snapshots) == ["cancelling", "cancelled"]
+    assert [counts(batch)[1] for batch in snapshots] == sorted(counts(batch)[1] for batch in snapshots)
+    assert last.cancelled_at is not None
+    assert (last.completed_at, last.expired_at) == (None, None)
+    check_parts(frail_client, last)
+    with pytest.raises(openai.ConflictError):
+        frail_client.batches.cancel(new_batch.id)
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_that_expires_keeps_what_was_answered_and_names_the_rest(
+    frail: Cluster, frail_client: openai.OpenAI
+) -> None:
+    new_batch, adapter = held(frail, frail_client, completion_window="9s")
+    try:
+        snapshots = ended(frail, frail_client, new_batch)
+    finally:
+        os.kill(adapter, signal.SIGCONT)
+    last = snapshots[-1]
+    assert last.status == "expired"
+    assert last.expires_at == new_batch.created_at + 9
+    assert last.expired_at is not None
+    assert last.expired_at >= new_batch.created_at + 9
+    check_parts(frail_client, last, "batch_expired")
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_that_expires_before_it_began_names_every_request(frail: Cluster, frail_client: openai.OpenAI) -> None:
+    (adapter, *_) = frail.pids("adapter")
+    os.kill(adapter, signal.SIGSTOP)
+    try:
+        last = ended(frail, frail_client, submitted(frail_client, embeddings(700), completion_window="3s"))[-1]
+    finally:
+        os.kill(adapter, signal.SIGCONT)
+    assert (last.status, last.output_file_id, counts(last)) == ("expired", None, (700, 0, 700))
+    assert ids(read(frail_client, last.error_file_id)) == [f"r{number}" for number in range(700)]
+
+
+# keys
+
+
+def sie_keys(frail: Cluster, *args: str) -> str:
+    result = CliRunner().invoke(main, ["keys", *args, "--data-dir", str(frail.data_dir)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
+    """Create a key, and return its id and token when all gateways know it."""
+    key_record = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
+    headers = {"authorization": f"Bearer {key_record['token']}"}
+
+    def known() -> bool:
+        return all(httpx.get(f"{url}/v1/whoami", headers=headers, timeout=10).status_code != 401 for url in frail.urls)
+
+    until(known, 60, "the gateways know the key", frail.log)
+    return key_record["id"], key_record["token"]
+
+
+def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_client: openai.OpenAI) -> None:
+    _, token = key(frail, "reads", "read")
+    file = frail_client.files.create(file=("a", embeddings(1)[0]), purpose="batch")
+    with client_of(frail, token) as reads:
+        with pytest.raises(openai.PermissionDeniedError):
+            reads.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        with pytest.raises(openai.PermissionDeniedError):
+            reads.batches.list()
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster) -> None:
+    id_, token = key(frail, "ends", "infer")
+    with client_of(frail, token) as owner, client_of(frail, ADMIN) as admin:
+        new_batch = submitted(owner, embeddings(HELD_LINES))
+        until(lambda: counts(admin.batches.retrieve(new_batch.id))[1], 60, "some are answered", frail.log)
+        sie_keys(frail, "revoke", id_)
+        last = ended(frail, admin, new_batch)[-1]
+        with pytest.raises(openai.AuthenticationError):
+            owner.batches.retrieve(new_batch.id)
+        assert last.status == "failed"
+        assert last.errors is not None
+        assert last.errors.data is not None
+        assert [error.code for error in last.errors.data] == ["PERMISSION_DENIED"]
+        assert "key" in str(last.errors.data[0].message)
+        check_parts(admin, last)
+
+
+# faults
+
+
+@pytest.mark.timeout(600)
+def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
+    frail: Cluster, frail_client: openai.OpenAI, either: list[openai.OpenAI]
+) -> None:
+    """Both gateways are killed, one of which leads the batch, and the broker between them. The batch completes, and
+    each request is once in the output or in the error file.
+    """
+    lines = embeddings(MANY_LINES)
+    lines[100] = b"{no json"
+    lines[200] = lines[199]
+    (adapter,) = frail.pids("adapter")
+    new_batch = submitted(frail_client, lines)
+    completed = 0
+
+    def looked() -> Batch | None:
+        for client in either:
+            try:
+                return client.batches.retrieve(new_batch.id)
+            except (openai.APIConnectionError, openai.InternalServerError):
+                continue
+        return None
+
+    def further() -> bool:
+        batch = looked()
+        assert batch is None or batch.status not in ENDED, "it ended before all faults"
+        return batch is not None and counts(batch)[1] > completed + SHARD_LINES
+
+    for role in ("gateway", "nats-server", "gateway"):
+        until(further, 60, f"some are answered before the next fault: {role}", frail.log)
+        os.kill(adapter, signal.SIGSTOP)  # else a fast machine answers all before the last fault
+        try:
+            batch = looked()
+            assert batch is not None
+            completed = counts(batch)[1]
+            pid = frail.pids(role)[0]  # the oldest: never the gateway that the first fault restarted
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: ready(frail), 60, "both gateways serve", frail.log)
+        finally:
+            os.kill(adapter, signal.SIGCONT)
+
+    def last() -> Batch | None:
+        batch = looked()
+        return batch if batch is not None and batch.status in ENDED else None
+
+    final_batch = until(last, 240, "the batch ends", lambda: (looked(), frail.log(200)))
+    assert isinstance(final_batch, Batch)
+    assert (final_batch.status, counts(final_batch)) == ("completed", (MANY_LINES, MANY_LINES - 2, 2))
+    until(lambda: ready(frail), 60, "both gateways serve", frail.log)
+    answered, failed = read(frail_client, final_batch.output_file_id), read(frail_client, final_batch.error_file_id)
+    expected = [f"r{number}" for number in range(MANY_LINES) if number not in (100, 200)]
+    assert ids(answered) == expected
+    assert ids(failed) == [None, "r199"]
+
+
+def ready(frail: Cluster) -> bool:
+    try:
+        return all(httpx.get(f"{url}/readyz", timeout=10).status_code == 200 for url in frail.urls)
+    except httpx.HTTPError:
+        return False
