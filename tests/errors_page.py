@@ -12,12 +12,13 @@ from pathlib import Path
 from sie_client.errors import codes
 from sie_contracts.errors import (
     FAMILIES,
+    Family,
     SIEError,
     catalogue,
     each_error,
     envelope,
 )
-from sie_gateway.dialects import tei
+from sie_gateway.http.routes import ROUTES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -25,8 +26,14 @@ PAGE = ROOT / "docs" / "errors.md"
 CONFIG_ONLY = ("VALIDATION_ERROR",)
 
 
+# of the core, then of plug-ins
+FORMATS = FAMILIES | {
+    shape.name: shape for route in ROUTES for shape in (route.shape, *route.shapes) if isinstance(shape, Family)
+}
+
+
 def _row(error: SIEError) -> str:
-    status, body = tei.shape(error, "", None)
+    status, body = FORMATS["tei"](error, "", None)
     retry = f"{error.retry_after_s}" if error.retryable else "–"
     kind = envelope(error, "")["error"]["type"]
     when = " ".join((type(error).__doc__ or "").partition("\n\n")[0].split())
@@ -47,7 +54,7 @@ def table() -> str:
     return "\n".join([head, "|---" * 7 + "|", *map(_row, rows)])
 
 
-ROUTES = {
+SERVED = {
     "native": "all that are not named below, and where no route is known",
     "openai": "`/v1/embeddings`, `/embeddings`",
     "jina": "`/v1/rerank`",
@@ -57,23 +64,23 @@ ROUTES = {
     "tei": "those of Text Embeddings Inference, `/tei/...`, and `/rerank` with `texts`",
     "ollama": "those of Ollama, `/api/...`",
 }
+OWN_NAME = "TEI's name of the error"
 HOLDS = {
     "all": "everything, as a map",
     "code and message": "code and message, as a map",
     "message": "the message",
     "code": "the code",
     "request id": "the id of the request",
-    "TEI's name": "TEI's name of the error",
 }
 
 
 def families() -> str:
     """Return the table of the fields of an error's body at the routes of each family, and of their readers."""
     rows = [
-        f"| {f'{family}: {ROUTES[family]}' if not number else ''} | `{member.name}` | {HOLDS[member.holds]} | "
-        f"{member.reader} |"
-        for family, members in FAMILIES.items()
-        for number, member in enumerate(members)
+        f"| {f'{family.name}: {SERVED[family.name]}' if not number else ''} | `{member.name}` | "
+        f"{OWN_NAME if callable(member.holds) else HOLDS[member.holds]} | {member.reader} |"
+        for family in FORMATS.values()
+        for number, member in enumerate(family.members)
     ]
     return "\n".join(["| routes | member | holds | read by |", "|---" * 4 + "|", *rows])
 
@@ -84,8 +91,9 @@ def reasons() -> dict[str, set[str]]:
     call = rf"\b(?:{'|'.join(names)})(?:\.at)?\("
     pattern = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
     codes_by_reason: dict[str, set[str]] = {}
-    for folder in ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter"):
-        for file in (ROOT / folder).rglob("*.py"):
+    own = [ROOT / folder for folder in ("core", "gateway", "sidecar", "adapter")]
+    for folder in (*own, *ROOT.glob("extras/*/sie_*")):
+        for file in folder.rglob("*.py"):
             for name, reason in pattern.findall(file.read_text("utf-8")):
                 codes_by_reason.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
     return codes_by_reason

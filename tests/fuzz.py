@@ -166,6 +166,8 @@ VALID: dict[str, Any] = {
     },
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
     "/embed": {"inputs": ["a", [1, 2]], "normalize": True, "truncate": None},
+    "/embed_all": {"inputs": "a", "truncate": False},
+    "/embed_sparse": {"inputs": ["a"], "truncation_direction": "right"},
     "/predict": {"inputs": [["a"], ["a", "b"]], "raw_scores": False},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": {"truncate": True}},
     "/tokenize": {"inputs": ["a"], "add_special_tokens": False},

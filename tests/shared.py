@@ -19,6 +19,8 @@ import httpx
 import pytest
 from cluster import Cluster, until
 
+from sie_gateway.http.routes import TABLE
+
 OPEN: Final = pytest.mark.xdist_group("open-cluster")  # tests of the cluster without tokens
 GUARDED: Final = pytest.mark.xdist_group("guarded-cluster")  # tests of the cluster with tokens
 FIRST_GUARDED: Final = pytest.mark.xdist_group("guarded-cluster", first=True)  # before other tests use up metric series
@@ -31,6 +33,11 @@ PLACES: Final = 48  # concurrent requests that the guarded cluster takes
 SERVED_S: Final = 90.0  # the longest time until every gateway knows a new model
 
 T = TypeVar("T")
+
+
+def needs(path: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if no installed package serves this path."""
+    return pytest.mark.skipif(not TABLE.match(path).methods, reason=f"no installed package serves {path}")
 
 
 class Shared:

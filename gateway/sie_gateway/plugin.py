@@ -14,6 +14,7 @@ fault is named in the log, in the details of readiness, and in the findings that
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from sie_contracts import entry_points
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.http.route_kinds import GatewayRoute
+from sie_gateway.inference.call import ErrorShape
 from sie_runtime.http.routes import Table
 
 if TYPE_CHECKING:
@@ -78,11 +80,14 @@ class Service:
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
     """Object that an entry point names. `routes`: rows for the table of routes. The handler of an `InferenceRoute` is
-    called with (inference, call, body), that of another `GatewayRoute` with (gateway, request). `build`: builds the
-    service of one gateway. Raises SettingError.
+    called with (inference, call, body), that of another `GatewayRoute` with (gateway, request). `shapes`: (prefix of a
+    path, format of its errors) for paths without a route. `unserved`: (pattern of paths, error message) for paths that
+    clients often try, but that no gateway serves. `build`: builds the service of one gateway. Raises SettingError.
     """
 
     routes: tuple[GatewayRoute, ...] = ()
+    shapes: tuple[tuple[str, ErrorShape], ...] = ()
+    unserved: tuple[tuple[re.Pattern[str], str], ...] = ()
     build: Callable[[Context], Service] | None = None
 
 

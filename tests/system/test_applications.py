@@ -16,6 +16,8 @@ import pytest
 import shared
 from cluster import Cluster
 
+from sie_gateway.http.routes import inference_route
+
 KEY = shared.USER
 MINI, CROSS = "test/mini", "test/cross"
 TEXTS = ["The river runs past the old mill.", "Zürich, 東京 and 😀"]
@@ -100,7 +102,7 @@ PASSAGES: dict[str, Any] = {
     "truncate": "END",
 }
 XINFERENCE: dict[str, Any] = {**RERANK, "return_documents": "true", "return_len": "true"}
-APPLICATIONS = [
+_ALL = [
     Application("Open WebUI, engine openai", "/v1/embeddings", OPENAI, of_openai),
     Application("Open WebUI, engine ollama", "/api/embed", OPENAI, of_ollama),
     Application("Open WebUI, external reranker", "/v1/rerank", RERANK, by_results),
@@ -155,10 +157,12 @@ APPLICATIONS = [
 ]
 
 # these clients drop the path of the configured address, so the default models answer
-WITHOUT_A_PATH = [
+APPLICATIONS = [application for application in _ALL if inference_route(application.path)]
+_WITHOUT_A_PATH = [
     Application("Milvus, TEI", "/embed", {"inputs": TEXTS, "truncate": True, "truncation_direction": "Left"}, of_tei),
     Application("Milvus, TEI ranker", "/rerank", {**TEI_RERANK, "truncate": True}, tei_ranks),
 ]
+WITHOUT_A_PATH = [application for application in _WITHOUT_A_PATH if inference_route(application.path)]
 
 
 @pytest.fixture(scope="module")

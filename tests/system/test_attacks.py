@@ -39,7 +39,6 @@ CHANGING = (  # one route of each kind that changes or computes
     ("POST", ENCODE),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/rerank"),
-    ("POST", "/embed"),
     ("POST", "/v1/pools"),
     ("POST", "/v1/pools/mine/renew"),
     ("DELETE", "/v1/pools/mine"),

@@ -32,6 +32,7 @@ from selection import long_but
 
 from sie_contracts import arrays
 from sie_gateway.dialects import vocabulary
+from sie_gateway.http.routes import inference_route
 
 # warnings of the clients' own code
 WARNINGS = (
@@ -378,7 +379,7 @@ class Refused(Exception):
 class Client:
     """`call` takes url, model, text, key and retries. `options` forbid that a text is cut; None if the client cannot.
 
-    `comes_back`: whether the client can retry.
+    `comes_back`: whether the client can retry. `needs`: a route that the client calls.
     """
 
     name: str
@@ -387,36 +388,38 @@ class Client:
     gives: str = "vector"
     long: bool = False
     comes_back: bool = True
+    needs: str = "/v1/embeddings"
 
 
 NONE = {"truncate": "NONE"}
-CLIENTS = [
+_ALL = [
     Client("openai", openai_sync, NONE),
     Client("openai async", openai_async, NONE),
     Client("langchain", langchain, NONE, long=True),
     Client("haystack", haystack, long=True),
     Client("haystack documents", haystack_documents, long=True),
-    Client("cohere embed", cohere_embed, NONE),
+    Client("cohere embed", cohere_embed, NONE, needs="/v2/embed"),
     Client("curl", curl, NONE),
     Client("cohere rerank v2", cohere_rerank_v2, gives="scores"),
     Client("cohere rerank v1", cohere_rerank_v1, gives="scores"),
     Client("llama-index", heavy("llama-index"), long=True),
     Client("litellm", heavy("litellm"), long=True),
     Client("litellm rerank", heavy("litellm-rerank"), gives="scores", long=True, comes_back=False),
-    Client("cohere embed v1", cohere_embed_v1, NONE),
-    Client("langchain cohere", heavy("langchain-cohere"), long=True),
+    Client("cohere embed v1", cohere_embed_v1, NONE, needs="/v1/embed"),
+    Client("langchain cohere", heavy("langchain-cohere"), long=True, needs="/v2/embed"),
     Client("langchain cohere rerank", heavy("langchain-cohere-rerank"), gives="scores", long=True, comes_back=False),
     Client("voyage", voyage_embed, NONE),
     Client("voyage rerank", voyage_rerank, gives="scores"),
     Client("jina", jina_embed, comes_back=False),
     Client("jina rerank", jina_rerank, gives="scores", comes_back=False),
     Client("infinity", infinity_embed, comes_back=False),
-    Client("infinity rerank", infinity_rerank, gives="scores", comes_back=False),
-    Client("ollama", ollama_embed, NONE, comes_back=False),
+    Client("infinity rerank", infinity_rerank, gives="scores", comes_back=False, needs="/rerank"),
+    Client("ollama", ollama_embed, NONE, comes_back=False, needs="/api/embed"),
     *(
-        Client(f"node {name}", node(name), long=True, comes_back=False)
-        for name in ("ollama", "ai-sdk", "langchain-ollama", "langchain-openai")
+        Client(f"node {name}", node(name), long=True, comes_back=False, needs="/api/embed")
+        for name in ("ollama", "langchain-ollama")
     ),
+    *(Client(f"node {name}", node(name), long=True, comes_back=False) for name in ("ai-sdk", "langchain-openai")),
     Client("node togetherai rerank", node("togetherai-rerank"), gives="scores", long=True, comes_back=False),
     *(Client(name, heavy(name), long=True, comes_back=False) for name in ("mistral", "together")),
     *(
@@ -428,10 +431,19 @@ CLIENTS = [
         for name in ("infinity", "jina")
     ),
     *(
-        Client(f"litellm {name} rerank", heavy(f"litellm-{name}-rerank"), gives="scores", long=True, comes_back=False)
+        Client(
+            f"litellm {name} rerank",
+            heavy(f"litellm-{name}-rerank"),
+            gives="scores",
+            long=True,
+            comes_back=False,
+            needs="/rerank" if name == "infinity" else "/v1/rerank",
+        )
         for name in ("infinity", "jina", "voyage")
     ),
 ]
+RERANKS = [path for path in ("/v1/rerank", "/v2/rerank", "/rerank") if inference_route(path)]
+CLIENTS = [client for client in _ALL if inference_route(client.needs)]
 every_client = pytest.mark.parametrize(
     "public", long_but(CLIENTS, [library for library in CLIENTS if not library.long]), ids=lambda library: library.name
 )
@@ -551,6 +563,7 @@ def test_litellm_ranks_in_the_form_of_nvidia_with_raw_scores(cluster: Cluster, c
     assert np.allclose(probabilities, [score for _, score in expected], atol=1e-6)
 
 
+@shared.needs("/api/embed")
 def test_ollama_lists_and_shows_models_and_is_told_that_no_text_is_generated(
     cluster: Cluster, client: httpx.Client
 ) -> None:
@@ -573,6 +586,7 @@ def test_ollama_lists_and_shows_models_and_is_told_that_no_text_is_generated(
         assert raised.value.status_code == 404
 
 
+@shared.needs("/tokenize")
 def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: httpx.Client) -> None:
     """Order, usage, ids of the model's own tokenizer, dimensions and the models API."""
     import openai
@@ -622,6 +636,7 @@ def test_langchain_with_default_settings_gets_the_vectors_of_its_texts(cluster: 
     )
 
 
+@shared.needs("/v2/embed")
 def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.Client) -> None:
     """The types come with their scale and offset, and the codes are those of the native route."""
     types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -655,7 +670,7 @@ def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.C
     assert len(base64.b64decode(vectors.base64[0])) == 4 * 384
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+@pytest.mark.parametrize("path", RERANKS)
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
 def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Client, path: str, model: str) -> None:
     """The scale of the model does not matter; raw scores come on demand. Each route has its own default for documents
@@ -681,6 +696,7 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
     assert reply["meta"]["tokens"]["input_tokens"] == reply["usage"]["total_tokens"] > 0
 
 
+@shared.needs("/tokenize")
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
 def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Client, model: str) -> None:
     """`max_tokens_per_doc` cuts documents, never the query. The usage names the documents that were cut."""
@@ -715,7 +731,7 @@ def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.
     assert reply["warnings"][0].startswith("max_chunks_per_doc: ignored")
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+@pytest.mark.parametrize("path", RERANKS)
 def test_an_instruction_is_followed_by_a_model_that_reads_one_else_named(client: httpx.Client, path: str) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "instruction": "Find the river"}
 
@@ -730,6 +746,7 @@ def test_an_instruction_is_followed_by_a_model_that_reads_one_else_named(client:
     assert ask("test/reranker").json()["results"] != ask("test/reranker", without="instruction").json()["results"]
 
 
+@shared.needs("/classify")
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
 def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str) -> None:
     """The classes are those of TEI's route in Infinity's shape, with logits on demand. The only classifier need not be
@@ -749,6 +766,7 @@ def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str)
     )
 
 
+@shared.needs("/classify")
 def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
     """Infinity's client accepts no other owner than `infinity`."""
     from infinity_client.api.default import classify, models
@@ -810,8 +828,7 @@ def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: htt
 
 def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluster) -> None:
     """Without a key, the OpenAI route answers with the lower-case code, Cohere's routes with the upper-case one."""
-    cases = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
-    for path, code in (("/v1/embeddings", "unauthenticated"), *cases):
+    for path, code in (("/v1/embeddings", "unauthenticated"), *((path, "UNAUTHENTICATED") for path in RERANKS)):
         answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (
             401,

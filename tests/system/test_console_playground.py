@@ -16,6 +16,7 @@ import httpx
 import local_models
 import numpy as np
 import pytest
+import shared
 import typescript_package
 from browser import HOST, Page, click, pressed, tab, typed
 from cluster import Cluster, running, until
@@ -311,6 +312,7 @@ def test_own_texts_and_results_stay_while_other_views_are_looked_at(page: Page) 
     assert page.evaluate("document.querySelector('#texts').value") == "a cat\na kitten"
 
 
+@shared.needs("/tei/test/sparse/decode")
 def test_sparse_weights_are_words_and_marks_in_the_text(page: Page, cluster: Cluster) -> None:
     text = "The cat sat <b>there</b>, in Zürich."
     choose(page, "encode", "test/sparse")

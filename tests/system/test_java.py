@@ -37,7 +37,6 @@ def test_the_client_of_the_jdk_is_answered_on_each_route(toy_stack: Stack, tmp_p
     requests = {
         "/v1/embeddings": {"model": "toy/one", "input": ["a", "b"]},
         "/v1/encode/toy/one": {"items": [{"text": "a"}]},
-        "/tei/toy/one/embed": {"inputs": "a"},
     }
     sent = [text for path, body in requests.items() for text in (path, json.dumps(body))]
     done = subprocess.run(

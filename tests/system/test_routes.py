@@ -122,7 +122,7 @@ def sdk(client: httpx.Client) -> Array:
         return np.asarray(sie.encode(MODEL, TEXT)["dense"])
 
 
-ROUTES: tuple[Callable[[httpx.Client], Array], ...] = (
+ROUTES = (
     as_msgpack,
     from_msgpack,
     raw,
@@ -131,8 +131,8 @@ ROUTES: tuple[Callable[[httpx.Client], Array], ...] = (
     openai_base64,
     openai_ids,
     openai_raw,
-    cohere,
-    tei,
+    pytest.param(cohere, marks=shared.needs("/v2/embed")),
+    pytest.param(tei, marks=shared.needs("/embed")),
     sdk,
 )
 

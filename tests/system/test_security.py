@@ -31,6 +31,7 @@ from cluster import MODEL, SIE, Cluster, until
 from websockets.sync.client import connect
 from zygote import environ_of
 
+from sie_gateway.http.routes import TABLE
 from sie_runtime.http.protocol import HEAD_S
 
 ADMIN, USER = shared.GUARDED_ADMIN, shared.USER
@@ -246,7 +247,8 @@ def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
         ("/v1/pools", {"name": f"{MARK} x", "gpus": {MARK: MARK}}),
         ("/v1/configs/resolve", {"model": NAMED, MARK: MARK}),
     ):
-        yield f"{path} {list(body)[-1]}", path, body, {}
+        if TABLE.match(path).methods:
+            yield f"{path} {list(body)[-1]}", path, body, {}
 
 
 def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client: httpx.Client) -> None:

@@ -29,10 +29,10 @@ from sie_contracts.wire.messages import BatchNote, Ok, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import MAX_WAITING_BYTES, Admission, Peers, Permits, mean_cost
 from sie_gateway.admission.grant import Grant
+from sie_gateway.dialects.rows import NATIVE
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lanes import LOST_S, MAX_LANES, Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
-from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import ResultInbox

@@ -358,13 +358,13 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
 
 
 async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: InProcess) -> None:
-    """The fields of the body say which client family a `/rerank` request belongs to."""
+    """The fields of the body say which client family a `/v1/rerank` request belongs to: `truncation` is Voyage's."""
     cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     gateway = await cluster.gateway()
     inference = inference_of(gateway, window_s=60.0)
     request_fields = {
-        "path": "/rerank",
-        "body": {"model": "toy/score", "query": "q", "texts": ["a"]},
+        "path": "/v1/rerank",
+        "body": {"model": "toy/score", "query": "q", "documents": ["a"], "truncation": True},
         "X_SIE_Timeout_Ms": "2400",
     }
     client = await Connection.ask(gateway, **request_fields)

@@ -28,7 +28,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import messages
 from sie_contracts.wire.configs import ConfigExport
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, RunOptions, WorkResult
-from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
+from sie_gateway.dialects import dialect, embedding_types, fields, openai, vocabulary
 from sie_gateway.http.app import ClientVersions
 from sie_gateway.inference import reply
 from sie_runtime.feed import ConfigUnavailable
@@ -158,37 +158,6 @@ MIXEDBREAD: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "query": "q", "input": ["a"], "top_k": -1}, "schema", "top_k"),
     ({"model": ONE, "query": "q", "input": ["a"]}, "unsupported_task", "model"),
 ]
-CONTEXTUAL: list[tuple[Any, str, str]] = [
-    ({"model": ONE}, "schema", "inputs"),
-    ({"model": ONE, "inputs": []}, "empty_items", "inputs"),
-    ({"model": ONE, "inputs": ["a"]}, "schema", "inputs[0]"),
-    ({"model": ONE, "inputs": [["a"], []]}, "empty_items", "inputs[1]"),
-    ({"model": ONE, "inputs": [["a"], ["b", 3]]}, "schema", "inputs[1][1]"),
-    ({"model": ONE, "inputs": [["a", ""]]}, "empty_item", "inputs[0][1]"),
-    ({"model": ONE, "inputs": [["a"]] * 1001}, "too_many_items", "inputs"),
-    ({"model": ONE, "inputs": [["a"] * 4097]}, "too_many_items", "inputs[0]"),
-    ({"model": ONE, "inputs": [["a"] * 4000] * 5}, "too_many_chunks", "inputs"),
-    ({"model": ONE, "inputs": [["a" * 200_000] * 2]}, "too_long", "inputs[0]"),
-    ({"model": ONE, "inputs": [["a", "b"]]}, "unsupported_modality", "inputs[0]"),
-    ({"model": ONE, "inputs": [["a", "b"]], "input_type": "query"}, "schema", "inputs[0]"),
-    ({"model": ONE, "inputs": [["a"]], "input_type": "classification"}, "schema", "input_type"),
-    ({"model": ONE, "inputs": [["a"]], "output_dimension": 3}, "bad_dimensions", "output_dimension"),
-    ({"model": ONE, "inputs": [["a"]], "output_dtype": "int4"}, "unsupported_dtype", "output_dtype"),
-    ({"model": ONE, "inputs": [["a"]], "encoding_format": "hex"}, "schema", "encoding_format"),
-    ({"model": ONE, "inputs": [["a"]], "chunk_size": 9}, "schema", "chunk_size"),
-    ({"model": ONE, "inputs": [["a"]], "chunk_overlap": 9}, "schema", "chunk_overlap"),
-    ({"model": ONE, "inputs": [["a"]], "enable_auto_chunking": True}, "schema", "enable_auto_chunking"),
-    *(
-        ({"model": ONE, "input_type": "document", "enable_auto_chunking": True, **body}, reason, param)
-        for body, reason, param in [
-            ({"inputs": [["a", "b"]]}, "schema", "inputs[0]"),
-            ({"inputs": [["a"]], "chunk_size": 0}, "schema", "chunk_size"),
-            ({"inputs": [["a"]], "chunk_size": 8, "chunk_overlap": 5}, "schema", "chunk_overlap"),
-            ({"inputs": [["a"]]}, "unsupported_modality", "inputs[0]"),
-        ]
-    ),
-    ({"model": "toy/score", "inputs": [["a"]]}, "unsupported_output", "model"),
-]
 RERANK: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "documents": ["a"]}, "schema", "query"),
     ({"model": "toy/score", "query": "q"}, "schema", "documents"),
@@ -229,59 +198,16 @@ RANKING: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "query": "q", "passages": ["a"] * 2049}, "too_many_items", "passages"),
     ({"model": ONE, "query": {"text": "q"}, "passages": ["a"]}, "unsupported_task", "model"),
 ]
-COHERE: list[tuple[Any, str, str]] = [
-    ({"model": ONE, "texts": ["a"]}, "schema", "input_type"),
-    ({"model": ONE, "texts": ["a"], "input_type": "query"}, "schema", "input_type"),
-    ({"model": ONE, "input_type": "search_query"}, "empty_items", "texts"),
-    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "images": ["b"]}, "schema", "texts"),
-    ({"model": ONE, "input_type": "search_query", "texts": [], "images": []}, "empty_items", "texts"),
-    ({"model": ONE, "input_type": "search_query", "texts": ["a", 1]}, "schema", "texts[1]"),
-    (
-        {"model": ONE, "input_type": "image", "images": ["data:image/png;base64,aGk="]},
-        "unsupported_modality",
-        "images[0]",
-    ),
-    ({"model": ONE, "input_type": "image", "images": ["https://h/a.png"]}, "invalid_media", "images[0]"),
-    ({"model": ONE, "input_type": "image", "images": [["aGk="]]}, "schema", "images[0]"),
-    ({"model": ONE, "input_type": "search_query", "inputs": [{"content": []}]}, "schema", "inputs[0].content"),
-    (
-        {"model": ONE, "input_type": "search_query", "inputs": [{"content": [{"type": "x"}]}]},
-        "schema",
-        "inputs[0].content[0].type",
-    ),
-    (
-        {"model": ONE, "input_type": "search_query", "texts": ["a"], "embedding_types": ["int4"]},
-        "unsupported_dtype",
-        "embedding_types[0]",
-    ),
-    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "truncate": "MIDDLE"}, "schema", "truncate"),
-    (
-        {"model": ONE, "input_type": "search_query", "texts": ["a"], "output_dimension": 3},
-        "bad_dimensions",
-        "output_dimension",
-    ),
-]
-CLASSIFY: list[tuple[Any, str, str]] = [
-    ({"model": ONE, "input": ["a"]}, "unsupported_task", "model"),
-    ({"model": "toy/classes", "input": []}, "empty_items", "input"),
-    ({"model": "toy/classes", "input": [1]}, "schema", "input[0]"),
-    ({"input": ["a"]}, "model_required", "model"),
-    ({"model": "default/not-specified", "input": ["a"]}, "model_required", "model"),
-]
 REFUSED = [
-    *((path, *case) for path in ("/v1/embeddings", f"/tei/{ONE}/embeddings") for case in CHAT),
+    *((path, *case) for path in ("/v1/embeddings", "/embeddings") for case in CHAT),
     *(("/v1/embeddings", *case) for case in EMBEDDINGS),
     *(("/v1/multi-vector", *case) for case in MULTI_VECTOR),
     *(("/pooling", *case) for case in POOLING),
     *((path, *case) for path in ("/v1/score", "/score") for case in SCORE),
-    *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking") for case in RERANK),
+    *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/v1/reranking") for case in RERANK),
     *((path, *case) for path in ("/v1/ranking", "/v1/reranking") for case in RANKING if "passages" in case[0]),
     *(("/v1/ranking", *case) for case in RANKING),
     *(("/reranking", *case) for case in MIXEDBREAD),
-    *(("/v1/contextualizedembeddings", *case) for case in CONTEXTUAL),
-    *(("/v2/embed", *case) for case in COHERE),
-    *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version requires no input type
-    *(("/classify", *case) for case in CLASSIFY),
 ]
 
 
@@ -294,41 +220,19 @@ TOO_LARGE: dict[str, tuple[str, Any, str]] = {
         "items[2]",
     ),
     "openai": ("/v1/embeddings", {"model": ONE, "input": ["a", LARGE]}, "input[1]"),
-    "cohere": ("/v2/embed", {"model": ONE, "texts": ["a", LARGE], "input_type": "search_document"}, "texts[1]"),
-    "tei": ("/embed", {"model": ONE, "inputs": ["a", LARGE]}, "inputs[1]"),
-    "tei, source": (
-        "/similarity",
-        {"inputs": {"source_sentence": LARGE, "sentences": ["a"]}},
-        "inputs.source_sentence",
-    ),
-    "tei, sentences": (
-        "/similarity",
-        {"inputs": {"source_sentence": "a", "sentences": ["b", LARGE]}},
-        "inputs.sentences[1]",
-    ),
-    "tei, rerank": ("/rerank", {**SCORED, "texts": ["a", LARGE]}, "texts[1]"),
-    "tei, tokenize": ("/tokenize", {"model": ONE, "inputs": ["a", LARGE]}, "inputs[1]"),
-    "tei, predict": ("/predict", {"model": "toy/classes", "inputs": [["a"], [LARGE]]}, "inputs[1]"),
     "rerank": ("/v1/rerank", {**SCORED, "documents": ["a", LARGE]}, "documents[1]"),
     "ranking": ("/v1/ranking", {**SCORED, "passages": [{"text": "a"}, {"text": LARGE}]}, "passages[1]"),
-    "infinity": ("/classify", {"model": "toy/classes", "input": ["a", LARGE]}, "input[1]"),
-    "ollama": ("/api/embed", {"model": ONE, "input": ["a", LARGE]}, "input[1]"),
 }
 
 
 # members of an error's body beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients
 # the others
 MEMBERS = {
-    **dict.fromkeys(("/v1/embeddings", f"/tei/{ONE}/embeddings", "/v1/ranking"), "detail"),
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/v1/ranking"), "detail"),
     **dict.fromkeys(("/pooling", "/v1/score", "/score"), "detail"),
     **dict.fromkeys(("/v1/multi-vector", "/v1/reranking", "/reranking"), "detail message id"),
-    "/v1/contextualizedembeddings": "detail error_details",
     "/v1/rerank": "detail message id",
-    "/v1/embed": "message id",
-    "/v2/embed": "message id",
     "/v2/rerank": "message id",
-    "/rerank": "",
-    "/classify": "",
 }
 
 
@@ -340,7 +244,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
         answer = await post(gateway, path, body)
         report = answer.json()
         code = "invalid_input" if MEMBERS[path] == "detail" else "INVALID_INPUT"
-        error = report.get("error_details") or report["error"]
+        error = report["error"]
         assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
             path,
             body,
@@ -355,7 +259,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/embed", "/v2/embed", "/classify"],
+    ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank"],
 )
 async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess, path: str) -> None:
     answer = await post(gateway, path, {"model": "toy/on", "input": 3, "documents": 3, "texts": None})
@@ -364,24 +268,6 @@ async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess,
     assert ("embed" not in path) or answer.json()["error"]["suggestions"][
         0
     ] == ONE  # other routes may have no model with a similar name
-
-
-async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
-    cluster: InProcess, gateway: GatewayProcess
-) -> None:
-    await cluster.adapter()
-    await cluster.sidecar()
-    body = {"model": ONE, "inputs": [["a b"], ["c"]], "input_type": "query"}
-    answer = await post(gateway, "/v1/contextualizedembeddings", body)
-    plain = vectors(await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["a b", "c"], "is_query": True}))
-    reply = answer.json()
-    assert [(entry["object"], entry["index"], len(entry["data"])) for entry in reply["data"]] == [
-        ("list", 0, 1),
-        ("list", 1, 1),
-    ]
-    embeddings = np.array([entry["data"][0]["embedding"] for entry in reply["data"]], np.float32)
-    assert np.array_equal(embeddings, plain)
-    assert (reply["model"], reply["usage"]["total_tokens"] > 0) == (ONE, True)
 
 
 async def test_errors_for_the_client_of_voyage_have_a_text_and_no_map_named_error(gateway: GatewayProcess) -> None:
@@ -410,13 +296,10 @@ async def test_errors_for_the_client_of_voyage_have_a_text_and_no_map_named_erro
 @pytest.mark.parametrize(
     ("path", "model"),
     [
-        *(
-            (f"/tei/toy/find{name}", "toy/find")
-            for name in ("", "/embed", "/embed_sparse", "/embed_all", "/rerank", "/predict", "/similarity")
-        ),
-        *((f"/tei/toy/score/{name}", "toy/score") for name in ("embed", "predict")),
-        *((f"/tei/toy/one/{name}", "toy/one") for name in ("rerank", "predict")),
-        *((path, "toy/find") for path in ("/v1/embeddings", "/v1/rerank", "/v1/embed", "/classify")),
+        ("/v1/embeddings", "toy/find"),
+        ("/v1/rerank", "toy/find"),
+        ("/v1/embeddings", "toy/score"),
+        ("/v1/rerank", "toy/one"),
     ],
 )
 async def test_a_route_for_something_else_names_the_route_of_what_the_model_does(
@@ -425,9 +308,8 @@ async def test_a_route_for_something_else_names_the_route_of_what_the_model_does
     """The body may have other fields than the route expects. The error does not mention them."""
     answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
     verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
-    is_tei = path.startswith("/tei/")
-    error = answer.json()["detail" if is_tei else "error"]
-    assert (answer.status_code, error["param"]) == (424 if is_tei else 400, "model")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "model")
     assert error["message"].endswith(f"; use POST /v1/{verb}/{model}"), error
 
 
@@ -488,13 +370,6 @@ async def test_a_late_chunk_without_a_token_is_named_as_the_input_that_it_is(clu
         ("/v1/embeddings", {"model": ONE, "input": ["a", "b"]}),
         ("/v1/rerank", {"model": "toy/score", "query": "q", "documents": ["a", "b"]}),
         ("/v1/ranking", {"model": "toy/score", "query": {"text": "q"}, "passages": ["a", {"text": "b"}]}),
-        ("/v1/embed", {"model": ONE, "texts": ["a", "b"]}),
-        ("/v2/embed", {"model": ONE, "input_type": "search_query", "texts": ["a", "b"]}),
-        (
-            "/v2/embed",
-            {"model": ONE, "input_type": "search_query", "texts": ["a", "b"], "embedding_types": ["int8", "float"]},
-        ),
-        ("/classify", {"model": "toy/classes", "input": ["a", "b"]}),
     ],
 )
 async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_all_others(
@@ -611,17 +486,6 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
     }
 
 
-async def test_a_flag_may_be_a_text(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Clients of Xinference send texts. `truncate: "false"` is no truth."""
-    await cluster.sidecar()
-    for value, status in ((True, 200), ("true", 200), ("True", 200), (False, 400), ("false", 400)):
-        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
-        assert (answer.status_code, "the limit is" in answer.text) == (status, status == 400), answer.text
-    for value in ("", "yes", 1):
-        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
-        assert (answer.status_code, answer.json()["detail"]["param"]) == (400, "truncate")
-
-
 async def test_a_chat_is_one_input_and_its_system_message_the_instruction(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
@@ -642,9 +506,6 @@ async def test_a_chat_is_one_input_and_its_system_message_the_instruction(
 
 async def test_an_empty_list_beside_the_inputs_is_as_if_absent(cluster: InProcess, gateway: GatewayProcess) -> None:
     await cluster.sidecar()
-    body = {"model": ONE, "texts": ["a"], "images": [], "inputs": [], "input_type": "search_document"}
-    for path in ("/v1/embed", "/v2/embed"):
-        assert (await post(gateway, path, body)).status_code == 200
     chat = {"model": ONE, "input": "a", "messages": []}
     assert (await post(gateway, "/v1/embeddings", chat)).status_code == 200
 
@@ -676,10 +537,8 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
             answer = await post(gateway, "/v1/embeddings", {**model_fields, "input": [token_ids.tolist()]})
             assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
             assert "warnings" not in answer.json()
-    for path, read in ((f"/tei/{ONE}/v1/embeddings", "embedding"), ("/pooling", "data")):
-        answer = await post(gateway, path, {"model": ONE, "input": [own.tolist()]})
-        (entry,) = answer.json()["data"]
-        assert np.array_equal(np.array(entry[read], np.float32), vector_of(own))
+    pooled = await post(gateway, "/pooling", {"model": ONE, "input": [own.tolist()]})
+    assert np.array_equal(np.array(pooled.json()["data"][0]["data"], np.float32), vector_of(own))
     unsaid = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [15339]})
     (warning,) = unsaid.json()["warnings"]
     assert warning.startswith("token_encoding: ids were read as cl100k_base")
@@ -728,25 +587,14 @@ async def test_an_input_that_no_message_holds_is_named_by_its_field_and_its_posi
         assert f'"{place}: 1100000 bytes' in refused.text, (name, refused.text)
 
 
-async def test_similarities_are_computed_from_vectors_of_length_1_whatever_the_parameters(
-    cluster: InProcess, gateway: GatewayProcess
-) -> None:
-    adapter = await cluster.adapter()
-    await cluster.sidecar(adapter)
-    inputs = {"source_sentence": "a", "sentences": ["a", "b"]}
-    answer = await post(gateway, "/similarity", {"model": ONE, "inputs": inputs, "parameters": {"normalize": False}})
-    assert answer.json()[0] == pytest.approx(1.0)
-    assert all(group.options.normalize for batch in adapter.batches for group in batch.groups)
-
-
 def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:
     """A token has at least one byte. Normalisation may lengthen a text: U+FDFA has 3 bytes before it and 33
     after it.
     """
-    run = RunOptions(prefix="query: ")
-    assert openai.max_tokens(["abc", "\u00e4"], run) == 3 + 2 + 2 * (7 + openai.SPECIAL_TOKENS)
-    assert openai.max_tokens(["\ufdfa"], RunOptions()) == 33 + openai.SPECIAL_TOKENS
-    assert openai.max_tokens(["a" * 150_000, "\ufdfa" * 60_000], run) > openai.MAX_TOKENS
+    run, limit = RunOptions(prefix="query: "), openai.MAX_TOKENS
+    assert dialect.max_tokens(["abc", "\u00e4"], run, limit) == 3 + 2 + 2 * (7 + dialect.SPECIAL_TOKENS)
+    assert dialect.max_tokens(["\ufdfa"], RunOptions(), limit) == 33 + dialect.SPECIAL_TOKENS
+    assert dialect.max_tokens(["a" * 150_000, "\ufdfa" * 60_000], run, limit) > limit
 
 
 async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gateway: GatewayProcess) -> None:

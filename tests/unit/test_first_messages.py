@@ -39,7 +39,7 @@ from sie_store.weights.sources import WeightSources
         ("/v1/model", "/v1/models"),
         ("/embeding", "/embeddings"),
         ("/helth", "/health"),
-        ("//embed", "/embed"),
+        ("//health", "/health"),
         ("/v1//embeddings", "/v1/embeddings"),
     ],
 )
@@ -59,11 +59,11 @@ def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: st
         ("/v1/v1/none", "no such path: it begins with /v1 twice; see /docs"),
         (
             "/v1/embed/org/model",
-            "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+            "no such path; did you mean /v1/encode/{model}? /v1/embeddings takes the model in the body",
         ),
         (
             "/embeddings/org/model",
-            "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+            "no such path; did you mean /v1/encode/{model}? /v1/embeddings takes the model in the body",
         ),
         ("/v1/rerank/m", "no such path; did you mean /v1/score/{model}? /v1/rerank takes the model in the body"),
     ],

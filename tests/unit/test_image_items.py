@@ -18,7 +18,7 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from image_worker import SEEN, Worker, b64, file, post, running, uri, vector_of
+from image_items import OF_PARTS, PARTS, SEEN, A, B, Worker, b64, file, post, running, uri, vector_of
 from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
@@ -416,16 +416,8 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
 # routes for clients of other vendors
 
 
-A, B = file("PNG"), file("JPEG", size=(8, 2))
-PARTS = [
-    {"type": "text", "text": "one"},
-    {"type": "image_url", "image_url": {"url": uri(A)}},
-    {"type": "text", "text": "two"},
-    {"type": "image_url", "image_url": b64(B)},
-]
 HEARD = {"type": "input_audio", "input_audio": {"data": b64(B), "format": "wav"}}
 LINKED = {"type": "audio_url", "audio_url": {"url": uri(A)}}
-OF_PARTS = Input("one\ntwo", images=(A, B))
 OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v1/embeddings", {"input": uri(A), "modality": "image"}, [Input(images=(A,))]),
     ("/v1/embeddings", {"input": [uri(A), b64(B)], "modality": "image"}, [Input(images=(A,)), Input(images=(B,))]),
@@ -440,20 +432,13 @@ OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v1/embeddings", {"input": [b64(A), uri(B)], "modality": "audio"}, [Input(audio=A), Input(audio=B)]),
     ("/v1/embeddings", {"input": [{"content": [*PARTS, HEARD]}]}, [Input("one\ntwo", images=(A, B), audio=B)]),
     ("/v1/embeddings", {"input": [{"content": [LINKED]}]}, [Input(audio=A)]),
-    ("/v2/embed", {"images": [uri(A), b64(B)], "input_type": "image"}, [Input(images=(A,)), Input(images=(B,))]),
-    ("/v1/embed", {"images": [uri(A)]}, [Input(images=(A,))]),
-    (
-        "/v2/embed",
-        {"inputs": [{"content": PARTS}, {"content": PARTS[:1]}], "input_type": "search_document"},
-        [OF_PARTS, Input("one")],
-    ),
     *(
         (
             path,
             {"query": "q", "documents": ["a", {"text": "b"}, {"image": b64(A)}, {"text": "c", "image": uri(B)}]},
             [Input("a"), Input("b"), Input(images=(A,)), Input("c", images=(B,))],
         )
-        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        for path in ("/v1/rerank", "/v2/rerank")
     ),
 ]
 
@@ -467,24 +452,6 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
         assert worker.inputs == expected, path
         for data in (A, B):
             assert b64(data)[:40] not in answer.text
-
-
-async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:
-    gateway, _ = place
-    body = {"model": SEEN, "input_type": "image", "images": [uri(A), uri(B)]}
-    reply = (await post(gateway, "/v2/embed", body)).json()
-    assert reply["images"] == [
-        {"width": 5, "height": 3, "format": "png", "bit_depth": 24},
-        {"width": 8, "height": 2, "format": "jpeg", "bit_depth": 24},
-    ]
-    assert (reply["texts"], reply["meta"]["billed_units"]) == ([], {"images": 2})
-    assert reply["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
-    unknown = (await post(gateway, "/v2/embed", {**body, "images": [uri(A), uri(b"?")]})).json()
-    assert "images" not in unknown
-    parts = {"model": SEEN, "input_type": "search_document", "inputs": [{"content": PARTS}]}
-    mixed = (await post(gateway, "/v2/embed", parts)).json()
-    assert (mixed["texts"], set(mixed["meta"]["billed_units"])) == (["one\ntwo"], {"images", "input_tokens"})
-    assert len(mixed["images"]) == 2
 
 
 async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:
@@ -502,12 +469,6 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": ["aGk=", "?"], "modality": "audio"}, "input[1]"),
     ("/v1/embeddings", {"input": ["a", {"image": "?"}]}, "input[1].image"),
     ("/v1/embeddings", {"input": [{"content": [*PARTS, *PARTS[1:2] * 63]}]}, "input[0].content"),
-    ("/v2/embed", {"images": ["?"], "input_type": "image"}, "images[0]"),
-    (
-        "/v2/embed",
-        {"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "?"}}]}], "input_type": "image"},
-        "inputs[0].content[0].image_url.url",
-    ),
     ("/v1/rerank", {"query": "q", "documents": ["a", {"image": "?"}]}, "documents[1].image"),
 ]
 

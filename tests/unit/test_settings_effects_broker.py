@@ -25,9 +25,8 @@ import sie_gateway.process
 import sie_sidecar.process
 from sie_broker.nats import transport
 from sie_cli.main import main
-from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.settings import Secret, SettingError
-from sie_runtime.feed import read_folder
+from sie_runtime.feed import packaged_models
 from sie_runtime.process import Stop
 
 READ_TOKEN = "reader"
@@ -207,7 +206,7 @@ async def test_without_a_config_service_the_packaged_catalogue_serves_and_nothin
 ) -> None:
     """SIE_CONFIG_SERVICE_URL: with it the catalogue of the config service serves."""
     config = await processes.config(SIE_NATS_URL=nats.url, SIE_MODELS_DIR=models)
-    packaged = set(read_folder(packaged_folder() / "models"))
+    packaged = set(packaged_models())
     for url, expected in (("", packaged), (config, {*packaged, "toy/one"})):
         gateway = await processes.gateway(SIE_NATS_URL=nats.url, SIE_CONFIG_SERVICE_URL=url)
         listed = await asked(gateway, "/v1/models?variants=false")

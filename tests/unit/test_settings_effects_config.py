@@ -17,13 +17,12 @@ from sie_config_service.app import create_app
 from sie_config_service.routes import TABLE
 from sie_config_service.state import ConfigService
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
 from sie_gateway.http.auth import Gate
-from sie_runtime.feed import read_folder
+from sie_runtime.feed import packaged_models
 
-PACKAGED = set(read_folder(packaged_folder() / "models"))
+PACKAGED = set(packaged_models())
 
 
 def toy(model: str = "toy/one") -> ModelEntry:

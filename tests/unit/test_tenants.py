@@ -45,18 +45,9 @@ SHOWS = """
 # Routes that return nothing of a tenant, except what is in the body of the request.
 SILENT = """
     POST   /v1/encode/{model:path} /v1/score/{model:path} /v1/extract/{model:path}
-    POST   /v1/embeddings /embeddings /v1/contextualizedembeddings
-    POST   /v1/rerank /v2/rerank /rerank /v1/ranking /v1/embed /v2/embed /v1/classify /classify
-    POST   / /embed /embed_all /embed_sparse /predict /similarity /tokenize /decode
-    POST   /tei/{model:path} /tei/{model:path}/embed /tei/{model:path}/embed_all /tei/{model:path}/embed_sparse
-    POST   /tei/{model:path}/predict /tei/{model:path}/similarity /tei/{model:path}/tokenize
-    POST   /tei/{model:path}/decode /tei/{model:path}/rerank
-    POST   /tei/{model:path}/invocations /tei/{model:path}/v1/embeddings /tei/{model:path}/embeddings
-    POST   /v1/multi-vector /pooling /v1/score /score /v1/reranking /reranking /api/rerank
-    GET    /tei/{model:path}/health /tei/{model:path}/ping
-    GET    /info /tei/{model:path}/info /api/tags /api/ps /api/version
-    POST   /api/embed /api/embeddings /api/show /v1/audio/transcriptions /v1/audio/translations
-    GET    /v1/models /v1/models/{model:path} /models /models/{model:path}
+    POST   /v1/embeddings /embeddings /v1/multi-vector /pooling
+    POST   /v1/rerank /v2/rerank /v1/ranking /v1/score /score /v1/reranking /reranking
+    GET    /v1/models /v1/models/{model:path}
     POST   /v1/models/{model:path}/load /v1/models/{model:path}/unload
     POST   /v1/pools
     GET    /v1/configs/models /v1/configs/models/{id:path} /v1/configs/models/{id:path}/status

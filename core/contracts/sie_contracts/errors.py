@@ -6,7 +6,9 @@ message contains text of an input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -359,71 +361,72 @@ def each_error() -> Iterator[SIEError]:
     yield from (AllItemsFailed("message", failures=[failure]) for failure in leaves)
 
 
-def tei_type(error: SIEError) -> str:
-    """Return the `error_type` that Text Embeddings Inference would send for this error."""
-    if isinstance(error, QueueFull | ResourceExhausted | RateLimited):
-        return "Overloaded"
-    if error.retryable and error.status == 503:
-        return "Unhealthy"
-    if error.status >= 500 or error.reason in ("unsupported_task", "unsupported_output"):
-        return "Backend"
-    return {"empty_items": "Empty", "bad_token_id": "Tokenizer"}.get(error.reason, "Validation")
-
-
-Facts = Literal["all", "code and message", "message", "code", "request id", "TEI's name"]
+Facts = Literal["all", "code and message", "message", "code", "request id"]
 """Possible contents of one member of an error's JSON body. `all`: a map with the code, the message, the request id and
 all other fields of the error.
 """
 
 
 class Member(NamedTuple):
-    """One member of an error's HTTP body: its name, its contents, and the client that reads it."""
+    """One member of an error's HTTP body: its name, its contents or a function that returns them, and the client that
+    reads it.
+    """
 
     name: str
-    holds: Facts
+    holds: Facts | Callable[[SIEError], str]
     reader: str
 
 
-_CODE = Member(
+@dataclass(frozen=True)
+class Family:
+    """Format of errors that several routes share. It is called with the error, the request id, and the failures of
+    single inputs, and returns the HTTP status and the JSON body.
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    status: Callable[[SIEError], int] = attrgetter("status")
+
+    def __call__(
+        self, error: SIEError, request_id: str, errors: list[dict[str, Any]] | None
+    ) -> tuple[int, dict[str, Any]]:
+        return self.status(error), envelope(error, request_id, errors, self)
+
+
+CODE = Member(
     "code", "code", "the TypeScript client of SIE, and clients that read the errors of all routes in the same way"
 )
-_ERROR = Member("error", "all", "the Python client of SIE")
-_RAW = Member("error", "all", "raw HTTP: no other member has `reason` and `param`")
+ERROR = Member("error", "all", "the Python client of SIE")
+RAW = Member("error", "all", "raw HTTP: no other member has `reason` and `param`")
 _COHERE = (Member("message", "message", "Cohere"), Member("id", "request id", "Cohere"))
 _JINA = Member("detail", "code and message", "Haystack's components for Jina, which put it into their exceptions")
-FAMILIES: dict[str, tuple[Member, ...]] = {
-    "native": (_ERROR, Member("detail", "all", "raw HTTP, and callers of the pool routes, which expect a map"), _CODE),
-    "openai": (_ERROR._replace(reader="OpenAI, LangChain, LlamaIndex, LiteLLM"), _JINA, _CODE),
-    "jina": (_RAW, _JINA, *_COHERE, _CODE),
-    "cohere": (_RAW, *_COHERE, _CODE),
+_MEMBERS: dict[str, tuple[Member, ...]] = {
+    "native": (ERROR, Member("detail", "all", "raw HTTP, and callers of the pool routes, which expect a map"), CODE),
+    "openai": (ERROR._replace(reader="OpenAI, LangChain, LlamaIndex, LiteLLM"), _JINA, CODE),
+    "jina": (RAW, _JINA, *_COHERE, CODE),
+    "cohere": (RAW, *_COHERE, CODE),
     "voyage": (
         # the client of Voyage 0.3 raises AttributeError if `error` is a map
         Member("error", "message", "raw HTTP, as on the routes of Text Embeddings Inference"),
         Member("detail", "message", "Voyage, whose client prints it"),
-        _RAW._replace(name="error_details"),
-        _CODE,
+        RAW._replace(name="error_details"),
+        CODE,
     ),
-    "infinity": (_ERROR._replace(reader="Infinity"), _CODE),
-    "tei": (
-        Member("error", "message", "Text Embeddings Inference, huggingface_hub"),
-        Member("error_type", "TEI's name", "Text Embeddings Inference"),
-        _RAW._replace(name="detail"),
-        _CODE,
-    ),
-    "ollama": (Member("error", "message", "Ollama, whose clients print it"), _RAW._replace(name="detail"), _CODE),
 }
-"""The members of an error's body, by the API family of the route. A fact appears twice only if clients of the route
-read it from different members. If no route is known, for example for an unknown path, the family is `native`.
+FAMILIES = {name: Family(name, members) for name, members in _MEMBERS.items()}
+"""The formats of errors in the core. A fact appears twice in a body only if clients of the route read it from different
+members. If no route is known, for example for an unknown path, the family is `native`.
 """
-# spelling of error codes, by API family; a family that is absent has the upper case of SIE's codes
-_SPELLED = {"openai": str.lower}
 
 
 def envelope(
-    error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
+    error: SIEError,
+    request_id: str,
+    errors: list[dict[str, Any]] | None = None,
+    family: Family = FAMILIES["native"],
 ) -> dict[str, Any]:
-    """Return the HTTP body of `error` in the format of an API in FAMILIES. `errors`: errors of single inputs."""
-    code = _SPELLED.get(family, str)(error.code)
+    """Return the HTTP body of `error` in an API format. `errors`: errors of single inputs."""
+    code = error.code.lower() if family.name == "openai" else error.code
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     every: dict[str, Any] = {
         "code": code,
@@ -442,7 +445,6 @@ def envelope(
         "message": error.message,
         "code": error.code,
         "request id": request_id,
-        "TEI's name": tei_type(error),
     }
-    body = {member.name: facts[member.holds] for member in FAMILIES[family]}
+    body = {name: holds(error) if callable(holds) else facts[holds] for name, holds, _ in family.members}
     return body if errors is None else {**body, "errors": errors}

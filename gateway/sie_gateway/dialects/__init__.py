@@ -1,7 +1,9 @@
-"""API formats: each module with handlers serves one family of clients. It converts their requests to requests for a
-model, and the results to replies that these clients can read. The other modules have code that families share.
+"""API formats of the core: `native`, `openai` and `rerank`; `rows` has their routes.
 
-    path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference──► RequestResult ──► EncodedReply
+    path ──routes.TABLE──► InferenceRoute ──parse──► InferRequest ──Inference──► RequestResult ──render──► EncodedReply
 
-All families run their requests by the same `Inference`, so the same options give the same vectors and scores.
+`dialect` has the form of a format: a function that converts a body to a request for a model, and one that converts the
+result to a reply that its clients can read. Only the native format, and formats of plug-ins that run a request several
+times or not at all, have a handler instead. The other modules have code that formats share, also those of plug-ins. All
+formats run their requests by the same `Inference`, so the same options give the same vectors and scores.
 """

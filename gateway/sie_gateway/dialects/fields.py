@@ -8,14 +8,14 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import FAMILIES, InvalidInput
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad, one_of
 from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call
+from sie_gateway.inference.call import Call, ErrorShape
 from sie_gateway.inference.results import RequestResult
 
 FIRST_BULK = 500  # lowest value of Cohere's `priority` that means `bulk`; 0 is the most urgent, 999 the least urgent
@@ -80,6 +80,25 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
     """Return the inputs of a request from a list of texts. Raises InvalidInput."""
     values = inputs(value, name, limit)
     return tuple(RequestItem(string(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
+
+
+def truncation(body: Body) -> dict[str, Any]:
+    """Return SIE's parameter `truncate` for Voyage's field `truncation`. Return no parameter if the body also has
+    `truncate`, which takes precedence. Raises InvalidInput.
+    """
+    if body.get("truncation") is None:
+        return {}
+    cuts = flag(body, "truncation")
+    return {} if body.get("truncate") is not None else {"truncate": "END" if cuts else "NONE"}
+
+
+def error_shape(body: Body) -> ErrorShape | None:
+    """Return Voyage's format of errors for a body with `truncation`, because Voyage's client always sends this field;
+    None for other bodies.
+    """
+    value = body.get("truncation")
+    is_flag = isinstance(value, bool) or (isinstance(value, str) and value.lower() in _FLAGS)
+    return FAMILIES["voyage"] if is_flag else None
 
 
 def priority(body: Body) -> Priority | None:

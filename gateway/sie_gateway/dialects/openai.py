@@ -11,153 +11,150 @@ import asyncio
 import itertools
 import re
 import time
-import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
-import msgspec
-
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models import options
-from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad
-from sie_contracts.wire.messages import RunOptions
-from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary, voyage
-from sie_gateway.dialects.selection import able
+from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary
+from sie_gateway.dialects.dialect import Asked, Dialect, Parsed, too_many_tokens
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, cache_mode
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import FailedRequest, PlannedRequest, RequestResult
 
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
-
 MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
-SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models
 _ENCODINGS = ("model", *vocabulary.NAMES)
 _CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # start of an error text about a chunk of the joined document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
-async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/embeddings` with the vectors of an encode request, in the order of the inputs. With Jina's field
-    `return_multivector`, answer as `/v1/multi-vector`.
+async def _embeddings(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /v1/embeddings`. With Jina's field `return_multivector`, read it as of `/v1/multi-vector`.
+    The reply has the vectors in the order of the inputs.
     """
     if fields.flag(body, "return_multivector"):
-        return await multi_vector(inference, call, body)
-    cut = voyage.truncation(call, body)
-    resolved = able(inference, call, "embed", body.get("model"))
+        return await _multi_vector(asked, body)
+    cut = fields.truncation(body)
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     is_late = fields.flag(body, "late_chunking")
-    format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
+    format_ = reply.requested_format(asked.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
         message = f"{format_} replies of this route contain float32 vectors; /v1/encode also returns other types"
         raise InvalidInput.at("Accept", message, reason="unsupported_dtype")
     if format_ != "json" and is_late:
         message = f"{format_} replies cannot contain chunks, but JSON can"
         raise InvalidInput.at("Accept", message, reason="unsupported_output")
-    parameters = {**cut, **_parameters(body), **_task(body, resolved.entry)}
-    understood = await _planned(inference, call, body, resolved, parameters, "dense", is_late=is_late)
-    if format_ == "raw":
-        native.check_raw(understood.options.run)
-    if is_late and understood.options.run.is_query:
-        raise InvalidInput.at("late_chunking", "a query cannot have chunks: send documents")
-    finished = await _counted(inference, call, understood)
-    if format_ == "raw":
-        return native.raw_answer(call, finished, understood.inputs_field)
-    if format_ == "arrow":
-        finished.check(understood.inputs_field)
-        return native.arrow_answer(call, finished)
-    return _answer(call, finished, kind, is_base64=is_base64)
+    parameters = {**cut, **_parameters(body), **_task(body, asked.resolved.entry)}
+
+    def adjust(planned: PlannedRequest) -> PlannedRequest:
+        if format_ == "raw":
+            native.check_raw(planned.options.run)
+        if is_late and planned.options.run.is_query:
+            raise InvalidInput.at("late_chunking", "a query cannot have chunks: send documents")
+        return planned
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        name = finished.request.inputs_field
+        if format_ == "raw":
+            return native.raw_answer(call, finished, name)
+        if format_ == "arrow":
+            finished.check(name)
+            return native.arrow_answer(call, finished)
+        return _answer(call, finished, kind, is_base64=is_base64)
+
+    return await _parsed(asked, body, parameters, "dense", render, adjust, is_late=is_late)
 
 
-async def multi_vector(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/multi-vector` of Jina with the vectors of the tokens of each input, in `embeddings`."""
-    cut = voyage.truncation(call, body)
-    resolved = able(inference, call, "embed", body.get("model"))
+async def _multi_vector(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of Jina's `POST /v1/multi-vector`. The reply has the vectors of the tokens of each input."""
+    cut = fields.truncation(body)
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     if kind != "float" or is_base64:
         message = "vectors of tokens are lists of float; /v1/encode also returns other types"
         raise InvalidInput.at("embedding_type", message, reason="unsupported_dtype")
-    parameters = {**cut, **_parameters(body), **_task(body, resolved.entry)}
-    understood = await _planned(inference, call, body, resolved, parameters, "multivector")
-    finished = await _counted(inference, call, understood)
-    began_s = time.perf_counter()
-    data = [
-        {"object": "embeddings", "index": index, "embeddings": rows}
-        for index, rows in enumerate(finished.arrays(understood.inputs_field, "multivector"))
-    ]
-    return listed(call, finished, data, began_s)
+    parameters = {**cut, **_parameters(body), **_task(body, asked.resolved.entry)}
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        began_s = time.perf_counter()
+        data = [
+            {"object": "embeddings", "index": index, "embeddings": rows}
+            for index, rows in enumerate(finished.arrays(finished.request.inputs_field, "multivector"))
+        ]
+        return listed(call, finished, data, began_s)
+
+    return await _parsed(asked, body, parameters, "multivector", render)
 
 
 POOLING_TASKS = {"embed": "dense", "token_embed": "multivector"}  # task of vLLM -> output of the model
 
 
-async def pooling(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /pooling` of vLLM with a vector of each input, or with the vectors of its tokens. Without the field
-    `task`, a model that has vectors of tokens returns these.
+async def _pooling(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of vLLM's `POST /pooling`. The reply has a vector of each input, or the vectors of its tokens.
+    Without the field `task`, a model that has vectors of tokens returns these.
     """
-    resolved = able(inference, call, "embed", body.get("model"))
-    usual = "token_embed" if "multivector" in resolved.entry.outputs else "embed"
+    usual = "token_embed" if "multivector" in asked.resolved.entry.outputs else "embed"
     output = POOLING_TASKS[fields.choice(body, "task", tuple(POOLING_TASKS), usual)]
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
-    understood = await _planned(inference, call, body, resolved, _parameters(body), output, encoding="model")
-    finished = await _counted(inference, call, understood)
-    began_s = time.perf_counter()
-    data = [
-        {"object": "pooling", "index": index, "data": rows.data if is_base64 else rows}
-        for index, rows in enumerate(finished.arrays(understood.inputs_field, output))
-    ]
-    return listed(call, finished, data, began_s)
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        began_s = time.perf_counter()
+        data = [
+            {"object": "pooling", "index": index, "data": rows.data if is_base64 else rows}
+            for index, rows in enumerate(finished.arrays(finished.request.inputs_field, output))
+        ]
+        return listed(call, finished, data, began_s)
+
+    return await _parsed(asked, body, _parameters(body), output, render, encoding="model")
 
 
-async def _counted(inference: Inference, call: Call, request: PlannedRequest) -> RequestResult:
-    """Run the request, unless its inputs have too many tokens."""
-    await check_tokens(inference, call, request, request.inputs_field, MAX_TOKENS)
-    return await inference.execute(call, request)
+embeddings = Dialect("embed", _embeddings, shape=fields.error_shape)
+multi_vector = Dialect("embed", _multi_vector, shape=fields.error_shape)
+pooling = Dialect("embed", _pooling)
 
 
-async def _planned(
-    inference: Inference,
-    call: Call,
+async def _parsed(
+    asked: Asked,
     body: fields.Body,
-    resolved: Resolved,
     parameters: Mapping[str, Any],
     output: str,
+    render: Callable[[Call, RequestResult], EncodedReply],
+    adjust: Callable[[PlannedRequest], PlannedRequest] = lambda planned: planned,
     *,
     encoding: str = "",
     is_late: bool = False,
-) -> PlannedRequest:
+) -> Parsed:
     """Return the request for the inputs in `input`, or for a chat in `messages` (vLLM). `encoding`: vocabulary of token
     ids, unless the body names one. A path with a model is one of TEI, where ids are those of the model. `is_late`: the
     inputs are chunks of one document. Raises InvalidInput.
     """
-    limit = inference.max_items(call)
-    usual = encoding or resolved.entry.openai_token_encoding or ("model" if call.model is not None else "")
+    usual = encoding or asked.resolved.entry.openai_token_encoding or ("model" if asked.in_path else "")
     encoding = fields.choice(body, "token_encoding", _ENCODINGS, usual)
     name, merged = "input", {**parameters, "output_types": [output], "output_dtype": "float32"}
     if body.get("messages") not in (None, []) and body.get("input") is None:
         name = "messages"
-        items, instruction = multimodal.conversation(body["messages"], name, limit)
+        items, instruction = multimodal.conversation(body["messages"], name, asked.limit)
         if instruction:
             merged.setdefault("instruction", instruction)
     else:
-        items = await _items(body, encoding or DEFAULT_ENCODING, limit)
+        items = await _items(body, encoding or DEFAULT_ENCODING, asked.limit)
     if is_late:
         items = (_document(items),)
-    with fields.named(
-        output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
-    ):
-        understood = inference.understand(
-            call, InferRequest("encode", resolved, items, merged, side="", inputs_field=name)
-        )
-    has_ids = not encoding and name == "input" and _has_ids(body)
-    return understood.with_warnings(_UNNAMED) if has_ids else understood
+    warnings = (_UNNAMED,) if not encoding and name == "input" and _has_ids(body) else ()
+    return Parsed(
+        request=InferRequest("encode", asked.resolved, items, merged, side="", inputs_field=name),
+        render=render,
+        names={
+            "output_types": "model",
+            **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {}),
+        },
+        adjust=lambda planned: adjust(planned.with_warnings(*warnings)),
+        max_tokens=MAX_TOKENS,
+    )
 
 
 def _has_ids(body: fields.Body) -> bool:
@@ -224,7 +221,7 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
         return tuple(map(RequestItem, inputs))
     total = sum(map(len, inputs))
     if total > MAX_TOKENS:
-        raise _too_many(total, "input", MAX_TOKENS)
+        raise too_many_tokens(total, "input", MAX_TOKENS)
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
         return tuple(RequestItem(None, tokens=entry) for entry in ids)
@@ -271,57 +268,6 @@ def _check_text(text: str, path: str) -> None:
     if not text:
         raise InvalidInput.at(path, "expected a text that is not empty", reason="empty_item")
     bodies.utf8(text, path)
-
-
-def _too_many(tokens: int, name: str, limit: int) -> InvalidInput:
-    message = f"got {tokens} tokens, at most {limit} are allowed for all inputs together"
-    return InvalidInput.at(name, message, reason="too_many_tokens", extras={"limit": limit})
-
-
-async def check_tokens(inference: Inference, call: Call, request: PlannedRequest, name: str, limit: int) -> None:
-    """Refuse a request whose inputs have more than `limit` tokens in total, before its work is queued. `name`: name of
-    the field with the inputs. A request that allows only cached answers is not checked, because it queues no work.
-    Raises InvalidInput, and the errors of `Inference.run`.
-
-    Only a worker can count the tokens of texts. The gateway asks a worker for the count only if an upper bound of the
-    number of tokens is above the limit.
-    """
-    if cache_mode(call.headers) == "only":
-        return
-    run = request.options.run
-    texts = tuple(item for item in request.items if item.text is not None)
-    if max_tokens([item.text or "" for item in texts], run, limit) <= limit:
-        return
-    # The count has an id of its own, so that a late reply to the count cannot be mistaken for a reply to the request.
-    # It has no charge, because the client does not pay for the count.
-    counting = replace(call, id=f"{call.id}-count", charge=None)
-    whole = tuple(msgspec.structs.replace(item, chunks=None) for item in texts)
-    run = options.counting(run)
-    counted = await inference.run(
-        counting, InferRequest("tokenize", request.resolved, whole, {}, run=run, inputs_field=name)
-    )
-    counted.check(name)
-    total = counted.usage["total_tokens"]
-    if total > limit:
-        raise _too_many(total, name, limit)
-
-
-def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
-    """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text or of its
-    Unicode normal form, whichever has more bytes. Normal forms take long to compute, so they are not computed if the
-    bytes of the texts alone exceed `limit`.
-    """
-    around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
-    total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
-    if total > limit:
-        return total
-    return sum(around + _max_bytes(text) for text in texts)
-
-
-def _max_bytes(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).encode()))
 
 
 def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:

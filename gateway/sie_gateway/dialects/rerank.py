@@ -1,88 +1,70 @@
 """Rerank in the formats of several APIs. `/v1/rerank` has one format that clients of Jina, Voyage and Cohere can read,
-and `/v2/rerank` has the format of Cohere's version 2. `/rerank` has the format of TEI if the body has `texts`, else the
-format of Infinity. `/v1/ranking` has the format of NVIDIA. `/v1/reranking` has the formats of llama.cpp, NVIDIA and
-Mixedbread, `/v1/score` that of vLLM, `/api/rerank` that of programs that take the address of Ollama.
+and `/v2/rerank` has the format of Cohere's version 2. `/v1/ranking` has the format of NVIDIA. `/v1/reranking` has the
+formats of llama.cpp, NVIDIA and Mixedbread, `/v1/score` that of vLLM.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
-from sie_gateway.dialects import fields, multimodal, native, ollama, openai, tei, voyage
-from sie_gateway.dialects.scores import ranked, scored
-from sie_gateway.dialects.selection import able
+from sie_gateway.dialects import fields, multimodal, native, openai
+from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.scores import ranked, scaled
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
 from sie_gateway.inference.results import RequestResult
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20
 DOCUMENTS_PER_UNIT = 100  # number of documents that are billed as one search unit
 
 
-async def either(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /rerank`. If the body has `texts`, the reply and its errors are in the format of TEI."""
-    if body.get("texts") is not None:
-        call.shape = tei.shape
-        return await tei.rerank(inference, call, body)
-    return await _rerank(inference, call, body, version=1, root=True)
+def _reranking_shape(body: fields.Body) -> ErrorShape | None:
+    is_other = body.get("passages") is not None or body.get("input") is not None
+    return None if is_other else fields.error_shape(body)
 
 
-async def reranking(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/reranking`: a body with `passages` in the format of NVIDIA, with `input` in that of Mixedbread,
-    else as `/v1/rerank`, like llama.cpp.
+async def _reranking(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /v1/reranking`: with `passages` in the format of NVIDIA, with `input` in that of Mixedbread,
+    else as of `/v1/rerank`, like llama.cpp.
     """
     if body.get("passages") is not None:
-        return await ranking(inference, call, body)
+        return await _ranking(asked, body)
     if body.get("input") is not None:
-        return await _mixedbread(inference, call, body)
-    return await v1(inference, call, body)
+        return _mixedbread(asked, body)
+    return await parse(asked, body, version=1)
 
 
-async def of_ollama(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /api/rerank` as `/v1/rerank`. The name of the model may have Ollama's tag `latest`."""
-    return await _rerank(inference, call, body, version=1, name=ollama.bare_name(inference, body.get("model")))
-
-
-async def _rerank(
-    inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False, name: Any = None
-) -> EncodedReply:
-    """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first.
-    `root`: true for the path `/rerank`, whose reply has documents as strings, like Infinity's reply. `name`: name of
-    the model; by default the body has it.
+async def parse(asked: Asked, body: fields.Body, *, version: int, root: bool = False) -> Parsed:
+    """Read a body of `POST /v{version}/rerank`. The reply has the documents in the order of their relevance to the
+    query, best first. `root`: true for the path `/rerank` of a plug-in, whose reply has documents as strings.
     """
-    cut = voyage.truncation(call, body)
-    resolved = able(inference, call, "rerank", name or body.get("model"))
+    cut = fields.truncation(body)
     query = RequestItem(fields.text(body, "query"))
-    items = _documents(body, "documents", inference.max_items(call), reads_images="image" in resolved.entry.inputs)
+    items = _documents(body, "documents", asked)
     count = _count(body, "top_n" if body.get("top_n") is not None else "top_k")
     with_documents = fields.flag(body, "return_documents", default=version == 1)
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
     parameters = cut | fields.parameters(body, "instruction", "truncate", "options")
-    infer_request = InferRequest(
-        "score", resolved, items, parameters, query, fields.priority(body), inputs_field="documents"
-    )
     warnings = []
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
-    finished = await scored(inference, call, infer_request, raw=is_raw, document_tokens=document_tokens)
-    return _answer(
-        call, finished, version=version, root=root, count=count, with_documents=with_documents, warnings=warnings
+    return Parsed(
+        request=InferRequest(
+            "score", asked.resolved, items, parameters, query, fields.priority(body), inputs_field="documents"
+        ),
+        adjust=scaled(raw=is_raw, document_tokens=document_tokens),
+        render=functools.partial(
+            _answer, version=version, root=root, count=count, with_documents=with_documents, warnings=warnings
+        ),
     )
-
-
-v1 = functools.partial(_rerank, version=1)
-v2 = functools.partial(_rerank, version=2)
 
 
 def _count(body: fields.Body, name: str) -> int | None:
@@ -90,88 +72,101 @@ def _count(body: fields.Body, name: str) -> int | None:
     return fields.whole(body, name, 0) or None
 
 
-async def _mixedbread(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    resolved = able(inference, call, "rerank", body.get("model"))
+def _mixedbread(asked: Asked, body: fields.Body) -> Parsed:
     query = RequestItem(fields.text(body, "query"))
-    items = _documents(body, "input", inference.max_items(call), reads_images="image" in resolved.entry.inputs)
+    items = _documents(body, "input", asked)
     count = _count(body, "top_k") or len(items)
     with_inputs = fields.flag(body, "return_input")
-    finished = await scored(
-        inference, call, InferRequest("score", resolved, items, {}, query, inputs_field="input"), raw=False
-    )
-    began_s = time.perf_counter()
-    scores, order = ranked(finished, "input")
-    content = {
-        "object": "list",
-        "model": resolved.requested,
-        "data": [
-            {
-                "object": "rank_result",
-                "index": index,
-                "score": scores[index],
-                "input": items[index].text if with_inputs else None,
-            }
-            for index in order[:count]
-        ],
-        "top_k": count,
-        "return_input": with_inputs,
-        **fields.shared(call, finished),
-    }
-    return native.written(call, finished, content, began_s)
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        began_s = time.perf_counter()
+        scores, order = ranked(finished, "input")
+        content = {
+            "object": "list",
+            "model": asked.resolved.requested,
+            "data": [
+                {
+                    "object": "rank_result",
+                    "index": index,
+                    "score": scores[index],
+                    "input": items[index].text if with_inputs else None,
+                }
+                for index in order[:count]
+            ],
+            "top_k": count,
+            "return_input": with_inputs,
+            **fields.shared(call, finished),
+        }
+        return native.written(call, finished, content, began_s)
+
+    request = InferRequest("score", asked.resolved, items, {}, query, inputs_field="input")
+    return Parsed(request=request, adjust=scaled(raw=False), render=render)
 
 
-async def pair_scores(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/score` of vLLM with the score of each document, in the order of the documents. The query is in
-    `text_1` or `queries`, the documents are in `text_2` or `documents`.
+async def _pair_scores(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of vLLM's `POST /v1/score`. The reply has the score of each document, in the order of the documents.
+    The query is in `text_1` or `queries`, the documents are in `text_2` or `documents`.
     """
-    resolved = able(inference, call, "rerank", body.get("model"))
     query_field, document_field = (
         ([name for name in names if body.get(name) is not None] or names)[0]
         for names in (["text_1", "queries"], ["text_2", "documents"])
     )
-    limit = inference.max_items(call)
-    documents, queries = (fields.items(_as_list(body.get(name)), name, limit) for name in (document_field, query_field))
+    documents, queries = (
+        fields.items(_as_list(body.get(name)), name, asked.limit) for name in (document_field, query_field)
+    )
     if len({query.text for query in queries}) > 1:
         raise InvalidInput.at(query_field, "expected one query: send a request for each query")
     if len(queries) not in (1, len(documents)):
         raise InvalidInput.at(query_field, f"expected one query, or one for each of {len(documents)} documents")
     parameters = fields.parameters(body, "instruction", "truncate", "options")
     is_raw = not fields.flag(body, "use_activation", default=True)
-    request = InferRequest("score", resolved, documents, parameters, queries[0], inputs_field=document_field)
-    finished = await scored(inference, call, request, raw=is_raw)
-    began_s = time.perf_counter()
-    scores, _ = ranked(finished, document_field)
-    data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
-    return openai.listed(call, finished, data, began_s)
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        began_s = time.perf_counter()
+        scores, _ = ranked(finished, document_field)
+        data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
+        return openai.listed(call, finished, data, began_s)
+
+    request = InferRequest("score", asked.resolved, documents, parameters, queries[0], inputs_field=document_field)
+    return Parsed(request=request, adjust=scaled(raw=is_raw), render=render)
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-async def ranking(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/ranking` with the raw score of each passage, the best first."""
-    resolved = able(inference, call, "rerank", body.get("model"))
-    reads_images = "image" in resolved.entry.inputs
+async def _ranking(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /v1/ranking`. The reply has the raw score of each passage, the best first."""
+    reads_images = "image" in asked.resolved.entry.inputs
     query = _document(body.get("query"), "query", None, reads_images=reads_images)
-    values = fields.inputs(body.get("passages"), "passages", inference.max_items(call))
+    values = fields.inputs(body.get("passages"), "passages", asked.limit)
     items = tuple(
         _document(value, f"passages[{index}]", None, reads_images=reads_images) for index, value in enumerate(values)
     )
     cut = fields.choice(body, "truncate", ("NONE", "END"), "END")
-    infer_request = InferRequest("score", resolved, items, {"truncate": cut}, query, inputs_field="passages")
-    finished = await scored(inference, call, infer_request, raw=True)
-    began_s = time.perf_counter()
-    scores, order = ranked(finished, "passages")
-    content = {
-        "rankings": [{"index": index, "logit": scores[index]} for index in order],
-        **fields.shared(call, finished),
-    }
-    return native.written(call, finished, content, began_s)
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        began_s = time.perf_counter()
+        scores, order = ranked(finished, "passages")
+        content = {
+            "rankings": [{"index": index, "logit": scores[index]} for index in order],
+            **fields.shared(call, finished),
+        }
+        return native.written(call, finished, content, began_s)
+
+    request = InferRequest("score", asked.resolved, items, {"truncate": cut}, query, inputs_field="passages")
+    return Parsed(request=request, adjust=scaled(raw=True), render=render)
 
 
-def _documents(body: fields.Body, name: str, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
-    values = fields.inputs(body.get(name), name, limit)
+v1 = Dialect("rerank", functools.partial(parse, version=1), shape=fields.error_shape)
+v2 = Dialect("rerank", functools.partial(parse, version=2), shape=fields.error_shape)
+reranking = Dialect("rerank", _reranking, shape=_reranking_shape)
+ranking = Dialect("rerank", _ranking)
+pair_scores = Dialect("rerank", _pair_scores)
+
+
+def _documents(body: fields.Body, name: str, asked: Asked) -> tuple[RequestItem, ...]:
+    values, reads_images = fields.inputs(body.get(name), name, asked.limit), "image" in asked.resolved.entry.inputs
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise bad("rank_fields", names, "a list of names of fields")

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from sie_contracts.models.options import altered
-from sie_gateway.inference.call import Call, InferRequest
-from sie_gateway.inference.results import RequestResult
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 
-async def scored(
-    inference: Inference, call: Call, request: InferRequest, *, raw: bool, document_tokens: int = 0
-) -> RequestResult:
-    """Run a score request. If `raw` is false, the worker maps scores to numbers from 0 to 1, because only the worker
-    knows the meaning of the checkpoint's scores. `document_tokens`: largest number of tokens that the model reads of a
-    document; 0: as many as the model accepts.
+def scaled(*, raw: bool, document_tokens: int = 0) -> Callable[[PlannedRequest], PlannedRequest]:
+    """Return a function for `Parsed.adjust` of a score request. If `raw` is false, the worker maps scores to numbers
+    from 0 to 1, because only the worker knows the meaning of the checkpoint's scores. `document_tokens`: largest number
+    of tokens that the model reads of a document; 0: as many as the model accepts.
     """
-    understood = inference.understand(call, request)
-    run = understood.options.run
-    parameters = {**run.parameters, "raw_scores" if raw else "relevance": True}
-    most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0
-    run = altered(run, parameters=parameters, document_tokens=most)
-    return await inference.execute(call, understood.with_run(run))
+
+    def adjust(planned: PlannedRequest) -> PlannedRequest:
+        run = planned.options.run
+        parameters = {**run.parameters, "raw_scores" if raw else "relevance": True}
+        most = document_tokens if document_tokens < planned.resolved.entry.max_tokens else 0
+        return planned.with_run(altered(run, parameters=parameters, document_tokens=most))
+
+    return adjust
 
 
 def ranked(finished: RequestResult, name: str) -> tuple[list[float], list[int]]:

@@ -34,10 +34,9 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire.configs import config_shape
-from sie_gateway.dialects import ollama
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
-from sie_gateway.http.routes import PROBES, TABLE, openapi_document
+from sie_gateway.http.routes import PLUGINS, PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import (
     BodyIntake,
@@ -89,7 +88,7 @@ _SDK = sdk_versions.HEADER
 _VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 # (prefix of a path, format of its errors) for paths without a route
-_SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))
+_SHAPES = ((config_routes.PREFIX, config_shape), *(row for plugin in PLUGINS.loaded.values() for row in plugin.shapes))
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 

@@ -46,18 +46,14 @@ _ELSEWHERE = (
         " models for generation",
     ),
     (
-        re.compile(r"/api/(generate|chat|blobs|pull|push|create|copy|delete)(/|$)"),
-        "this server does not generate text, and `sie models add` adds its models; it has these routes of Ollama:"
-        " /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps and /api/version",
-    ),
-    (
         re.compile(r"(/v1)?/(embed|embeddings)/."),
-        "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+        "no such path; did you mean /v1/encode/{model}? /v1/embeddings takes the model in the body",
     ),
     (
         re.compile(r"(/v1)?/rerank/."),
         "no such path; did you mean /v1/score/{model}? /v1/rerank takes the model in the body",
     ),
+    *(row for plugin in PLUGINS.loaded.values() for row in plugin.unserved),
 )
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 from sie_contracts import plain
 from sie_contracts.body_values import VALUE_BYTES
-from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError, envelope
+from sie_contracts.errors import FAMILIES, GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import Side
@@ -53,18 +53,7 @@ single inputs. Returns the HTTP status, and the JSON body in the format of the A
 """
 
 
-def family(name: str) -> ErrorShape:
-    """Return a function that returns the HTTP status of an error, and its body in the format of the API `name`, one of
-    `errors.FAMILIES`.
-    """
-
-    def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-        return error.status, envelope(error, request_id, errors, name)
-
-    return shape
-
-
-native_shape = family("native")
+native_shape: ErrorShape = FAMILIES["native"]
 
 
 @dataclass

@@ -7,13 +7,15 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from msgspec import Meta
 from starlette.datastructures import QueryParams
 
+from sie_contracts.api import models as models_api
 from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
 from sie_contracts.errors import InvalidInput, NotFound
 from sie_contracts.models.alias_checks import resolve_all
@@ -27,7 +29,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import Call
 from sie_gateway.operations.models import alias_info, model_info, model_list
 from sie_runtime.http.asgi import Send
-from sie_runtime.http.routes import Content
+from sie_runtime.http.routes import Content, Parameter
 from sie_runtime.http.server import scrape
 
 if TYPE_CHECKING:
@@ -132,11 +134,6 @@ async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
     return json_response({"object": "list", "data": infos, "models": infos, **counted})
 
 
-async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """Return all models, each with the owner `infinity`: Infinity's client library refuses other owners."""
-    return await models(gateway, request, owned_by="infinity")
-
-
 async def model(gateway: Gateway, request: Request) -> Response:
     resolved = gateway.inference.resolve(request.path_params["model"])
     catalogue = gateway.inference.catalogue
@@ -238,4 +235,39 @@ _HEADERS = tuple(header for header in HEADERS if header.name in ("X-SIE-Pool", "
 RESIDENCY: tuple[GatewayRoute, ...] = (
     _residency_row("load", load, "Load a model before its first request", "Each lane has a worker that has loaded it"),
     _residency_row("unload", unload, "Unload a model from each worker as soon as it is idle there", "No worker has it"),
+)
+
+
+_FLAG = Literal["true", "false"]
+_MODEL_QUERY = (
+    Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that support this operation."),
+    Parameter(
+        "output", "query", Literal["dense", "sparse", "multivector", "score", "json"], "Only models with this output."
+    ),
+    Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
+    Parameter("variants", "query", _FLAG, "Whether the reply also lists profiles, as `model:profile`."),
+    Parameter(
+        "filter",
+        "query",
+        str,
+        "Only models with each of these words in their name, description, licence, tasks, inputs or outputs.",
+    ),
+    Parameter(
+        "limit",
+        "query",
+        Annotated[int, Meta(ge=1, le=1000)],
+        "Maximum number of models in the reply; `total` counts all that match.",
+    ),
+)
+MODELS = (
+    control(
+        "GET",
+        "/v1/models",
+        "models",
+        models,
+        ("SIE", "The catalogue"),
+        models_api.Models,
+        parameters=_MODEL_QUERY,
+    ),
+    control("GET", "/v1/models/{model:path}", "models", model, ("SIE", "One model"), models_api.ModelInfo),
 )

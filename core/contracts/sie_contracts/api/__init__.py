@@ -2,9 +2,7 @@
 
     shapes        types that several files share, and the schema of a field that accepts several types
     inference     encode, score, extract and redact
-    dialects      OpenAI, Jina, Voyage, Cohere, Infinity, NVIDIA
-    tei           Text Embeddings Inference
-    ollama        Ollama
+    dialects      OpenAI, vLLM, and the ranks of Jina, Cohere, NVIDIA and Mixedbread
     batches       files and batches of OpenAI
     jobs          jobs on whole files
     models        models and aliases

@@ -1,16 +1,15 @@
-"""Bodies and replies of the routes that copy other servers' APIs: OpenAI, Jina, Voyage, NVIDIA, Cohere, Infinity."""
+"""Bodies and replies of the core's routes in other servers' formats: OpenAI, vLLM, and the ranks of several servers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts.api.inference import Truncation
 from sie_contracts.api.shapes import (
     MINI,
     SHARED,
-    TIMES,
     Flag,
     ManyTexts,
     Map,
@@ -19,9 +18,7 @@ from sie_contracts.api.shapes import (
     Text,
     TextFlag,
     Texts,
-    Timing,
     TokenIds,
-    Usage,
     Whole,
     needs_one_of,
     one_of,
@@ -31,7 +28,6 @@ VectorType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 Priority = Annotated[int, Meta(ge=0, le=999, description="Below 500: interactive. From 500 on: bulk.")] | UnsetType
 Truncate = Truncation | bool | UnsetType
 Embeddings = list[list[float]]
-TokenEmbeddings = list[list[list[float]]]
 LISTED = {"id": "embd-2b2c...", "object": "list", "created": 1780000000, "model": MINI}
 RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 
@@ -219,134 +215,6 @@ class Pooled(Reply, kw_only=True):
     data: list[PooledInput]
 
 
-class ContextualizedRequest(Struct, kw_only=True):
-    """Documents as lists of their chunks, or with `enable_auto_chunking` as one text each. A query is one text."""
-
-    EXAMPLE: ClassVar[Any] = {
-        "model": MINI,
-        "inputs": [["Berlin is the capital of Germany.", "The city has 3.7 million inhabitants."]],
-        "input_type": "document",
-    }
-
-    model: Text = UNSET
-    inputs: Annotated[
-        list[Annotated[list[str], Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1000)
-    ]
-    input_type: Literal["query", "document"] | UnsetType = UNSET
-    encoding_format: Literal["float", "base64"] | UnsetType = UNSET
-    output_dtype: VectorType | UnsetType = UNSET
-    output_dimension: Whole = UNSET
-    enable_auto_chunking: TextFlag = UNSET
-    chunk_size: Annotated[Whole, Meta(description="Maximum tokens of an automatic chunk; default 512.")] = UNSET
-    chunk_overlap: Annotated[
-        Whole, Meta(description="Tokens that the next chunk repeats, at most half of `chunk_size`; default 0.")
-    ] = UNSET
-    normalize: Flag = UNSET
-    options: Map = UNSET
-
-
-class ContextualizedChunk(Embedding, kw_only=True):
-    """The vector of a chunk. `text` is set with `enable_auto_chunking`."""
-
-    text: Text = UNSET
-
-
-class ContextualizedDocument(Struct, kw_only=True):
-    """The vectors of a document, in the order of its chunks."""
-
-    object: Text = UNSET
-    index: Whole = UNSET
-    data: list[ContextualizedChunk] | UnsetType = UNSET
-
-
-class ContextualizedReply(Reply, kw_only=True):
-    """Documents, in the order of the inputs."""
-
-    EXAMPLE: ClassVar[Any] = {
-        **LISTED,
-        "data": [
-            {
-                "object": "list",
-                "index": 0,
-                "data": [
-                    {"object": "embedding", "index": 0, "embedding": [0.02, -0.07]},
-                    {"object": "embedding", "index": 1, "embedding": [0.01, -0.04]},
-                ],
-            }
-        ],
-        **SHARED,
-    }
-
-    id: Text = UNSET
-    object: Text = UNSET
-    created: Whole = UNSET
-    data: list[ContextualizedDocument] | UnsetType = UNSET
-
-
-class _RecordingForm(Struct, kw_only=True):
-    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
-    model: Text = UNSET
-    prompt: Annotated[Text, Meta(description="Words of the recording in their right spelling, such as names.")] = UNSET
-    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | UnsetType = UNSET
-    temperature: Annotated[Number, Meta(description="Only 0 is supported.")] = UNSET
-    granularities: list[Literal["segment", "word"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
-
-
-class TranslationForm(_RecordingForm, kw_only=True):
-    """Form with a sound file. The reply has the spoken words, translated into English."""
-
-
-class TranscriptionForm(_RecordingForm, kw_only=True):
-    """Form with a sound file. The reply has the spoken words. With `verbose_json` it also has segments or words with
-    their times.
-    """
-
-    language: Annotated[
-        Text, Meta(description="Spoken language: code or English name. Unset: the model recognises it.")
-    ] = UNSET
-    stream: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
-
-
-class SegmentInfo(Struct, kw_only=True):
-    """Spoken words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are 0, because clients require
-    numbers: they are not computed.
-    """
-
-    id: int
-    seek: int
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
-
-
-class WordInfo(Struct, kw_only=True):
-    """Word that was spoken from `start` to `end`, in seconds."""
-
-    word: str
-    start: float
-    end: float
-
-
-class Transcription(Struct, kw_only=True):
-    """Spoken words of a sound file. Only `verbose_json` has more fields than `text`, `usage` and `warnings`."""
-
-    EXAMPLE: ClassVar[Any] = {"text": "And what did you do then?", "usage": {"type": "duration", "seconds": 3}}
-
-    text: str
-    task: Literal["transcribe", "translate"] | UnsetType = UNSET
-    language: Text = UNSET
-    duration: Number = UNSET
-    segments: list[SegmentInfo] | UnsetType = UNSET
-    words: list[WordInfo] | UnsetType = UNSET
-    usage: Map = UNSET
-    warnings: Texts = UNSET
-
-
 class Passage(Struct, kw_only=True):
     """One passage to rank: a text, or an image (base64, a data URI or a URL)."""
 
@@ -531,123 +399,3 @@ class PairScored(Reply, kw_only=True):
     object: Literal["list"]
     created: int
     data: list[PairScore]
-
-
-class CohereInput(Struct, kw_only=True):
-    """An input of several parts: its texts, one per line, its images and its sound."""
-
-    content: Parts
-
-
-class EmbedV1(Struct, kw_only=True):
-    """Texts, images or inputs of several parts, in the form of the first version of Cohere's API."""
-
-    EXAMPLE: ClassVar[Any] = {
-        "model": MINI,
-        "input_type": "search_document",
-        "texts": ["Hello"],
-        "embedding_types": ["float"],
-    }
-
-    model: Text = UNSET
-    texts: Texts = UNSET
-    images: Annotated[list[str], Meta(description="Data URIs, base64 or URLs.")] | UnsetType = UNSET
-    inputs: list[CohereInput] | UnsetType = UNSET
-    input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | UnsetType = UNSET
-    embedding_types: list[VectorType] | UnsetType = UNSET
-    output_dimension: Whole = UNSET
-    max_tokens: Whole = UNSET
-    truncate: Truncation | UnsetType = UNSET
-    normalize: Flag = UNSET
-    options: Map = UNSET
-    priority: Priority = UNSET
-
-
-class EmbedV2(EmbedV1, kw_only=True):
-    """Texts, images or inputs of several parts, in the form of the second version of Cohere's API."""
-
-    model: str
-    input_type: Literal["search_query", "search_document", "classification", "clustering", "image"]
-
-
-_needs_inputs = needs_one_of("texts", "images", "inputs")
-EmbedV1Body = Annotated[EmbedV1, _needs_inputs]
-EmbedV2Body = Annotated[EmbedV2, _needs_inputs]
-
-
-class ShownImage(Struct, kw_only=True):
-    """Width, height, format and bit depth of an image, from the first bytes of its file."""
-
-    width: Whole = UNSET
-    height: Whole = UNSET
-    format: Text = UNSET
-    bit_depth: Whole = UNSET
-
-
-class Embedded(Struct, kw_only=True):
-    """Vectors by type (`float`, `int8` and so on). In version 1 of Cohere's API, a request that names no type gets a
-    plain list of vectors.
-    """
-
-    EXAMPLE: ClassVar[Any] = {
-        "id": "2b2c...",
-        "response_type": "embeddings_by_type",
-        "embeddings": {"float": [[0.02, -0.07]]},
-        "texts": ["Hello"],
-        "meta": {"api_version": {"version": "2"}},
-        "timing": TIMES,
-        "fingerprint": "b1946ac9",
-    }
-
-    id: Text = UNSET
-    response_type: Text = UNSET
-    embeddings: dict[str, Any] | Embeddings | UnsetType = UNSET
-    embeddings_scale: Map = UNSET
-    texts: list[str | None] | UnsetType = UNSET
-    images: list[ShownImage] | UnsetType = UNSET
-    meta: Map = UNSET
-    usage: Usage | UnsetType = UNSET
-    timing: Timing | UnsetType = UNSET
-    fingerprint: Text = UNSET
-    warnings: Texts = UNSET
-    explain: list[dict[str, Any]] | UnsetType = UNSET
-
-
-class Classify(Struct, kw_only=True):
-    """Request to classify texts."""
-
-    EXAMPLE: ClassVar[Any] = {"model": "org/classes", "input": ["a"]}
-
-    model: Text = UNSET
-    input: ManyTexts | str
-    raw_scores: TextFlag = UNSET
-    truncate: Truncate = UNSET
-    options: Map = UNSET
-
-
-class Label(Struct, kw_only=True):
-    """A class, and its score for the text."""
-
-    label: Text = UNSET
-    score: Number = UNSET
-
-
-CLASSES = [{"label": "joy", "score": 0.92}, {"label": "anger", "score": 0.08}]
-
-
-class Classified(Reply, kw_only=True):
-    """Reply with the classes of each text, highest score first."""
-
-    EXAMPLE: ClassVar[Any] = {
-        "object": "classify",
-        "data": [CLASSES],
-        "model": "org/classes",
-        "id": "classify-2b2c...",
-        "created": 1780000000,
-        **SHARED,
-    }
-
-    object: Text = UNSET
-    data: list[list[Label]] | UnsetType = UNSET
-    id: Text = UNSET
-    created: Whole = UNSET

@@ -32,7 +32,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure, ModelStatus, ServedEngi
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
-from sie_gateway.dialects import openai
+from sie_gateway.dialects import dialect, openai
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference import reply
 from sie_gateway.inference.answers import CachePolicy
@@ -788,7 +788,7 @@ async def test_cached_answers_are_not_counted_when_only_cached_answers_are_allow
     """A request to /v1/embeddings has a limit of tokens, and a worker counts them."""
     _, gateway = await started(cluster)
     body = {"model": MODEL, "input": [f"{number:02}{'x' * 4996}" for number in range(60)]}  # exactly 300,000 tokens
-    assert openai.max_tokens(cast("list[str]", body["input"]), RunOptions()) > openai.MAX_TOKENS
+    assert dialect.max_tokens(cast("list[str]", body["input"]), RunOptions(), openai.MAX_TOKENS) > openai.MAX_TOKENS
     assert (await gateway.client.post("/v1/embeddings", json=body)).status_code == 200
     only = await gateway.client.post("/v1/embeddings", json=body, headers={"X-SIE-Cache": "only"})
     assert (only.status_code, only.headers["x-sie-cache-status"]) == (200, "hit")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_items import SEEN, b64, file, post, running
 from image_server import PUBLIC, Connections, ImageServer, answer, network
-from image_worker import SEEN, b64, file, post, running
 from inprocess import settings_of, until
 from public_certificates import certified
 
@@ -26,6 +26,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_images_by_url import fetcher
 from sie_images_by_url.fetcher import ImageUrls, Network, is_public
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 HOST = "pictures.test"
 AT = f"http://{HOST}"
 FILE = b"\x89PNG the bytes of a file"

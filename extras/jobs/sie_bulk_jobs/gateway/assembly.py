@@ -27,7 +27,7 @@ from sie_store import object_stores
 
 
 @dataclass(frozen=True)
-class Jobs(Service):
+class JobParts(Service):
     """Objects that serve jobs and files. The handlers of routes use `files`, `jobs` and `results`."""
 
     files: FileStore
@@ -55,7 +55,7 @@ class Jobs(Service):
         return sum(count for count in needed if count is not None)
 
 
-def build(context: Context) -> Jobs:
+def build(context: Context) -> JobParts:
     """Build the objects from the settings. All times are those of the broker's clock, because a gateway whose own clock
     is ahead would remove the files and jobs of all keys too early. Raises SettingError.
     """
@@ -90,7 +90,7 @@ def build(context: Context) -> Jobs:
         now_s=now_s,
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)
-    parts = Jobs(files, jobs, JobResults(ledger, engine), bucket, keeper, sweeper)
+    parts = JobParts(files, jobs, JobResults(ledger, engine), bucket, keeper, sweeper)
     context.scaling.further.append(lambda lane: parts.wanted_workers(lane, len(fleet.of_lane(lane)), now_s()))
     context.metrics.registry.register(JobFigures(ledger))
     return parts

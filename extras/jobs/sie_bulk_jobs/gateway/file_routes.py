@@ -9,14 +9,13 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import Meta
 
-from sie_bulk_jobs.gateway.assembly import Jobs
+from sie_bulk_jobs.gateway.assembly import JobParts
 from sie_bulk_jobs.gateway.files import MAX_FILE_BYTES, FileDescription
 from sie_bulk_jobs.records import FileRecord
 from sie_contracts.api import batches as api
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import FAMILIES, InvalidInput
 from sie_gateway.http.form import Form, check_name
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.call import family
 from sie_gateway.operations.handlers import PieceResponse, call_of, json_response, whole
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
@@ -41,11 +40,11 @@ async def upload(gateway: Gateway, request: Request) -> Response:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
         about = FileDescription(name, purpose)
-        record = await gateway.of(Jobs).files.receive(call_of(request).key, request.stream(), lambda: about)
+        record = await gateway.of(JobParts).files.receive(call_of(request).key, request.stream(), lambda: about)
     else:
         form = Form(request.headers.get("content-type", ""))
         file = form.file(request.stream())
-        record = await gateway.of(Jobs).files.receive(call_of(request).key, file, functools.partial(_about, form))
+        record = await gateway.of(JobParts).files.receive(call_of(request).key, file, functools.partial(_about, form))
     return json_response(_shown(record))
 
 
@@ -82,7 +81,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
         raise InvalidInput.at("purpose", f"expected one of {', '.join(PURPOSES)}")
     if order not in ("asc", "desc"):
         raise InvalidInput.at("order", "expected asc or desc")
-    records, has_more = gateway.of(Jobs).files.page(
+    records, has_more = gateway.of(JobParts).files.page(
         call_of(request).grant.owns,
         purpose=purpose,
         after=query.get("after", ""),
@@ -108,17 +107,17 @@ async def content(gateway: Gateway, request: Request) -> Response:
     }
     if request.method == "HEAD":
         return Response(headers=headers, media_type=RAW)
-    return PieceResponse(await gateway.of(Jobs).files.open(record), headers=headers, media_type=RAW)
+    return PieceResponse(await gateway.of(JobParts).files.open(record), headers=headers, media_type=RAW)
 
 
 async def remove(gateway: Gateway, request: Request) -> Response:
     record = await _file_of(gateway, request)
-    await gateway.of(Jobs).files.remove(record)
+    await gateway.of(JobParts).files.remove(record)
     return json_response(api.FileDeleted(id=record.id))
 
 
 async def _file_of(gateway: Gateway, request: Request) -> FileRecord:
-    return await gateway.of(Jobs).files.find(request.path_params["file"], call_of(request).grant.owns)
+    return await gateway.of(JobParts).files.find(request.path_params["file"], call_of(request).grant.owns)
 
 
 def _shown(record: FileRecord) -> api.FileObject:
@@ -137,7 +136,7 @@ _ONE = Parameter("file", "path", str, "The id of the file.", api.FileObject.EXAM
 
 def _row(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> GatewayRoute:
     names = ("Files and batches", summary)
-    return control(method, PATH + path, "files", handler, names, reply, scope="infer", shape=family("openai"), **more)
+    return control(method, PATH + path, "files", handler, names, reply, scope="infer", shape=FAMILIES["openai"], **more)
 
 
 FILES: tuple[GatewayRoute, ...] = (

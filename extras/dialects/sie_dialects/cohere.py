@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import orjson
@@ -16,7 +16,7 @@ import orjson
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import embedding_types, fields, multimodal
-from sie_gateway.dialects.selection import able
+from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -24,44 +24,37 @@ from sie_gateway.inference.images import header
 from sie_gateway.inference.results import RequestResult
 from sie_runtime.http.asgi import Body
 
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
-
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 
 
-async def embed(version: int, inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v{version}/embed` with the vectors of texts or images in all requested types."""
-    resolved = able(inference, call, "embed", body.get("model"))
+async def _embed(version: int, asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /v{version}/embed`. The reply has the vectors of texts or images in all requested types."""
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")
     if not kind and version == 2:
         raise bad("input_type", None, f"one of {', '.join(INPUT_TYPES)}")
-    name, items = _items(body, inference.max_items(call))
+    entry = asked.resolved.entry
+    name, items = _items(body, asked.limit)
     types = _types(body)
     params: dict[str, Any] = {"output_types": ["dense"], "output_dtype": "float32"}
-    params |= fields.side(kind, resolved.entry)
+    params |= fields.side(kind, entry)
     params |= fields.parameters(body, "truncate", "normalize", "options")
     if (width := fields.whole(body, "output_dimension", 1)) is not None:
         params["dimensions"] = width
     if (most := fields.whole(body, "max_tokens", 1)) is not None:
-        params["max_seq_length"] = min(most, resolved.entry.max_tokens)
-    with fields.named(output_types="model", dimensions="output_dimension"):
-        understood = inference.understand(
-            call,
-            InferRequest("encode", resolved, items, params, priority=fields.priority(body), side="", inputs_field=name),
-        )
-    return _answer(
-        call,
-        await inference.execute(call, understood),
-        name,
-        types or ["float"],
-        version,
-        bare=version == 1 and not types,
+        params["max_seq_length"] = min(most, entry.max_tokens)
+    return Parsed(
+        request=InferRequest(
+            "encode", asked.resolved, items, params, priority=fields.priority(body), side="", inputs_field=name
+        ),
+        names={"output_types": "model", "dimensions": "output_dimension"},
+        render=functools.partial(
+            _answer, name=name, types=types or ["float"], version=version, bare=version == 1 and not types
+        ),
     )
 
 
-v1 = functools.partial(embed, 1)
-v2 = functools.partial(embed, 2)
+v1 = Dialect("embed", functools.partial(_embed, 1))
+v2 = Dialect("embed", functools.partial(_embed, 2))
 
 
 def _types(body: fields.Body) -> list[str]:
@@ -100,7 +93,7 @@ def _parts(value: Any, path: str) -> RequestItem:
 
 
 def _answer(
-    call: Call, finished: RequestResult, name: str, types: Sequence[str], version: int, *, bare: bool
+    call: Call, finished: RequestResult, *, name: str, types: Sequence[str], version: int, bare: bool
 ) -> EncodedReply:
     """Build the reply. If `bare`, `embeddings` is a list of vectors, else a map from each type to such a list."""
     began_s = time.perf_counter()

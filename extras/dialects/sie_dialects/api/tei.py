@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sie_contracts import __version__
 from sie_contracts.api.shapes import MINI, ManyTexts, Number, Text, TextFlag, TokenIds, Whole, one_of
 
+TokenEmbeddings = list[list[list[float]]]
 PromptName = Annotated[
     Text, Meta(description="Name of a prompt of the model. Unset: the model's default prompt, if it has one.")
 ]

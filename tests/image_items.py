@@ -1,4 +1,4 @@
-"""A gateway with models that take images, and a worker that records what it is sent."""
+"""Images in requests, and a worker that answers requests with images."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def b64(data: bytes) -> str:
 
 def uri(data: bytes) -> str:
     return f"data:image/png;base64,{b64(data)}"
+
+
+A, B = file("PNG"), file("JPEG", size=(8, 2))
+PARTS = [
+    {"type": "text", "text": "one"},
+    {"type": "image_url", "image_url": {"url": uri(A)}},
+    {"type": "text", "text": "two"},
+    {"type": "image_url", "image_url": b64(B)},
+]
+OF_PARTS = Input("one\ntwo", images=(A, B))
 
 
 class Worker:

@@ -77,6 +77,10 @@ def test_vectors_are_those_of_the_native_route_alone(client: httpx.Client, prefi
     assert ask(client, prefix or "/", {"inputs": TEXTS[0]}) == native(client, "dense", TEXTS[:1])
 
 
+def test_an_empty_text_is_a_text_like_any_other(client: httpx.Client) -> None:
+    assert ask(client, "/tei/test/dense/embed", {"inputs": ""}) == native(client, "dense", [""])
+
+
 def test_headers_are_whole_numbers(client: httpx.Client) -> None:
     answer = client.post("/embed", json={"inputs": TEXTS})
     assert {name: len(answer.headers.get_list(name)) for name in TEI_HEADERS} == dict.fromkeys(TEI_HEADERS, 1)

@@ -8,7 +8,7 @@ TEI, and their field `error` is a string.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,19 +16,29 @@ import orjson
 
 import sie_contracts
 from sie_contracts.arrays import Array
-from sie_contracts.errors import InvalidInput, PayloadTooLarge, SIEError, envelope, tei_type
+from sie_contracts.errors import (
+    CODE,
+    RAW,
+    Family,
+    InvalidInput,
+    Member,
+    QueueFull,
+    RateLimited,
+    ResourceExhausted,
+    SIEError,
+)
 from sie_contracts.models import options
-from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry, classifies, widths
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
-from sie_gateway.dialects.scores import ranked, scored
-from sie_gateway.dialects.selection import Capability, able, model_for, unable
+from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.scores import ranked, scaled
+from sie_gateway.dialects.selection import Capability, checked, model_for, unable
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import FailedRequest, RequestResult
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -39,17 +49,39 @@ _DIRECTIONS = {"left": "START", "right": "END"}
 _INPUT = re.compile(r"inputs\[(\d+)\]")
 
 
-def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error in the format of TEI."""
-    kind = tei_type(error)
-    status = _STATUS.get(kind, error.status)
+def _error_type(error: SIEError) -> str:
+    """Return the `error_type` that Text Embeddings Inference would send for this error."""
+    if isinstance(error, QueueFull | ResourceExhausted | RateLimited):
+        return "Overloaded"
+    if error.retryable and error.status == 503:
+        return "Unhealthy"
+    if error.status >= 500 or error.reason in ("unsupported_task", "unsupported_output"):
+        return "Backend"
+    return {"empty_items": "Empty", "bad_token_id": "Tokenizer"}.get(error.reason, "Validation")
+
+
+def _status(error: SIEError) -> int:
+    """Return the status that Text Embeddings Inference would send for this error."""
+    kind = _error_type(error)
     if isinstance(error, InvalidInput):
-        status = {"too_many_items": 413, "model_required": 400}.get(
+        return {"too_many_items": 413, "model_required": 400}.get(
             error.reason, 424 if kind == "Backend" else _STATUS.get(kind, 422)
         )
-    elif error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
-        status = 424
-    return status, envelope(error, request_id, errors, "tei")
+    if error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
+        return 424
+    return _STATUS.get(kind, error.status)
+
+
+shape = Family(
+    "tei",
+    (
+        Member("error", "message", "Text Embeddings Inference, huggingface_hub"),
+        Member("error_type", _error_type, "Text Embeddings Inference"),
+        RAW._replace(name="detail"),
+        CODE,
+    ),
+    _status,
+)
 
 
 def _is_ids(value: Any) -> bool:
@@ -99,55 +131,62 @@ def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
     return EncodedReply(body if not isinstance(body, list | dict) else orjson.dumps(body), "application/json", headers)
 
 
-async def _encode(
-    inference: Inference,
-    call: Call,
-    resolved: Resolved,
+def _encode(
+    asked: Asked,
     capability: Capability,
     items: tuple[RequestItem, ...],
     params: Mapping[str, Any],
+    render: Callable[[Call, RequestResult], EncodedReply],
     *,
     is_cosine: bool = False,
-) -> RequestResult:
-    """Encode the inputs. `is_cosine`: normalise the vectors, even if `params` forbid it. Raises InvalidInput, and the
-    errors of `Inference.execute`.
+    rename: Callable[[SIEError], None] = lambda error: None,
+) -> Parsed:
+    """Return the request for vectors of the inputs. `is_cosine`: normalise the vectors, even if `params` forbid it.
+    Raises InvalidInput.
     """
     output = "sparse" if capability == "embed_sparse" else "dense"
     merged = {**_truncation(params), "output_types": [output], **fields.parameters(params, "dimensions", "prompt_name")}
     if capability == "embed":
         merged["normalize"] = fields.flag(params, "normalize", default=True) or is_cosine
-    understood = inference.understand(
-        call, InferRequest("encode", resolved, items, merged, side="", inputs_field="inputs")
-    )
-    if capability == "embed_all":
-        understood = understood.with_run(options.unpooled(resolved.entry, understood.options.run))
-    return await inference.execute(call, understood)
+
+    def adjust(planned: PlannedRequest) -> PlannedRequest:
+        if capability != "embed_all":
+            return planned
+        return planned.with_run(options.unpooled(asked.resolved.entry, planned.options.run))
+
+    request = InferRequest("encode", asked.resolved, items, merged, side="", inputs_field="inputs")
+    return Parsed(request=request, adjust=adjust, render=render, rename=rename)
 
 
-async def _embedded(inference: Inference, call: Call, body: fields.Body, capability: Capability) -> RequestResult:
-    resolved = able(inference, call, capability, body.get("model"))
-    items = _inputs(body.get("inputs"), inference.max_items(call))
-    return await _encode(inference, call, resolved, capability, items, body)
+async def _embed(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for a list of dense vectors, also for a single input."""
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
+
+    return _encode(asked, "embed", _inputs(body.get("inputs"), asked.limit), body, render)
 
 
-async def embed(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with a list of dense vectors, also for a single input."""
-    finished = await _embedded(inference, call, body, "embed")
-    return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
+async def _embed_all(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for the hidden states of all tokens, not pooled and not normalised."""
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
+
+    return _encode(asked, "embed_all", _inputs(body.get("inputs"), asked.limit), body, render)
 
 
-async def embed_all(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the hidden states of all tokens, not pooled and not normalised."""
-    finished = await _embedded(inference, call, body, "embed_all")
-    return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
+async def _embed_sparse(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for sparse vectors. The reply has the index and the weight of each token of the vocabulary whose
+    weight is not 0.
+    """
 
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
+        rows = list(zip(indices, values, strict=True))
+        return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
 
-async def embed_sparse(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with sparse vectors: the index and the weight of each token of the vocabulary whose weight is not 0."""
-    finished = await _embedded(inference, call, body, "embed_sparse")
-    indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
-    rows = list(zip(indices, values, strict=True))
-    return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
+    return _encode(asked, "embed_sparse", _inputs(body.get("inputs"), asked.limit), body, render)
 
 
 def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
@@ -155,29 +194,24 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
     return [{"index": index, "value": value} for index, value in zip(indices.tolist(), weights.tolist(), strict=True)]
 
 
-async def similarity(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the cosine similarities of a source sentence and each of the other sentences."""
-    resolved = able(inference, call, "embed", body.get("model"))
+async def _similarity(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for the cosine similarities of a source sentence and each of the other sentences."""
     value = body.get("inputs")
     if not isinstance(value, dict):
         raise bad("inputs", value, "a map with source_sentence and sentences")
     source = fields.string(value.get("source_sentence"), "inputs.source_sentence")
-    sentences = _texts(value.get("sentences"), inference.max_items(call), "inputs.sentences")
+    sentences = _texts(value.get("sentences"), asked.limit, "inputs.sentences")
     parameters = body.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise bad("parameters", parameters, "a map or null")
-    items = (RequestItem(source), *sentences)
-    try:
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
         # the vectors have the length 1, so the cosine of two vectors is their dot product
-        finished = await _encode(inference, call, resolved, "embed", items, parameters or {}, is_cosine=True)
         vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
-    except FailedRequest as failed:
-        _name_sentence(failed.error)
-        raise
-    except PayloadTooLarge as error:
-        _name_sentence(error)
-        raise
-    return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
+        return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
+
+    items = (RequestItem(source), *sentences)
+    return _encode(asked, "embed", items, parameters or {}, render, is_cosine=True, rename=_name_sentence)
 
 
 def _name_sentence(error: SIEError) -> None:
@@ -190,37 +224,38 @@ def _name_sentence(error: SIEError) -> None:
         error.param = name + error.param.removeprefix(path[0])
 
 
-async def rerank(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the texts in the order of their relevance to a query, best first."""
-    resolved = able(inference, call, "rerank", body.get("model"))
+async def parse_rerank(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for the texts in the order of their relevance to a query, best first."""
     query = RequestItem(fields.text(body, "query"))
-    items = _texts(body.get("texts"), inference.max_items(call), "texts")
+    items = _texts(body.get("texts"), asked.limit, "texts")
     is_raw, with_text = fields.flag(body, "raw_scores"), fields.flag(body, "return_text")
-    request = InferRequest("score", resolved, items, _truncation(body), query, inputs_field="texts")
-    finished = await scored(inference, call, request, raw=is_raw)
-    scores, order = ranked(finished, "texts")
-    return _answer(
-        call,
-        finished,
-        [
-            {"index": index, "score": scores[index], **({"text": items[index].text} if with_text else {})}
-            for index in order
-        ],
-    )
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        scores, order = ranked(finished, "texts")
+        return _answer(
+            call,
+            finished,
+            [
+                {"index": index, "score": scores[index], **({"text": items[index].text} if with_text else {})}
+                for index in order
+            ],
+        )
+
+    request = InferRequest("score", asked.resolved, items, _truncation(body), query, inputs_field="texts")
+    return Parsed(request=request, adjust=scaled(raw=is_raw), render=render)
 
 
-async def predict(inference: Inference, call: Call, body: fields.Body, *, is_nested: bool = False) -> EncodedReply:
-    """Answer with the classes of texts or pairs of texts: a list for one input, a list of lists for a batch. If
-    `is_nested`, the reply for one input is a list of lists too.
+async def _predict(asked: Asked, body: fields.Body, *, is_nested: bool = False) -> Parsed:
+    """Read a body for the classes of texts or pairs of texts. The reply has a list for one input, and a list of lists
+    for a batch. If `is_nested`, the reply for one input is a list of lists too.
     """
-    resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("inputs")
     is_single = isinstance(value, str) or (
         isinstance(value, list) and 0 < len(value) <= 2 and all(isinstance(entry, str) for entry in value)
     )
     batch = [[value] if isinstance(value, str) else value] if is_single else value
     items = []
-    for index, entry in enumerate(_counted(batch, inference.max_items(call), "inputs")):
+    for index, entry in enumerate(_counted(batch, asked.limit, "inputs")):
         path = f"inputs[{index}]"
         pair = [entry] if isinstance(entry, str) else entry
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
@@ -228,9 +263,13 @@ async def predict(inference: Inference, call: Call, body: fields.Body, *, is_nes
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(RequestItem(texts[0], pair=texts[1] if len(texts) == 2 else None))
     params = {**_truncation(body), "options": {"raw_scores": fields.flag(body, "raw_scores")}}
-    finished = await inference.run(call, InferRequest("extract", resolved, tuple(items), params, inputs_field="inputs"))
-    predictions = classes(finished, "inputs")
-    return _answer(call, finished, predictions[0] if is_single and not is_nested else predictions)
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        predictions = classes(finished, "inputs")
+        return _answer(call, finished, predictions[0] if is_single and not is_nested else predictions)
+
+    request = InferRequest("extract", asked.resolved, tuple(items), params, inputs_field="inputs")
+    return Parsed(request=request, render=render)
 
 
 def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
@@ -242,32 +281,34 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
     return predictions
 
 
-async def tokenize(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the tokens of texts: id, text, and the byte offsets of the token's begin and end. A body with
-    `prompt` gets the ids of this one text, as from vLLM.
+async def _tokenize(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for the tokens of texts: id, text, and the byte offsets of the token's begin and end. The reply to a
+    body with `prompt` has the ids of this one text, as from vLLM.
     """
     is_prompt = body.get("inputs") is None and body.get("prompt") is not None
     name = "prompt" if is_prompt else "inputs"
     value = fields.text(body, name) if is_prompt else body.get(name)
-    items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), name)
-    resolved = model_for(inference, call, "embed", body.get("model"))
-    template = _template(body, resolved.entry)
+    items = _texts([value] if isinstance(value, str) else value, asked.limit, name)
+    template = _template(body, asked.resolved.entry)
     run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
-    finished = await inference.run(call, InferRequest("tokenize", resolved, items, {}, run=run, inputs_field=name))
-    replies = [outcome.data or {} for _, outcome in finished.succeeded(name)]
-    if is_prompt:
-        (tokens,) = replies
-        with_texts = fields.flag(body, "return_token_strs")
-        content = {
-            "count": len(tokens["ids"]),
-            "max_model_len": resolved.entry.max_tokens,
-            "tokens": tokens["ids"],
-            "token_strs": tokens["texts"] if with_texts else None,
-        }
-        return _answer(call, finished, content)
-    return _answer(
-        call, finished, reply.listed(replies, MAP_VALUES * sum(len(entry["ids"]) for entry in replies), row=_tokens)
-    )
+    with_texts = fields.flag(body, "return_token_strs") if is_prompt else False
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        replies = [outcome.data or {} for _, outcome in finished.succeeded(name)]
+        if is_prompt:
+            (tokens,) = replies
+            content = {
+                "count": len(tokens["ids"]),
+                "max_model_len": asked.resolved.entry.max_tokens,
+                "tokens": tokens["ids"],
+                "token_strs": tokens["texts"] if with_texts else None,
+            }
+            return _answer(call, finished, content)
+        size = MAP_VALUES * sum(len(entry["ids"]) for entry in replies)
+        return _answer(call, finished, reply.listed(replies, size, row=_tokens))
+
+    request = InferRequest("tokenize", asked.resolved, items, {}, run=run, inputs_field=name)
+    return Parsed(request=request, render=render)
 
 
 _TOKEN = {"id": "ids", "text": "texts", "special": "special", "start": "starts", "stop": "stops"}
@@ -286,34 +327,47 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
     return before, after
 
 
-async def decode(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the texts of token ids."""
+async def _decode(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body for the texts of token ids."""
     value = body.get("ids")
-    batch = [value] if _is_ids(value) else value
-    lists = _counted(batch, inference.max_items(call), "ids")
+    lists = _counted([value] if _is_ids(value) else value, asked.limit, "ids")
     items = tuple(RequestItem(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
-    resolved = model_for(inference, call, "embed", body.get("model"))
     run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
-    finished = await inference.run(call, InferRequest("decode", resolved, items, {}, run=run, inputs_field="ids"))
-    return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
+
+    def render(call: Call, finished: RequestResult) -> EncodedReply:
+        return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
+
+    request = InferRequest("decode", asked.resolved, items, {}, run=run, inputs_field="ids")
+    return Parsed(request=request, render=render)
 
 
-async def main_task(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /` with the result of the model's main task, or similarities for a source sentence."""
+async def _main_task(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /` for the model's main task, or for similarities to a source sentence."""
+    resolved, entry = asked.resolved, asked.resolved.entry
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:
-        return await similarity(inference, call, body)
-    resolved = model_for(inference, call, "embed", body.get("model"))
-    entry = resolved.entry
+        checked(resolved, "embed")
+        return await _similarity(asked, body)
     if "dense" in widths(entry, resolved.run):
-        return await embed(inference, call, body)
+        return await _embed(asked, body)
     if "sparse" in entry.outputs:
-        return await embed_sparse(inference, call, body)
+        return await _embed_sparse(asked, body)
     if classifies(entry):
-        return await predict(inference, call, body, is_nested=True)  # huggingface_hub takes the first list of lists
+        return await _predict(asked, body, is_nested=True)  # huggingface_hub takes the first list of lists
     if "score" in entry.tasks and ("query" in body or "encode" not in entry.tasks):
-        return await rerank(inference, call, body)
+        return await parse_rerank(asked, body)
     raise unable(resolved, "embed")
+
+
+embed = Dialect("embed", _embed)
+embed_all = Dialect("embed_all", _embed_all)
+embed_sparse = Dialect("embed_sparse", _embed_sparse)
+similarity = Dialect("embed", _similarity)
+rerank = Dialect("rerank", parse_rerank)
+predict = Dialect("predict", _predict)
+tokenize = Dialect("embed", _tokenize, any_task=True)
+decode = Dialect("embed", _decode, any_task=True)
+main_task = Dialect("embed", _main_task, any_task=True)
 
 
 async def health(inference: Inference, call: Call, _: fields.Body) -> EncodedReply:

@@ -5,45 +5,47 @@ The vector of a chunk is pooled from the hidden states of the chunk's tokens.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import MAX_RULE_TOKENS, ChunkRule, TextChunks
 from sie_gateway.dialects import embedding_types, fields, joined_texts, openai
-from sie_gateway.dialects.selection import able
+from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
 from sie_gateway.inference import chunk_fields, reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import RequestResult
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.handler import Inference
 
 # limits of a request: documents, chunks, and tokens of all documents; Voyage has the same limits
 MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000
 CHUNK_TOKENS = 512  # default of the field `chunk_size`, in tokens
 
 
-async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /v1/contextualizedembeddings` with the vectors of each document, in the order of its chunks."""
-    resolved = able(inference, call, "embed", body.get("model"))
+async def _embeddings(asked: Asked, body: fields.Body) -> Parsed:
+    """Read a body of `POST /v1/contextualizedembeddings`. The reply has the vectors of each document, in the order of
+    its chunks.
+    """
     kind, is_base64 = embedding_types.requested(body, "output_dtype")
     side = fields.choice(body, "input_type", ("query", "document"), "")
-    limit = min(MAX_DOCUMENTS, inference.max_items(call))
+    limit = min(MAX_DOCUMENTS, asked.limit)
     items = _items(fields.inputs(body.get("inputs"), "inputs", limit), side, _rule(body, side))
     parameters = fields.parameters(body, "input_type", "normalize", "options")
     if (width := fields.whole(body, "output_dimension", 1)) is not None:
         parameters["dimensions"] = width
     parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
-    with fields.named(dimensions="output_dimension", output_types="model"):
-        understood = inference.understand(
-            call, InferRequest("encode", resolved, items, parameters, side="", inputs_field="inputs")
-        )
-    await openai.check_tokens(inference, call, understood, "inputs", MAX_TOKENS)
-    return _answer(call, await inference.execute(call, understood), kind, is_base64=is_base64)
+    return Parsed(
+        request=InferRequest("encode", asked.resolved, items, parameters, side="", inputs_field="inputs"),
+        names={"dimensions": "output_dimension", "output_types": "model"},
+        max_tokens=MAX_TOKENS,
+        render=functools.partial(_answer, kind=kind, is_base64=is_base64),
+    )
+
+
+embeddings = Dialect("embed", _embeddings)
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:
@@ -85,7 +87,7 @@ def _texts(value: Any, path: str) -> list[str]:
     return list(value)
 
 
-def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
+def _answer(call: Call, finished: RequestResult, *, kind: str, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
     vectors = joined_texts.vectors_of(finished, "inputs")
     entries = iter(embedding_types.entries(list(itertools.chain.from_iterable(vectors)), kind, is_base64=is_base64))

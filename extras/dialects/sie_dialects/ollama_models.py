@@ -11,10 +11,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import sie_contracts
-from sie_contracts.api import ollama as api
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import widths
-from sie_gateway.dialects import fields, ollama
+from sie_dialects import ollama
+from sie_dialects.api import ollama as api
+from sie_gateway.dialects import fields
 from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute, control

@@ -18,8 +18,8 @@ from sie_contracts.media.languages import NAMES
 from sie_contracts.media.sounds import MAX_RECORDING_S, MAX_SECONDS
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Ok, Outcome, WorkItem, WorkResult
-from sie_gateway.dialects import transcriptions
-from sie_gateway.dialects.transcriptions import AGAIN_S
+from sie_dialects import transcriptions
+from sie_dialects.transcriptions import AGAIN_S
 
 STREAM = "WORK__default"
 HEAR = "toy/hear"

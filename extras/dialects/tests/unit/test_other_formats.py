@@ -1,0 +1,508 @@
+"""API formats of other servers: refusals before anything is queued, and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import api_page
+import httpx
+import jsonschema_rs
+import msgspec
+import numpy as np
+import orjson
+import pytest
+from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
+from inprocess import GatewayProcess, InProcess, until
+
+from sie_contracts.errors import CODE, InvalidInput, ModelLoading, SIEError, catalogue, envelope
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import ArraySlice, Ok, WorkResult
+from sie_dialects import cohere, infinity, ollama, tei
+from sie_dialects.api.cohere import EmbedV1
+from sie_gateway.http.routes import TABLE
+from sie_gateway.inference import reply
+
+STREAM = "WORK__default"
+ONE = "toy/one"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+        cluster.source.put(toy_entry("toy/wide", outputs={"sparse": 10}))
+        for name in ("toy/classes", "toy/kinds"):
+            cluster.source.put(toy_entry(name, outputs={"classifications": 0}))
+        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="gliner"))
+        yield cluster
+
+
+@pytest.fixture
+async def gateway(cluster: InProcess) -> GatewayProcess:
+    return await cluster.gateway()
+
+
+async def post(gateway: GatewayProcess, path: str, body: Any) -> httpx.Response:
+    return await gateway.client.post(path, content=json.dumps(body).encode())
+
+
+def vectors(answer: httpx.Response) -> np.ndarray:
+    return np.array([entry["embedding"] for entry in answer.json()["data"]], np.float32)
+
+
+# routes and errors
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [("/tei/a/embed/embed", "/tei/{model:path}/embed"), ("/tei/a/embedded", "/tei/{model:path}"), ("//embed", "")],
+)
+def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
+    assert {route.path for route in TABLE.match(path).methods.values()} == ({row} if row else set())
+
+
+def test_a_path_that_is_none_names_the_route_that_is_like_it() -> None:
+    assert TABLE.near("//embed") == "/embed"
+
+
+OVERLOADED = {"RATE_LIMITED", "RESOURCE_EXHAUSTED", "QUEUE_FULL"}
+UNHEALTHY = {
+    *("MODEL_LOADING", "PROVISIONING", "LORA_LOADING", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN"),
+}
+BACKEND = {
+    *("INFERENCE_ERROR", "INTERNAL_ERROR", "ALL_ITEMS_FAILED", "MODEL_LOAD_FAILED", "LORA_LOAD_FAILED"),
+    "GATEWAY_TIMEOUT",
+}
+
+
+@pytest.mark.parametrize("leaf", catalogue(), ids=lambda leaf: leaf.code)
+def test_every_format_has_what_its_clients_read_and_no_more(leaf: type[SIEError]) -> None:
+    """TEI clients read `error_type`, and a text in `error`, as Ollama's do."""
+    error = leaf("message text", reason="the_reason", param="items[3].text", extras={"limit": 7})
+    every, code = envelope(error, "request-1")["error"], leaf.code
+    kinds = {
+        **dict.fromkeys(OVERLOADED, "Overloaded"),
+        **dict.fromkeys(UNHEALTHY, "Unhealthy"),
+        **dict.fromkeys(BACKEND, "Backend"),
+    }
+    kind = kinds.get(code, "Validation")
+    bodies = {
+        infinity.shape: {"error": every, "code": code},
+        tei.shape: {"error": "message text", "error_type": kind, "detail": every, "code": code},
+        ollama.shape: {"error": "message text", "detail": every, "code": code},
+    }
+    for shape, expected in bodies.items():
+        _, body = shape(error, "request-1", None)
+        assert body == expected, shape.name
+        assert msgspec.json.decode(msgspec.json.encode(body)) == body
+
+
+def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
+    for shape in (infinity.shape, tei.shape, ollama.shape):
+        assert all(member.reader for member in shape.members)
+        assert len({member.name for member in shape.members}) == len(shape.members)
+        assert shape.members[-1] is CODE
+        _, body = shape(InvalidInput("message text", reason="a_reason"), "request-1", None)
+        encoded = msgspec.json.encode(body)
+        assert encoded.count(b"message text") <= 2, shape.name
+        assert (encoded.count(b"request-1"), encoded.count(b"a_reason")) == (1, 1), shape.name
+
+
+async def test_the_openapi_document_describes_the_body_of_each_format() -> None:
+    document = await api_page.document()
+    schema = {"components": document["components"], "$ref": "#/components/schemas/Error"}
+    for shape in (infinity.shape, tei.shape, ollama.shape):
+        for error in (InvalidInput("m", reason="schema", param="items", extras={"limit": 3}), ModelLoading("m")):
+            _, body = shape(error, "request-1", [{"index": 0}])
+            jsonschema_rs.validator_for(schema).validate(body)
+
+
+def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
+    hint = get_type_hints(EmbedV1)["input_type"]
+    assert {value for part in get_args(hint) for value in get_args(part)} == set(cohere.INPUT_TYPES)
+
+
+# refusals
+
+USER = {"role": "user", "content": "a"}
+CHAT: list[tuple[Any, str, str]] = [
+    ({"model": ONE, "messages": []}, "schema", "input"),
+    ({"model": ONE, "messages": ["a"]}, "schema", "messages[0]"),
+    ({"model": ONE, "messages": [USER, {"role": "user"}]}, "schema", "messages[1].content"),
+    ({"model": ONE, "messages": [{"role": "system", "content": "a"}]}, "empty_item", "messages"),
+    ({"model": ONE, "messages": [USER, {"content": [{"type": "x"}]}]}, "schema", "messages[1].content[0].type"),
+    ({"model": ONE, "messages": [USER] * 2049}, "too_many_items", "messages"),
+]
+CONTEXTUAL: list[tuple[Any, str, str]] = [
+    ({"model": ONE}, "schema", "inputs"),
+    ({"model": ONE, "inputs": []}, "empty_items", "inputs"),
+    ({"model": ONE, "inputs": ["a"]}, "schema", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a"], []]}, "empty_items", "inputs[1]"),
+    ({"model": ONE, "inputs": [["a"], ["b", 3]]}, "schema", "inputs[1][1]"),
+    ({"model": ONE, "inputs": [["a", ""]]}, "empty_item", "inputs[0][1]"),
+    ({"model": ONE, "inputs": [["a"]] * 1001}, "too_many_items", "inputs"),
+    ({"model": ONE, "inputs": [["a"] * 4097]}, "too_many_items", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a"] * 4000] * 5}, "too_many_chunks", "inputs"),
+    ({"model": ONE, "inputs": [["a" * 200_000] * 2]}, "too_long", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a", "b"]]}, "unsupported_modality", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a", "b"]], "input_type": "query"}, "schema", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a"]], "input_type": "classification"}, "schema", "input_type"),
+    ({"model": ONE, "inputs": [["a"]], "output_dimension": 3}, "bad_dimensions", "output_dimension"),
+    ({"model": ONE, "inputs": [["a"]], "output_dtype": "int4"}, "unsupported_dtype", "output_dtype"),
+    ({"model": ONE, "inputs": [["a"]], "encoding_format": "hex"}, "schema", "encoding_format"),
+    ({"model": ONE, "inputs": [["a"]], "chunk_size": 9}, "schema", "chunk_size"),
+    ({"model": ONE, "inputs": [["a"]], "chunk_overlap": 9}, "schema", "chunk_overlap"),
+    ({"model": ONE, "inputs": [["a"]], "enable_auto_chunking": True}, "schema", "enable_auto_chunking"),
+    *(
+        ({"model": ONE, "input_type": "document", "enable_auto_chunking": True, **body}, reason, param)
+        for body, reason, param in [
+            ({"inputs": [["a", "b"]]}, "schema", "inputs[0]"),
+            ({"inputs": [["a"]], "chunk_size": 0}, "schema", "chunk_size"),
+            ({"inputs": [["a"]], "chunk_size": 8, "chunk_overlap": 5}, "schema", "chunk_overlap"),
+            ({"inputs": [["a"]]}, "unsupported_modality", "inputs[0]"),
+        ]
+    ),
+    ({"model": "toy/score", "inputs": [["a"]]}, "unsupported_output", "model"),
+]
+RERANK: list[tuple[Any, str, str]] = [
+    ({"model": "toy/score", "documents": ["a"]}, "schema", "query"),
+    ({"model": "toy/score", "query": "q"}, "schema", "documents"),
+    ({"model": "toy/score", "query": "q", "documents": []}, "empty_items", "documents"),
+    ({"model": "toy/score", "query": "q", "documents": ["a", 3]}, "schema", "documents[1]"),
+    ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}]}, "schema", "documents[0].text"),
+    (
+        {"model": "toy/score", "query": "q", "documents": [{"title": "a"}], "rank_fields": ["body"]},
+        "empty_item",
+        "documents[0]",
+    ),
+    (
+        {"model": "toy/score", "query": "q", "documents": [{"title": []}], "rank_fields": ["title"]},
+        "schema",
+        "documents[0]",
+    ),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": -1}, "schema", "top_n"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": -1}, "schema", "top_k"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "schema", "max_tokens_per_doc"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "priority": 1000}, "schema", "priority"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "return_documents": "yes"}, "schema", "return_documents"),
+    ({"model": "toy/score", "query": "q", "documents": [{"image": "aGk="}]}, "unsupported_modality", "documents[0]"),
+    ({"model": "toy/score", "query": "q", "documents": [{"image": []}]}, "schema", "documents[0].image"),
+    (
+        {"model": "toy/score", "query": "q", "documents": [{"image": "ftp://h/a"}]},
+        "invalid_media",
+        "documents[0].image",
+    ),
+    ({"model": ONE, "query": "q", "documents": ["a"]}, "unsupported_task", "model"),
+]
+COHERE: list[tuple[Any, str, str]] = [
+    ({"model": ONE, "texts": ["a"]}, "schema", "input_type"),
+    ({"model": ONE, "texts": ["a"], "input_type": "query"}, "schema", "input_type"),
+    ({"model": ONE, "input_type": "search_query"}, "empty_items", "texts"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "images": ["b"]}, "schema", "texts"),
+    ({"model": ONE, "input_type": "search_query", "texts": [], "images": []}, "empty_items", "texts"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a", 1]}, "schema", "texts[1]"),
+    (
+        {"model": ONE, "input_type": "image", "images": ["data:image/png;base64,aGk="]},
+        "unsupported_modality",
+        "images[0]",
+    ),
+    ({"model": ONE, "input_type": "image", "images": ["https://h/a.png"]}, "invalid_media", "images[0]"),
+    ({"model": ONE, "input_type": "image", "images": [["aGk="]]}, "schema", "images[0]"),
+    ({"model": ONE, "input_type": "search_query", "inputs": [{"content": []}]}, "schema", "inputs[0].content"),
+    (
+        {"model": ONE, "input_type": "search_query", "inputs": [{"content": [{"type": "x"}]}]},
+        "schema",
+        "inputs[0].content[0].type",
+    ),
+    (
+        {"model": ONE, "input_type": "search_query", "texts": ["a"], "embedding_types": ["int4"]},
+        "unsupported_dtype",
+        "embedding_types[0]",
+    ),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "truncate": "MIDDLE"}, "schema", "truncate"),
+    (
+        {"model": ONE, "input_type": "search_query", "texts": ["a"], "output_dimension": 3},
+        "bad_dimensions",
+        "output_dimension",
+    ),
+]
+CLASSIFY: list[tuple[Any, str, str]] = [
+    ({"model": ONE, "input": ["a"]}, "unsupported_task", "model"),
+    ({"model": "toy/classes", "input": []}, "empty_items", "input"),
+    ({"model": "toy/classes", "input": [1]}, "schema", "input[0]"),
+    ({"input": ["a"]}, "model_required", "model"),
+    ({"model": "default/not-specified", "input": ["a"]}, "model_required", "model"),
+]
+REFUSED = [
+    *((f"/tei/{ONE}/embeddings", *case) for case in CHAT),
+    *(("/rerank", *case) for case in RERANK),
+    *(("/v1/contextualizedembeddings", *case) for case in CONTEXTUAL),
+    *(("/v2/embed", *case) for case in COHERE),
+    *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version requires no input type
+    *(("/classify", *case) for case in CLASSIFY),
+]
+LARGE = "z" * 1_100_000
+SCORED = {"model": "toy/score", "query": "q"}
+TOO_LARGE: dict[str, tuple[str, Any, str]] = {
+    "cohere": ("/v2/embed", {"model": ONE, "texts": ["a", LARGE], "input_type": "search_document"}, "texts[1]"),
+    "tei": ("/embed", {"model": ONE, "inputs": ["a", LARGE]}, "inputs[1]"),
+    "tei, source": (
+        "/similarity",
+        {"inputs": {"source_sentence": LARGE, "sentences": ["a"]}},
+        "inputs.source_sentence",
+    ),
+    "tei, sentences": (
+        "/similarity",
+        {"inputs": {"source_sentence": "a", "sentences": ["b", LARGE]}},
+        "inputs.sentences[1]",
+    ),
+    "tei, rerank": ("/rerank", {**SCORED, "texts": ["a", LARGE]}, "texts[1]"),
+    "tei, tokenize": ("/tokenize", {"model": ONE, "inputs": ["a", LARGE]}, "inputs[1]"),
+    "tei, predict": ("/predict", {"model": "toy/classes", "inputs": [["a"], [LARGE]]}, "inputs[1]"),
+    "infinity": ("/classify", {"model": "toy/classes", "input": ["a", LARGE]}, "input[1]"),
+    "ollama": ("/api/embed", {"model": ONE, "input": ["a", LARGE]}, "input[1]"),
+}
+# members of an error's body beside `error` and `code`
+MEMBERS = {
+    f"/tei/{ONE}/embeddings": "detail",
+    "/v1/contextualizedembeddings": "detail error_details",
+    "/v1/embed": "message id",
+    "/v2/embed": "message id",
+    "/rerank": "",
+    "/classify": "",
+}
+
+
+async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_queued(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    """A refusal has a code, a reason, the path of the field, and no input text."""
+    for path, body, reason, param in REFUSED:
+        answer = await post(gateway, path, body)
+        report = answer.json()
+        code = "invalid_input" if MEMBERS[path] == "detail" else "INVALID_INPUT"
+        error = report.get("error_details") or report["error"]
+        assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
+            path,
+            body,
+            report,
+        )
+        assert report["code"] == "INVALID_INPUT"
+        assert set(report) - {"errors"} == {"error", "code", *MEMBERS[path].split()}, path
+        assert answer.headers["x-should-retry"] == "false"
+        assert "aGk" not in answer.text
+    assert STREAM not in cluster.server.streams or cluster.server.streams[STREAM].last_sequence == 0
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/embed", "/v2/embed", "/classify"])
+async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess, path: str) -> None:
+    answer = await post(gateway, path, {"model": "toy/on", "input": 3, "documents": 3, "texts": None})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "MODEL_NOT_FOUND")
+    assert "embed" not in path or error["suggestions"][0] == ONE  # other routes may have no model with a similar name
+
+
+@pytest.mark.parametrize(("route", "is_suggested"), [("embed", False), ("rerank", True)])
+async def test_an_unknown_model_in_the_path_brings_models_that_serve_the_route(
+    gateway: GatewayProcess, route: str, is_suggested: bool
+) -> None:
+    error = (await post(gateway, f"/tei/toy/scor/{route}", {"inputs": "a"})).json()["detail"]
+    assert (error["code"], "toy/score" in error["suggestions"]) == ("MODEL_NOT_FOUND", is_suggested)
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        *(
+            (f"/tei/toy/find{name}", "toy/find")
+            for name in ("", "/embed", "/embed_sparse", "/embed_all", "/rerank", "/predict", "/similarity")
+        ),
+        *((f"/tei/toy/score/{name}", "toy/score") for name in ("embed", "predict")),
+        *((f"/tei/toy/one/{name}", "toy/one") for name in ("rerank", "predict")),
+        *((path, "toy/find") for path in ("/v1/embed", "/classify")),
+    ],
+)
+async def test_a_route_for_something_else_names_the_route_of_what_the_model_does(
+    gateway: GatewayProcess, path: str, model: str
+) -> None:
+    """The body may have other fields than the route expects. The error does not mention them."""
+    answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
+    verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
+    is_tei = path.startswith("/tei/")
+    error = answer.json()["detail" if is_tei else "error"]
+    assert (answer.status_code, error["param"]) == (424 if is_tei else 400, "model")
+    assert error["message"].endswith(f"; use POST /v1/{verb}/{model}"), error
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"model": "toy/one", "inputs": [[1.0, 2.0]]}),
+        ("/decode", {"model": "toy/one", "ids": [1.0]}),
+        ("/api/embed", {"model": "toy/one", "input": "a", "options": {"num_ctx": 2048.0}}),
+    ],
+)
+async def test_a_list_of_whole_numbers_may_have_floats(cluster: InProcess, path: str, body: Any) -> None:
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="0")  # without a worker each request ends with 503
+    assert (await post(gateway, path, body)).status_code == 503
+    fraction = json.loads(json.dumps(body).replace(".0", ".5"))
+    assert (await post(gateway, path, fraction)).status_code in (400, 422)
+
+
+async def test_an_input_that_no_message_holds_is_named_by_its_field_and_its_position(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_DEFAULT_MODELS=f"embed={ONE}")
+    await cluster.sidecar()
+    for name, (path, body, place) in TOO_LARGE.items():
+        refused = await post(gateway, path, body)
+        assert refused.status_code == 413, (name, refused.text)
+        assert f'"{place}: 1100000 bytes' in refused.text, (name, refused.text)
+
+
+# replies
+
+
+async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -> httpx.Response:
+    """Answer a request of two inputs as a worker does, in one message with all outputs that a model may have. Return
+    the reply to the client.
+    """
+    stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
+    message = await until(lambda: stream.messages.get(stream.last_sequence), "a message")
+    item = messages.decode_work(message.data)
+    block = np.ones((2, WIDTH), np.float32).tobytes()
+    data = {"classifications": [{"label": "a", "score": 0.9}]}
+    outcomes = tuple(
+        Ok({"dense": ArraySlice("<f4", (WIDTH,), start)}, 3, score=0.5, data=data) for start in (0, 4 * WIDTH)
+    )
+    result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
+    await cluster.send(item.reply, messages.encode(result))
+    return await reply_to
+
+
+@pytest.mark.parametrize("values_of_a_piece", [reply.PIECE_VALUES, 1])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embed", {"model": ONE, "texts": ["a", "b"]}),
+        ("/v2/embed", {"model": ONE, "input_type": "search_query", "texts": ["a", "b"]}),
+        (
+            "/v2/embed",
+            {"model": ONE, "input_type": "search_query", "texts": ["a", "b"], "embedding_types": ["int8", "float"]},
+        ),
+        ("/classify", {"model": "toy/classes", "input": ["a", "b"]}),
+    ],
+)
+async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_all_others(
+    cluster: InProcess,
+    gateway: GatewayProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: Any,
+    values_of_a_piece: int,
+) -> None:
+    """The writing counts as postprocessing. Each piece of JSON takes 20 ms here."""
+    dumps, slow_s, written = orjson.dumps, 0.02, []
+
+    def slow(value: Any, *args: Any, **options: Any) -> bytes:
+        time.sleep(slow_s)
+        written.append(dumps(value, *args, **options))
+        return written[-1]
+
+    monkeypatch.setattr(reply, "PIECE_VALUES", values_of_a_piece)
+    task = asyncio.create_task(post(gateway, path, body))
+    await until(lambda: (stream := cluster.server.streams.get(STREAM)) and stream.last_sequence, "a message")
+    monkeypatch.setattr(orjson, "dumps", slow)
+    answer = await answered(cluster, task)
+    assert answer.status_code == 200, answer.text
+    content = answer.json()
+    assert list(content)[-1] == "timing"
+    assert b"timing" not in b"".join(written[:-1])
+    assert len(written) > 1
+    assert content["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
+
+
+async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    await cluster.adapter()
+    await cluster.sidecar()
+    body = {"model": ONE, "inputs": [["a b"], ["c"]], "input_type": "query"}
+    answer = await post(gateway, "/v1/contextualizedembeddings", body)
+    plain = vectors(await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["a b", "c"], "is_query": True}))
+    reply = answer.json()
+    assert [(entry["object"], entry["index"], len(entry["data"])) for entry in reply["data"]] == [
+        ("list", 0, 1),
+        ("list", 1, 1),
+    ]
+    embeddings = np.array([entry["data"][0]["embedding"] for entry in reply["data"]], np.float32)
+    assert np.array_equal(embeddings, plain)
+    assert (reply["model"], reply["usage"]["total_tokens"] > 0) == (ONE, True)
+
+
+async def test_a_flag_may_be_a_text(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Clients of Xinference send texts. `truncate: "false"` is no truth."""
+    await cluster.sidecar()
+    for value, status in ((True, 200), ("true", 200), ("True", 200), (False, 400), ("false", 400)):
+        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
+        assert (answer.status_code, "the limit is" in answer.text) == (status, status == 400), answer.text
+    for value in ("", "yes", 1):
+        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
+        assert (answer.status_code, answer.json()["detail"]["param"]) == (400, "truncate")
+
+
+async def test_an_empty_list_beside_the_inputs_is_as_if_absent(cluster: InProcess, gateway: GatewayProcess) -> None:
+    await cluster.sidecar()
+    body = {"model": ONE, "texts": ["a"], "images": [], "inputs": [], "input_type": "search_document"}
+    for path in ("/v1/embed", "/v2/embed"):
+        assert (await post(gateway, path, body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"})],
+)
+async def test_clients_may_send_more_fields_than_the_format_has(
+    cluster: InProcess, gateway: GatewayProcess, path: str, body: dict[str, Any]
+) -> None:
+    await cluster.sidecar()
+    answer = await post(gateway, path, {"model": ONE, **body, "itmes": ["a"], "paramz": {}, "user": "u"})
+    assert answer.status_code == 200, answer.text
+    assert "itmes" not in answer.text
+
+
+async def test_the_default_model_answers_what_names_none(cluster: InProcess) -> None:
+    cluster.source.put(toy_entry("toy/two"))
+    plain, configured = await cluster.gateway(), await cluster.gateway(SIE_DEFAULT_MODELS=f"embed={ONE}")
+    await cluster.sidecar()
+    assert "model_required" in (await post(plain, "/embed", {"inputs": "x"})).text
+    answer = await post(configured, "/embed", {"inputs": "x"})
+    assert (answer.status_code, answer.headers["x-sie-model"]) == (200, ONE)
+
+
+async def test_token_ids_below_the_path_of_a_model_are_its_own(cluster: InProcess, gateway: GatewayProcess) -> None:
+    await cluster.sidecar()
+    own = ids_of("hello")
+    answer = await post(gateway, f"/tei/{ONE}/v1/embeddings", {"model": ONE, "input": [own.tolist()]})
+    assert np.array_equal(vectors(answer)[0], vector_of(own))
+
+
+async def test_similarities_are_computed_from_vectors_of_length_1_whatever_the_parameters(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    inputs = {"source_sentence": "a", "sentences": ["a", "b"]}
+    answer = await post(gateway, "/similarity", {"model": ONE, "inputs": inputs, "parameters": {"normalize": False}})
+    assert answer.json()[0] == pytest.approx(1.0)
+    assert all(group.options.normalize for batch in adapter.batches for group in batch.groups)
+
+
+async def test_fields_of_a_body_choose_the_format_of_its_errors(gateway: GatewayProcess) -> None:
+    """The fields of the body say which format a `/rerank` request has."""
+    for more, kind in (({"texts": ["a"]}, str), ({"documents": ["a"]}, dict)):
+        answer = await post(gateway, "/rerank", {"model": ONE, "query": "q", **more})
+        assert isinstance(answer.json()["error"], kind)
