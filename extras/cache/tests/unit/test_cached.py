@@ -20,7 +20,7 @@ from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, inference_of, until, until_told
 
 from sie_cache import cached
-from sie_cache.cached import CachedRuns, OnChunk, _CachedRun
+from sie_cache.cached import CachedRuns, _CachedRun
 from sie_cache.memory import AnswerMemory
 from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
@@ -40,6 +40,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.runner import OnChunk
 
 LANE = Lane("_default", "cpu", "default")
 MODEL = "toy/one"
