@@ -1,4 +1,4 @@
-"""What a gateway loads: the cache, and the routes of `/v1/cache`, by which administrators see the number and size of
+"""Plug-in of the gateway: the cache, and the routes of `/v1/cache`, by which administrators see the number and size of
 cached answers, and erase answers.
 
 POST /v1/cache/erase ──► AnswerErasure ──► memory of this gateway

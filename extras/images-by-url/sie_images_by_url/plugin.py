@@ -1,4 +1,4 @@
-"""What a gateway loads: the fetcher of the images at URLs."""
+"""Plug-in of the gateway: the fetcher of the images at URLs."""
 
 from __future__ import annotations
 

@@ -799,8 +799,7 @@ async def test_an_input_behind_a_cached_one_is_named_by_its_position(cluster: In
     _, gateway = await started(cluster)
     assert (await gateway.encode("cached")).status_code == 200
     refused = await gateway.encode("cached", "a", "z" * 1_100_000)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "items")
-    assert refused.json()["error"]["message"].startswith("items[2]: ")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "items[2]")
 
 
 async def test_a_chunk_that_has_arrived_answers_other_requests(cluster: InProcess) -> None:
