@@ -49,8 +49,6 @@ DOCUMENTED = """
     read   GET /v1/models /v1/models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
     read   GET /v1/placement /v1/requests/{request}/log
-    admin  GET /v1/cache
-    admin  POST /v1/cache/erase
     admin  GET /v1/doctor /v1/dead-letters /v1/dead-letters/{letter}
     admin  POST /v1/models/org/name/load /v1/models/org/name/unload
     admin  POST /v1/dead-letters/replay /v1/dead-letters/{letter}/replay

@@ -21,11 +21,6 @@ EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in meas
 # modules that are optional and still in the packages of the core, and the imports of them from the rest of the core.
 # A number may only fall; a row without imports leaves for extras/
 OPTIONAL = {
-    "sie_cli.cache": 0,
-    "sie_gateway.answers": 3,
-    "sie_gateway.inference.cached": 2,
-    "sie_gateway.inference.image_urls": 2,
-    "sie_gateway.operations.cache_routes": 1,
     "sie_gateway.operations.doctor": 2,
     "sie_gateway.operations.history": 2,
     "sie_gateway.operations.overview": 1,

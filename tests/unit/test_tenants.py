@@ -64,8 +64,6 @@ SILENT = """
     DELETE /console/configs/{id:path}
     GET    /v1/placement /v1/doctor /v1/history /v1/whoami /ws/status
     GET    / /console/{file} /docs /docs/static/{file} /openapi.json /metrics
-    GET    /v1/cache
-    POST   /v1/cache/erase
     GET    /v1/dead-letters /v1/dead-letters/{letter}
     POST   /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
     DELETE /v1/dead-letters /v1/dead-letters/{letter}
