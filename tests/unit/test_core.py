@@ -26,9 +26,6 @@ OPTIONAL = {
     "sie_gateway.inference.cached": 2,
     "sie_gateway.inference.image_urls": 2,
     "sie_gateway.operations.cache_routes": 1,
-    "sie_gateway.operations.doctor": 2,
-    "sie_gateway.operations.history": 2,
-    "sie_gateway.operations.overview": 1,
 }
 
 
@@ -63,12 +60,7 @@ _OF_PARAMETERS = frozenset({"sie_contracts.api.inference"})
 # modules of the core by the names of extras that their strings have, docstrings aside, and why
 NAMED: dict[str, Collection[str]] = {
     # remedies for an operator, who has every command in each image
-    "doctor": {
-        "sie_adapter.engine.device",
-        "sie_gateway.operations.doctor",
-        "sie_gateway.operations.findings",
-        "sie_gateway.operations.overview",
-    },
+    "doctor": {"sie_adapter.engine.device"},
     "dlq": {"sie_broker.limits", "sie_sidecar.results.dead_letters"},
     "repair": {
         "sie_broker.nats.keyvalue",
@@ -78,8 +70,10 @@ NAMED: dict[str, Collection[str]] = {
         "sie_runtime.keys",
     },
     "migrate": {"sie_contracts.settings.cluster"},
-    # as above; and a purpose of a file, which the client sends
-    "jobs": {"sie_gateway.operations.findings", "sie_contracts.api.batches"},
+    # a purpose of a file, which the client sends
+    "jobs": {"sie_contracts.api.batches"},
+    # an exporter of spans
+    "console": {"sie_contracts.settings.telemetry", "sie_runtime.spans"},
     # a folder of published models, in a format that nothing reads
     "openvino": {"sie_adapter.loading.weight_files", "sie_store.weights.selection"},
     # the parameters of a request are one structure for all families, and their descriptions name those that read them
