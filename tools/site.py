@@ -24,7 +24,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    for file in (*pages(), *sorted(ROOT.glob("extras/*/*.svg"))):
+    for file in (*pages(), *sorted((*ROOT.glob("extras/*/*.svg"), *ROOT.glob("extras/*/*.png")))):
         files.append(File.generated(config, file.name, abs_src_path=str(file)))
     return files
 

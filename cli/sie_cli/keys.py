@@ -163,7 +163,7 @@ def create(
 @keys.command("admin")
 @data_dir_option
 def admin_command(data_dir: Path | None) -> None:
-    """Print the administrator's token of this user's `sie serve`. The console asks for this token. It is the
+    """Print the administrator's token of this user's `sie serve`. The page of a gateway asks for this token. It is the
     SIE_ADMIN_TOKEN of `sie serve` if that is set. Otherwise it is a token that is valid until `sie serve` ends.
     """
     try:

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from sie_broker import Broker
     from sie_gateway.admission.admission import Admission
     from sie_gateway.admission.grant import Grant, Quotas
+    from sie_gateway.fleet.lag import Lag
     from sie_gateway.fleet.lanes import Fleet
+    from sie_gateway.fleet.placement import Placer
     from sie_gateway.fleet.scaling import Scaling
     from sie_gateway.inference.handler import Inference, InferenceRoute
     from sie_gateway.inference.runner import Runner
     from sie_gateway.metrics import Metrics
+    from sie_gateway.operations.request_log import RequestListeners
     from sie_gateway.operations.status import ClusterStatus
     from sie_runtime.process import Stop, Tasks
 
@@ -59,6 +62,9 @@ class PluginContext:
     quotas: Quotas
     scaling: Scaling
     status: ClusterStatus
+    lag: Lag
+    placer: Placer
+    listeners: RequestListeners
     now_s: Callable[[], float]
     grant_of_key: Callable[[str], Grant | None]
     inference_route: Callable[[str], InferenceRoute | None]

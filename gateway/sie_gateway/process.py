@@ -39,7 +39,7 @@ from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
-from sie_gateway.operations.doctor import Doctor
+from sie_gateway.operations.request_log import RequestListeners, RequestLogger
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.plugin import PluginContext, Service
 from sie_gateway.state import Gateway, GatewayReadiness
@@ -159,13 +159,12 @@ async def serve(
         settings,
         broker,
         feed,
-        placer,
+        fleet,
         admission.peers,
         record.own,
         lag,
         nats_monitor_url,
         pools.visible,
-        data_dir,
         faults,
     )
     keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
@@ -173,6 +172,7 @@ async def serve(
     letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
+    listeners = RequestListeners(ended=[RequestLogger().ended])
     context = PluginContext(
         settings=settings,
         broker=broker,
@@ -184,6 +184,9 @@ async def serve(
         quotas=quotas,
         scaling=scaling,
         status=status,
+        lag=lag,
+        placer=placer,
+        listeners=listeners,
         now_s=clock.now_s,
         grant_of_key=gate.of_key,
         inference_route=inference_route,
@@ -196,7 +199,7 @@ async def serve(
     gateway = Gateway(
         settings,
         metrics,
-        Doctor(host, port, data_dir),
+        listeners,
         letters,
         residencies,
         quotas,
@@ -276,7 +279,6 @@ async def serve(
         for service in services:
             service.start(tasks, stop)
         tasks.start(status.run(drained), "status")
-        tasks.start(status.pulse.run(drained), "pulse")
         tasks.start(status.sockets.run(drained), "status sockets")
 
         async def on_reconnect() -> None:

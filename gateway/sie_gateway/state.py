@@ -19,7 +19,7 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.inference.handler import Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
-from sie_gateway.operations.doctor import Doctor
+from sie_gateway.operations.request_log import RequestListeners
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.plugin import Service
 from sie_runtime.connection import because
@@ -61,7 +61,7 @@ class Gateway:
 
     settings: Settings
     metrics: Metrics
-    doctor: Doctor
+    listeners: RequestListeners
     dead_letters: DeadLetterOperations
     residencies: Residencies
     quotas: Quotas

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import axe
 import fuzz
 import local_models
 import pytest
@@ -156,9 +155,3 @@ def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a browser and return the address of its DevTools."""
     with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
         yield devtools
-
-
-@pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The rules of axe-core."""
-    return axe.source(tmp_path_factory.mktemp("axe"))

@@ -47,22 +47,14 @@ DOCUMENTED = """
     infer  POST /v1/embeddings /embeddings /v1/multi-vector /pooling
     infer  POST /v1/rerank /v2/rerank /v1/ranking /v1/score /score /v1/reranking /reranking
     read   GET /v1/models /v1/models/org/name /v1/pools /v1/pools/mine
-    read   GET /v1/pools/assignments /health /docs /v1/cluster
-    read   GET /v1/placement /v1/requests/{request}/log
-    admin  GET /v1/doctor /v1/dead-letters /v1/dead-letters/{letter}
+    read   GET /v1/pools/assignments /health /docs
+    admin  GET /v1/dead-letters /v1/dead-letters/{letter}
     admin  POST /v1/models/org/name/load /v1/models/org/name/unload
     admin  POST /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
     admin  DELETE /v1/dead-letters /v1/dead-letters/{letter}
     any    GET /v1/whoami
-    read   GET /console/configs/org/name/history
-    config POST /console/configs /console/configs/org/name/rollback
-    config PUT /console/configs/org/name
-    config PATCH /console/configs/org/name
-    config DELETE /console/configs/org/name
-    open   GET / /console/mine
     metrics GET /metrics
     read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status
-    read   GET /v1/history /v1/requests /v1/requests/{request}
     read   GET /v1/configs/models /v1/configs/models/org/name /v1/configs/models/org/name/status
     read   GET /v1/configs/models/org/name/history
     read   GET /v1/configs/bundles /v1/configs/bundles/org/name /v1/configs/epoch
@@ -247,16 +239,6 @@ def test_a_gateway_serves_reads_of_the_catalogue_and_neither_its_writes_nor_its_
         if row.scope != OPEN and isinstance(outcome(gate, method, path, READER), Grant)
     }
     assert read == {"/v1/whoami", "/v1/pools/assignments"}
-
-
-def test_the_doctor_needs_no_token_where_only_this_machine_reaches_a_gateway_without_tokens() -> None:
-    doctor, letters = ("GET", "/v1/doctor", ""), ("GET", "/v1/dead-letters", "")
-    for host in ("127.0.0.1", "::1", "localhost"):
-        assert isinstance(outcome(Gate(settings_of(**TOKENS), None, host), *doctor), Grant)
-        assert outcome(Gate(settings_of(**TOKENS), None, host), *letters) is Unauthenticated
-        assert outcome(Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS), None, host), *doctor) is Unauthenticated
-    for host in ("0.0.0.0", "::", "10.0.0.7", "gateway", ""):
-        assert outcome(Gate(settings_of(**TOKENS), None, host), *doctor) is Unauthenticated
 
 
 def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:

@@ -6,16 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from starlette.requests import Request
 
-from sie_contracts.errors import NotReady
 from sie_contracts.settings import Settings
 from sie_gateway.fleet import workers
-from sie_gateway.operations import configs
 from sie_runtime import feed
 from sie_sidecar.intake import pool_membership
 
@@ -58,16 +53,6 @@ async def test_a_request_for_the_pool_of_a_worker_ends(monkeypatch: pytest.Monke
         await membership._client.aclose()
 
 
-async def test_a_request_that_is_forwarded_to_the_config_service_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "LIMIT_S", LIMIT_S)
-    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "path": "/", "path_params": {}}
-    request = Request(scope, receive=_no_body)
-    async with dripping() as url, asyncio.timeout(10.0):
-        gateway: Any = SimpleNamespace(settings=Settings(config_service_url=url))
-        with pytest.raises(NotReady, match="the config service does not answer"):
-            await configs.forward(gateway, request)
-
-
 @pytest.mark.parametrize(("limit", "complete"), [("LIST_S", ()), ("WATCH_LATE_S", (b'{"items": []}',))])
 async def test_a_list_and_a_watch_of_endpoints_end(
     limit: str, complete: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -91,7 +76,3 @@ async def test_a_read_of_the_catalogue_ends(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(feed.ConfigUnavailable, match=r"no reply \(TimeoutError\)"):
             await source.export()
         await source.close()
-
-
-async def _no_body() -> dict[str, Any]:
-    return {"type": "http.request", "body": b"", "more_body": False}

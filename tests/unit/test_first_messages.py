@@ -198,7 +198,7 @@ def test_no_command_of_the_overview_is_cut_off() -> None:
     assert "..." not in overview
 
 
-def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str]:
+def greeting(folder: Path, environ: dict[str, str], *args: str, has_page: bool = True) -> dict[str, str]:
     """Return the output of `sie serve` when everything is ready, by the first word of each line."""
     lines: list[str] = []
 
@@ -206,7 +206,7 @@ def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str
         run._set_defaults()
         run._children()
         run._say = lambda _name, line, _level="INFO": lines.append(line)
-        run._greet()
+        run._greet(has_page=has_page)
         return 0
 
     base_environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -254,3 +254,8 @@ def test_how_a_key_is_made_is_said_where_there_are_keys(tmp_path: Path, mode: st
     hints = greeting(tmp_path, {"SIE_AUTH_MODE": mode, "SIE_AUTH_TOKEN": "x" * 32})
     assert ("sie keys create" in hints.get("keys", "")) == has_keys
     assert ("-H 'Authorization: Bearer TOKEN'" in hints["try"]) == (mode != "none")
+
+
+@pytest.mark.parametrize("has_page", [True, False])
+def test_a_start_names_the_page_of_a_gateway_that_has_one(tmp_path: Path, has_page: bool) -> None:
+    assert ("live status: http://127.0.0.1:" in greeting(tmp_path, {}, has_page=has_page)["API"]) == has_page

@@ -21,7 +21,6 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import MAX_RESERVATIONS
 from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS_OF_A_KEY
-from sie_gateway.operations.history import MAX_LINES
 from sie_gateway.operations.pools import MAX_SPEC_BYTES
 from sie_sidecar.device.poison import MAX_MARKS
 
@@ -58,7 +57,6 @@ def test_the_numbers_are_those_of_the_code() -> None:
         ("history of the catalogue", f"last {REVISIONS_KEPT} revisions"),
         ("keys", f"{MAX_KEYS:,}"),
         ("marks of poison", f"{MAX_MARKS:,}"),
-        ("slow and failed requests, lines of the log", f"{MAX_LINES:,} lines"),
         ("dead letters", f"{topology.DEAD_LETTER_BYTES >> 20} MiB", f"{topology.DEAD_LETTER_AGE_S / 86400:.0f} days"),
     ):
         assert all(number in bounds[name] for number in numbers), (name, numbers)

@@ -1,13 +1,15 @@
-"""Entry of the models API for one model, from the reports of the workers."""
+"""The models API: the entry of one model, from the reports of the workers, and lists of models."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from inprocess import settings_of
+from inprocess import GatewayProcess, InProcess, Source, settings_of
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.models.catalogue import Catalogue
@@ -89,3 +91,45 @@ def test_the_scale_of_a_decoder_that_scores_is_that_of_its_answer(head: dict[str
     pair = ["{query}", "{document}"]
     entry = toy_entry("toy/judge", family="decoder-reranker", outputs={"score": 0}, pair=pair, head=head)
     assert score_scale(entry) == scale
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry("toy/one")) as cluster:
+        yield cluster
+
+
+async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:
+    reply = (await gateway.client.get(f"/v1/models{query}")).json()
+    return [model["name"] for model in reply["models"]], reply.get("total")
+
+
+async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess) -> None:
+    cluster.source = Source(*(toy_entry(f"toy/{name}") for name in ("ant", "bee", "bear", "cat")))
+    gateway = await cluster.gateway()
+    assert await names(gateway, "") == (["toy/ant", "toy/bear", "toy/bee", "toy/cat"], None)
+    assert await names(gateway, "?limit=2") == (["toy/ant", "toy/bear"], 4)
+    assert await names(gateway, "?limit=1&filter=%20BE") == (["toy/bear"], 2)
+    assert await names(gateway, "?filter=zebra&limit=5") == ([], 0)
+    assert await names(gateway, "?loaded=true&limit=5") == ([], 0)
+    assert await names(gateway, "?task=encode&limit=3") == (["toy/ant", "toy/bear", "toy/bee"], 4)
+    for wrong in ("0", "1001", "x", "nan"):
+        refused = await gateway.client.get(f"/v1/models?limit={wrong}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [("gzip", True), ("gzip;q=0.00", False)],
+)
+async def test_long_answers_are_compressed_for_whoever_takes_that(
+    cluster: InProcess, accepted: str, is_compressed: bool
+) -> None:
+    cluster.source = Source(*(toy_entry(f"toy/{number}") for number in range(20)))
+    gateway = await cluster.gateway()
+    answer = await gateway.client.get("/v1/models", headers={"accept-encoding": accepted})
+    assert (answer.headers.get("content-encoding") == "gzip") == is_compressed
+    assert answer.headers["vary"] == "Accept-Encoding"
+    assert len(answer.json()["models"]) == 20
+    short = await gateway.client.get("/v1/whoami", headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in short.headers

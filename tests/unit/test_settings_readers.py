@@ -200,7 +200,6 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 # files that may read or write the environment or the home folder, each with its reason
 READS_ENVIRON = {
     "adapter/sie_adapter/engine/device.py": "CUDA_VISIBLE_DEVICES: hides the GPUs of other adapters from all libraries",
-    "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "core/contracts/sie_contracts/settings/__init__.py": "the one reader",
     "core/contracts/sie_contracts/client_environment.py": "SIE_BASE_URL and SIE_API_KEY, which no server reads",
     "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy; HOME and USER",
@@ -336,6 +335,11 @@ def fields_read(tree: ast.AST) -> set[str]:
     return read
 
 
+def _is_of_command(tree: ast.Module) -> bool:
+    """Return whether a module imports the command line, which no other process does."""
+    return any(isinstance(node, ast.ImportFrom) and str(node.module).startswith("sie_cli") for node in ast.walk(tree))
+
+
 @functools.cache
 def readers() -> dict[str, frozenset[str]]:
     """Return the components that read each field: in their package, in those of the extras that they load, in a module
@@ -353,7 +357,8 @@ def readers() -> dict[str, frozenset[str]]:
     for component in COMPONENTS:
         folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
         beside = [measure.FOLDERS[package] for package in distribution.LOADED_BY.get(component, ())]
-        own = [commands[component], *(tree for place in (folder, *beside) for _, tree in trees(place))]
+        loaded = [tree for place in beside for _, tree in trees(place) if not _is_of_command(tree)]
+        own = [commands[component], *(tree for _, tree in trees(folder)), *loaded]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:

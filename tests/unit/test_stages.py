@@ -1,4 +1,4 @@
-"""One vocabulary of stages: in replies, the history, log lines, spans, the command line, the console and the pages."""
+"""One vocabulary of stages: in replies, log lines, spans, the command line and the pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sie_contracts.stages import STAGE_WORDS, STAGES
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok, Stages, WorkResult
 from sie_gateway.inference.results import _TIMING_HEADERS, stage_times
-from sie_gateway.operations.history import STAGES_TOLD
 from sie_sidecar.device.in_flight import InFlight, stages_of
 from sie_sidecar.results.spans import _STAGES
 
@@ -72,8 +71,7 @@ def test_a_batch_that_is_tokenised_in_the_adapter_waits_for_the_device_after_its
     assert stages_of(flight, 9.0, done).device_wait_ms == waited_ms
 
 
-def test_history_and_spans_have_the_stages_of_a_reply() -> None:
-    assert (*STAGES, "total_time") == STAGES_TOLD
+def test_spans_have_the_stages_of_a_reply() -> None:
     assert {f"{stage}_time" for stage in _STAGES if stage not in ("fetch", "device_wait")} <= set(STAGES)
 
 
@@ -83,23 +81,9 @@ def test_the_command_line_names_the_times_of_a_worker_by_the_same_words() -> Non
     assert {_AT_WORKER[name] for name in at_worker - {"fetch_ms", "device_wait_ms"}} <= set(STAGE_WORDS.values())
 
 
-def test_the_console_has_the_words_in_the_same_order() -> None:
-    rows = re.findall(r'(\w+): \["([^"]+)", "(#\w+)"\]', page("console/src/stages.ts"))
-    assert [(stage, word) for stage, word, _ in rows] == list(STAGE_WORDS.items())
-    assert len({colour for _, _, colour in rows}) == len(STAGES)
-
-
-@pytest.mark.parametrize("path", ["console/src/charts.tsx", "console/src/waterfall.tsx", "console/src/requests.tsx"])
-def test_the_views_of_the_console_have_no_words_of_their_own(path: str) -> None:
-    code = page(path)
-    assert 'from "./stages"' in code
-    assert not [name for name in (*STAGES, "batch wait", "device wait", "model load") if name in code]
-
-
 def test_the_pages_name_the_same_stages() -> None:
     rows = re.findall(r"^\| `(\w+_time)` \| ([a-z ]+) \|", page("docs/request-lifecycle.md"), re.M)
     assert rows == [*STAGE_WORDS.items(), ("total_time", "total")]
-    assert f"everywhere: {', '.join(STAGE_WORDS.values())}\n" in page("docs/console.md")
     logged = re.search(r'"message": "encode 200 ([^"]+)"', page("docs/logs.md"))
     assert logged is not None
     assert tuple(re.findall(r"(\w+_time)=", logged[1])) == STAGES

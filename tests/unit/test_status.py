@@ -1,4 +1,4 @@
-"""Views of the installation: `/health`, the page, the websockets of gateway and worker, and the source of the view. The
+"""Views of the installation: `/health`, the websockets of gateway and worker, and the source of the view. The
 mechanism of the websockets is in test_websocket.py, discovery in test_kubernetes.py.
 """
 
@@ -31,7 +31,6 @@ from sie_gateway.admission.admission import Peers
 from sie_gateway.fleet import workers
 from sie_gateway.fleet.workers import DeviceStatus, WorkerFrame
 from sie_gateway.operations import status as statuses
-from sie_gateway.operations.overview import CONSOLE, CONSOLE_FILES
 from sie_gateway.operations.status import ViewedWorker, failures, of_heartbeat, of_socket, summaries
 from sie_runtime.http.websocket import Seats
 
@@ -192,38 +191,6 @@ async def test_health_without_a_worker_is_degraded_and_hides_credentials(cluster
     assert "secret" not in answer.text
 
 
-async def test_a_forwarded_header_has_the_bytes_of_the_caller(cluster: InProcess) -> None:
-    """A header may have bytes outside of ASCII, here in an ETag."""
-    heads: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 412 Precondition Failed\r\ncontent-length: 0\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        token = "admin-token-of-a-test"
-        gateway = await cluster.gateway(SIE_CONFIG_SERVICE_URL=f"http://127.0.0.1:{port}", SIE_ADMIN_TOKEN=token)
-        headers = {"if-match": '"é"'.encode(), "authorization": f"Bearer {token}".encode()}
-        reply = await gateway.client.delete("/console/configs/toy/one", headers=headers)
-    assert reply.status_code == 412
-    assert '\r\nif-match: "é"\r\n'.encode() in heads[0].replace(b"If-Match", b"if-match")
-
-
-@pytest.mark.parametrize("target", [f"toy/one/history?a={'(' * 25_000}", f"{'(' * 25_000}/history"])
-async def test_a_path_or_query_that_is_too_long_to_forward_is_refused(cluster: InProcess, target: str) -> None:
-    """The gateway accepts its length, but each character is three when it is escaped."""
-    gateway = await cluster.gateway(SIE_CONFIG_SERVICE_URL=f"http://127.0.0.1:{free_port()}")
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-    writer.write(f"GET /console/configs/{target} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode())
-    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    error = json.loads(body)["error"]
-    assert (head.split()[1], error["code"], error["reason"]) == (b"400", "INVALID_INPUT", "malformed")
-    assert "cannot be forwarded" in error["message"]
-
-
 async def test_the_openapi_document_is_built_once(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Building it takes 0.4 s of the event loop, in which nobody else is answered."""
     built = []
@@ -318,31 +285,6 @@ async def test_a_gateway_that_ends_closes_its_websockets_with_1001(cluster: InPr
         ending = asyncio.create_task(gateway.end())
         assert await asyncio.wait_for(closing_code(socket), 10) == 1001
         assert await asyncio.wait_for(ending, 10) == 0
-
-
-async def test_the_page_needs_nothing_from_elsewhere(cluster: InProcess) -> None:
-    gateway = await cluster.gateway(SIE_ROOT_PATH="/sie")
-    answer = await gateway.client.get("/sie/")
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    plain = (CONSOLE / "index.html").read_text("utf-8")
-    assert answer.text == plain.replace('"console/', '"/sie/console/')
-    assert (await gateway.client.get("/sie")).text == answer.text
-    assert (await (await cluster.gateway()).client.get("/")).text == plain
-    assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|style=", answer.text), "no code in the page itself"
-    named = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
-    assert {name for name in named if not name.startswith("data:")} == {
-        f"/sie/console/{name}" for name in CONSOLE_FILES if name != "index.html"
-    }, "found below the prefix, whether or not the page is asked for with a final slash"
-    for name, kind in CONSOLE_FILES.items():
-        path = "/sie/" if name == "index.html" else f"/sie/console/{name}"
-        answer = await gateway.client.get(path)
-        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
-        assert not re.search(r"@import|url\((?!data:)|\beval\(|new Function", answer.text), name
-    for source in (Path(__file__).parents[2] / "console" / "src").iterdir():
-        assert "innerHTML" not in source.read_text("utf-8"), f"{source}: markup in names and texts would take effect"
-    async with looking(gateway, "/sie/ws/cluster-status") as socket:
-        await frame(socket)
 
 
 # the worker's frames

@@ -33,14 +33,13 @@ EXTRAS = of_extras.modules("routes")
 
 # Routes of one object of A. A and an administrator reach the object, everybody else gets 404.
 OWNED = """
-    GET    /v1/pools/{name} /v1/requests/{request}
+    GET    /v1/pools/{name}
     POST   /v1/pools/{name}/renew
     DELETE /v1/pools/{name}
 """
 # Routes that show the objects of A to A, and leave them out for everybody else.
 SHOWS = """
-    GET    /v1/pools /v1/requests /v1/requests/{request}/log
-    GET    /v1/cluster /health /v1/pools/assignments /v1/scaling/{lane} /ws/cluster-status
+    GET    /v1/pools /health /v1/pools/assignments /v1/scaling/{lane} /ws/cluster-status
 """
 # Routes that return nothing of a tenant, except what is in the body of the request.
 SILENT = """
@@ -57,13 +56,8 @@ SILENT = """
     PUT    /v1/configs/models/{id:path}
     PATCH  /v1/configs/models/{id:path}
     DELETE /v1/configs/models/{id:path}
-    GET    /console/configs/{id:path}/history
-    POST   /console/configs /console/configs/{id:path}/rollback
-    PUT    /console/configs/{id:path}
-    PATCH  /console/configs/{id:path}
-    DELETE /console/configs/{id:path}
-    GET    /v1/placement /v1/doctor /v1/history /v1/whoami /ws/status
-    GET    / /console/{file} /docs /docs/static/{file} /openapi.json /metrics
+    GET    /v1/whoami /ws/status
+    GET    /docs /docs/static/{file} /openapi.json /metrics
     GET    /v1/dead-letters /v1/dead-letters/{letter}
     POST   /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
     DELETE /v1/dead-letters /v1/dead-letters/{letter}

@@ -322,11 +322,12 @@ class LocalCluster:
                         self._say("serve", line)
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)
+            has_page = await not_ready(client, f"{gateway}/") is None
         if self._restores:  # the broker has read all streams: write the access file again, with `unread_stream` empty
             self._publish_again(self._access())
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
-        self._greet()
+        self._greet(has_page=has_page)
 
     def _tell_unread(self) -> None:
         """Print and publish the name of the stream that the starting broker reads. If the stream's files are damaged,
@@ -384,9 +385,11 @@ class LocalCluster:
             models_dir=place_of(models),
         )
 
-    def _greet(self) -> None:
+    def _greet(self, *, has_page: bool) -> None:
+        """Print where to look. `has_page`: a package adds a page at `/` to the gateway."""
         plan = self._plan
         url = self._url(plan.port)
+        page = f", live status: {url}/" if has_page else ""
         if self._embedded:
             broker = self._embedded.url
         else:
@@ -404,7 +407,7 @@ class LocalCluster:
             if serves_example:
                 examples = [f"curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d '{_BODIES['encode']}'"]
         lines = [
-            f"API     {url}  (docs: {url}/docs, live status: {url}/)",
+            f"API     {url}  (docs: {url}/docs{page})",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
         ]

@@ -1,6 +1,6 @@
 """Stages of a request, in chronological order. Each stage has a key in `timing` of a reply, and a name for people.
 
-The console, `sie try` and the documentation use these names. The last stage, `unattributed_time`, is the part of
+Replies, `sie try` and the documentation use these names. The last stage, `unattributed_time`, is the part of
 `total_time` that no other stage measures. `device_wait_time` of a reply is a part of `queue_time`.
 """
 

@@ -27,7 +27,7 @@ from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.answers import CachePolicy, digests_of
 from sie_gateway.inference.body import RequestItem, utf8
 from sie_gateway.operations.handlers import call_of, converted, json_of, json_response
-from sie_gateway.plugin import Context, Plugin, Service
+from sie_gateway.plugin import Plugin, PluginContext, Service
 from sie_runtime.metrics import Scrape
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CacheFigures(Collector):
         yield self._scrape.counter("sie_gateway_cache_evictions", self._memory.evictions)
 
 
-def build(context: Context) -> Cache:
+def build(context: PluginContext) -> Cache:
     """Build the cache. Without SIE_CACHE_BYTES it has no memory, and requests run without it."""
     settings, admission = context.settings, context.admission
     assert isinstance(settings, CacheSettings), "the table of settings has the rows of this package"
@@ -96,7 +96,7 @@ async def show(gateway: Gateway, request: Request) -> Response:
     """Return the size of this gateway's cache. Also return the number of its answers for each pair (model, API key); at
     most MAX_LISTED pairs are listed.
     """
-    memory = gateway.of(Cache).memory
+    memory = gateway.service(Cache).memory
     models = [api.CachedModel(model=model, key=owner, answers=count) for (model, owner), count in memory.counts()]
     return json_response(
         api.CacheState(
@@ -113,7 +113,7 @@ async def show(gateway: Gateway, request: Request) -> Response:
 async def erase(gateway: Gateway, request: Request) -> Response:
     """Erase the selected answers from the memory of all gateways. Raises InvalidInput, QueueUnavailable."""
     erasure = _erasure(converted(await json_of(request), api.CacheErasure))
-    count = await gateway.of(Cache).memory.erase(erasure)
+    count = await gateway.service(Cache).memory.erase(erasure)
     try:
         await gateway.peers.announce(erasure)
     except BrokerError as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from sie_gateway.plugin import Context, Plugin, Service
+from sie_gateway.plugin import Plugin, PluginContext, Service
 from sie_images_by_url import fetcher
 from sie_images_by_url.settings import ImageUrlSettings
 
 
-def build(context: Context) -> Service:
+def build(context: PluginContext) -> Service:
     """Let the gateway fetch from the hosts of the settings."""
     assert isinstance(context.settings, ImageUrlSettings), "the table of settings has the rows of this package"
     fetches = context.metrics.make.counters("sie_gateway_image_fetches")

@@ -18,7 +18,6 @@ from stack import Stack
 
 import sie_ops.doctor.command as doctor
 from sie_cli.main import main
-from sie_gateway.operations import findings
 from sie_ops.doctor import probe
 
 TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
@@ -50,7 +49,8 @@ def doctor_templates() -> set[str]:
     """Return every text of `sie doctor` and of the findings of gateways that names a `sie` command, except docstrings.
     `{}` stands for a value.
     """
-    files = [*Path(str(doctor.__file__)).parent.glob("*.py"), Path(str(findings.__file__))]
+    extras = Path(__file__).parents[2]  # the findings of gateways are from the extra `console`
+    files = [*Path(str(doctor.__file__)).parent.glob("*.py"), *extras.glob("console/sie_console/findings.py")]
     return {text for file in files for text in _templates(file)}
 
 

@@ -51,7 +51,6 @@ from sie_gateway.inference.call import (
 from sie_gateway.inference.handler import InferenceRoute
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
-from sie_gateway.operations.history import RequestLogger
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_runtime import current_trace
 from sie_runtime.http import config_routes
@@ -192,7 +191,6 @@ class Edge:
         self._probes = probes(readiness.not_ready, None, functools.partial(_details, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
-        self._log = RequestLogger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
@@ -326,7 +324,8 @@ class Edge:
 
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
-        self._gateway.status.log.admitted(call.id, call.key)
+        for admitted in self._gateway.listeners.admitted:
+            admitted(call)
         if call.grant.limits.tokens_per_minute:
             call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
@@ -340,8 +339,8 @@ class Edge:
         if "endpoint" in call.labels and seconds is not None:
             if status != CLIENT_GONE:
                 self._gateway.peers.answered()
-            self._log.ended(call, endpoint, status, seconds)
-            self._gateway.status.history.ended(call, endpoint, status, seconds)
+            for ended in self._gateway.listeners.ended:
+                ended(call, endpoint, status, seconds)
 
 
 def _details(gateway: Gateway) -> dict[str, Any]:

@@ -74,7 +74,6 @@ PLACEHOLDERS = {
     "name": Parameter("name", "path", example="search"),
     "lane": Parameter("lane", "path", str, "pool.machine_profile.bundle", "_default.l4.default"),
     "file": Parameter("file", "path", example="swagger-ui.css"),
-    "request": Parameter("request", "path", str, "Value of X-SIE-Request-ID.", "0192f0c1-7d3e-7000-8000-000000000000"),
 }
 
 

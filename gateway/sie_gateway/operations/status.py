@@ -1,105 +1,35 @@
-"""Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
-
-While a page is open, `WorkerProbe` checks every second whether the shown workers are connected, at most MAX_ASKED at a
-time. The probe sends a request to each worker's subject. If the subject has no subscriber, the broker reports this at
-once. Heartbeats show a lost worker only after SIE_HEARTBEAT_TIMEOUT_MS. Only pages use the result; routing does not.
-"""
+"""Status of the cluster for people and programs: `/health` and websockets."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
 import sie_contracts
-from sie_broker import Broker, BrokerError, Bus, NoResponder
+from sie_broker import Broker, BrokerError
 from sie_broker.dead_letters import letter_stream
 from sie_contracts.api.operations import ClusterInfo, DeviceInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import ErrorInfo, NotFound, NotReady
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
-from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lag import Labels, Lag
-from sie_gateway.fleet.lanes import LOADS, STATES
-from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.lanes import LOADS, STATES, Fleet
 from sie_gateway.fleet.planner import ModelBacklog
+from sie_gateway.fleet.pool_rules import HIDDEN
 from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
-from sie_gateway.operations.findings import (
-    MAX_FINDINGS,
-    WINDOW_S,
-    QueueTrend,
-    of_clocks,
-    of_loads,
-    of_plugins,
-    of_queues,
-    of_refusals,
-    of_workers,
-)
-from sie_gateway.operations.history import LogTail, RequestHistory
-from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.asgi import Receive, Scope, Send
 from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
-
-EVERY_S = 1.0
-# largest number of workers that the probe checks every EVERY_S seconds, because a check takes 0.1 ms of CPU
-MAX_ASKED = 16
-# seconds after the last request of a page during which the probe still checks the workers on that page
-LOOKED_S = 5.0
-# seconds for which a check waits for the broker's report that a worker is gone; a connected worker sends no reply
-HEARD_S = 0.5
-
-
-class WorkerProbe:
-    """Probe that checks which workers are connected to the broker. `gone`: workers that were not connected at the last
-    check. One task calls `run`.
-    """
-
-    def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bus = bus
-        self._clock = clock
-        self._until_s = 0.0
-        self._wanted: tuple[str, ...] = ()
-        self._next = 0
-        self.gone: frozenset[str] = frozenset()
-
-    def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: the workers that the page at `/` shows now, in any browser."""
-        self._wanted = tuple(sorted(workers))
-        self._until_s = self._clock() + LOOKED_S
-
-    async def run(self, stop: Stop) -> None:
-        """Check the watched workers every EVERY_S seconds, until LOOKED_S seconds after the last `watch`."""
-        while not await stop.wait_for(EVERY_S):
-            workers = self._wanted if self._clock() < self._until_s else ()
-            first = self._next % max(1, len(workers))
-            checked = (workers[first:] + workers[:first])[:MAX_ASKED]
-            self._next = first + len(checked)
-            is_gone = await asyncio.gather(*(self._is_gone(worker) for worker in checked))
-            missing = {worker for worker, is_missing in zip(checked, is_gone, strict=True) if is_missing}
-            self.gone = frozenset(missing | (self.gone & set(workers).difference(checked)))
-
-    async def _is_gone(self, worker: str) -> bool:
-        try:
-            await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
-        except NoResponder:
-            return True
-        # a time-out means that the worker is subscribed and connected; other modules report an unreachable broker
-        except BrokerError:
-            return False
-        return False
-
 
 CLUSTER_EVERY_S = 1.0
 # seconds between two checks whether a worker has sent a new status frame; a worker sends five frames per second
@@ -109,6 +39,7 @@ MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
 CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
 _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
+Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 @dataclass(frozen=True)
@@ -215,6 +146,11 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
     )
 
 
+def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
+    """Return the worker or queue `info`, with HIDDEN as its pool if the credential may not read the pool's name."""
+    return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
+
+
 class ClusterStatus:
     """Status of the cluster, as this gateway knows it. `dead_letters`: number of all dead letters of this gateway's
     pools, deleted ones included.
@@ -225,13 +161,12 @@ class ClusterStatus:
         settings: Settings,
         queue: Broker,
         feed: CatalogueFeed,
-        placer: Placer,
+        fleet: Fleet,
         peers: Peers,
         pools: Iterable[str],
         lag: Lag,
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
-        data_dir: Path | None = None,
         faults: Mapping[str, str] | None = None,
     ) -> None:
         """Create the status. `visible(grant)(pool)` returns True if the credential of `grant` may read the name `pool`.
@@ -239,47 +174,36 @@ class ClusterStatus:
         Raises SettingError if SIE_GATEWAY_KUBERNETES is set, but the gateway does not run in a pod.
         """
         self._settings = settings
-        self._data_dir = data_dir
-        self.plugin_faults = faults or {}
+        self.plugin_faults = {} if faults is None else faults
         self._queue = queue
         self._feed = feed
-        self._placer = placer
-        self.fleet = placer.fleet
+        self._fleet = fleet
         self._peers = peers
         self._pools = pools
         self._lag = lag
         self._nats_monitor_url = nats_monitor_url
-        self._visible = visible
+        self.visible = visible
         self.sockets = WorkerSockets(settings)
-        self.history = RequestHistory()
-        self.log = LogTail()
-        self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
-        self._trend = QueueTrend(DEAD_EVERY_S)
         self.seats = Seats(MAX_SOCKETS, "gateway")
         # (API key, worker) -> frames; the worker is None for frames about the cluster
         self._frames: dict[tuple[str, WorkerSocket | None], ViewerFrames] = {}
-        self._glance = CachedSummary(self._summarise)
-        self._placed = CachedSummary(self._lane_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Store log lines; every DEAD_EVERY_S seconds, sample queue lengths and count dead letters. Ends at `stop`."""
-        with self.log.listening():
-            while not await stop.wait_for(DEAD_EVERY_S):
-                queues = self.queues()
-                self._trend.sample(queues[0] if queues else None)
-                # ignore errors: other modules report an unreachable broker, and the stream of a new pool may not exist
-                with contextlib.suppress(BrokerError):
-                    states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
-                    self.dead_letters = sum(state.last_sequence for state in states)
+        """Count dead letters every DEAD_EVERY_S seconds. Ends at `stop`."""
+        while not await stop.wait_for(DEAD_EVERY_S):
+            # ignore errors: other modules report an unreachable broker, and the stream of a new pool may not exist
+            with contextlib.suppress(BrokerError):
+                states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
+                self.dead_letters = sum(state.last_sequence for state in states)
 
     def workers(self) -> list[ViewedWorker]:
         """Return all known workers, healthy or not, in the order of their names or URLs."""
         if self._settings.gateway_health_mode == "ws":
             return [of_socket(url, status) for url, status in self.sockets.statuses()]
         return [
-            of_heartbeat(beat, healthy=healthy, starting=self.fleet.is_starting(beat.worker))
-            for beat, healthy in self.fleet.workers()
+            of_heartbeat(beat, healthy=healthy, starting=self._fleet.is_starting(beat.worker))
+            for beat, healthy in self._fleet.workers()
         ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
@@ -298,7 +222,7 @@ class ClusterStatus:
         """Return the body of `/health`. Names of pools that the credential may not read are replaced by HIDDEN."""
         settings = self._settings
         workers, cluster, models = self.view()
-        visible = self._visible(grant)
+        visible = self.visible(grant)
         infos = [of_pool(worker.info, visible) for worker in workers]
         healthy = [info for info in infos if info.healthy]
         return Health(
@@ -326,7 +250,7 @@ class ClusterStatus:
 
     def _cluster_frame(self, grant: Grant) -> str:
         workers, cluster, models = self.view()
-        visible = self._visible(grant)
+        visible = self.visible(grant)
         queues, model_queues = (
             [of_pool(entry, visible) for entry in queue_list] if queue_list is not None else None
             for queue_list in self.queues() or (None, None)
@@ -343,63 +267,6 @@ class ClusterStatus:
                 "failures": failures(workers),
             }
         ).decode()
-
-    def _summarise(self) -> ClusterSummary:
-        workers, cluster, models = self.view()
-        missing = self.pulse.gone
-        models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
-        infos = [
-            msgspec.structs.replace(worker.info, healthy=False, reason="it is not connected to the broker")
-            if worker.info.name in missing
-            else worker.info
-            for worker in workers
-        ]
-        infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
-        cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
-        healthy = [worker for worker in workers if worker.info.healthy]
-        clocks = {worker.info.name: worker.clock_ahead_s for worker in healthy if worker.clock_ahead_s is not None}
-        findings = [*of_loads((worker.info.name, worker.failures) for worker in workers), *of_clocks(clocks)]
-        in_flight = sum(info.queue_depth for info in infos)
-        return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
-
-    def shown(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the data of the page at `/` for a credential: counts, at most MAX_SHOWN workers, and at most MAX_SHOWN
-        models with `text` in their name. Unhealthy workers come first, then busy workers. Models with queued work come
-        first.
-        """
-        glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
-        self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
-        lanes = queues[0] if queues else []
-        refused = of_refusals(*self.history.counted(WINDOW_S), has_loads=bool(glance.failures))
-        findings = [
-            *of_plugins(self.plugin_faults),
-            *of_workers([of_pool(info, visible) for info in glance.workers]),
-            *of_queues(lanes, glance.workers, self._trend, visible),
-            *refused,
-            *glance.findings,
-        ]
-        return {
-            "version": sie_contracts.__version__,
-            **glance.shown(text.lower(), self.dead_letters, visible),
-            "queues": [of_pool(entry, visible) for entry in lanes] if queues else None,
-            "findings": findings[:MAX_FINDINGS],
-            **({"data_dir": str(self._data_dir)} if self._data_dir is not None else {}),
-        }
-
-    def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the workers that host each model, by lane (pool, machine profile and bundle). A lane has at most
-        MAX_SHOWN models, all with `text` in their name. Models with waiting messages come first.
-        """
-        visible = self._visible(grant)
-        return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
-
-    def _lane_tables(self) -> list[LaneTable]:
-        waiting = Waitings(self._lag.models)
-        lanes, now_s = self.fleet.lanes(), self._placer.now_s()
-        return [
-            LaneTable.from_table(table, lane, lanes.get(lane, []), waiting, now_s)
-            for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
-        ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a websocket until it is closed. Before the handshake, raises NotFound, NotReady, ResourceExhausted."""
@@ -419,7 +286,7 @@ class ClusterStatus:
 
             def frame() -> str | None:
                 status = socket.status
-                return socket.frame if status is None or self._visible(grant)(status.pool_name) else None
+                return socket.frame if status is None or self.visible(grant)(status.pool_name) else None
 
             if frame() is None and socket.frame is not None:
                 raise NotFound("this worker serves a reservation of another API key, so its status is not shown")

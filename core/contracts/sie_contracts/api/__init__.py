@@ -10,7 +10,6 @@
     cache         the cache of answers
     operations    pools, health, scaling
     dead_letters  dead letters, and the scopes of the caller's credential
-    views         pages of the console
     configs       routes of the catalogue, which gateways and the config service serve
     faults        errors
 

@@ -23,14 +23,21 @@ from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
 from sie_contracts import entry_points
 from sie_contracts.api.configs import ConfigModels
-from sie_contracts.api.views import ClusterView
-from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.errors import UNDECODABLE, SIEError
 from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url
 from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigEpoch, has_seen
-from sie_ops.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, GatewayHealth, NotApplicable, ProbeResult
+from sie_ops.doctor.probe import (
+    CheckResult,
+    CheckSkipped,
+    ClusterProbe,
+    GatewayHealth,
+    GatewayOverview,
+    NotApplicable,
+    ProbeResult,
+)
+from sie_ops.doctor.report import DoctorFinding as Finding
 from sie_ops.topology import steps_at
 from sie_runtime.clock import BrokerClock
 from sie_runtime.keys import KeyBuckets, lost_keys, readable
@@ -77,7 +84,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
                 why = ready.body.decode(errors="replace")[:300]
                 findings.append(Finding(f"the gateway at {reply.url} is {why}", READY_FIX))
     with contextlib.suppress(CheckSkipped):
-        findings += _of_check("gateway", await probe.views())
+        findings += _of_check("gateway", await probe.overviews())
     cluster = (await probe.health() or GatewayHealth(None)).cluster
     says = (
         f"{counted(len(replies), 'gateway')}, {counted(cluster.worker_count, 'healthy worker')}, "
@@ -104,13 +111,13 @@ async def broker_options(probe: ClusterProbe) -> str:
         return ""
 
 
-def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
+def _of_check(check: str, overviews: Mapping[str, GatewayOverview]) -> list[Finding]:
     """Return the findings that gateways report for the check `check`, without duplicates."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
-            for view in views.values()
-            for finding in view.findings
+            for overview in overviews.values()
+            for finding in overview.findings
             if finding.check == check
         )
     )
@@ -118,20 +125,20 @@ def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
 
 async def loads(probe: ClusterProbe) -> CheckResult:
     """List failed loads of models on all workers: one finding for each worker and cause."""
-    views = await probe.views()
-    loaded = max(view.cluster.models_loaded for view in views.values())
-    return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
+    overviews = await probe.overviews()
+    loaded = max(overview.cluster.models_loaded for overview in overviews.values())
+    return f"{counted(loaded, 'model')} loaded", _of_check("loads", overviews)
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
     """List the error codes with which a gateway answered more than 1 % of the requests of the last 5 minutes. It
     looks only at codes whose cause is overload, a limit of a key, or a fault of the cluster.
     """
-    views = await probe.views()
+    overviews = await probe.overviews()
     findings = [
-        Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
-        for url, view in views.items()
-        for finding in view.findings
+        Finding(f"gateway {url}: {finding.wrong}" if len(overviews) > 1 else finding.wrong, finding.fix)
+        for url, overview in overviews.items()
+        for finding in overview.findings
         if finding.check == "refusals"
     ]
     return "each error code of a refusal went to at most 1 % of the requests of the last 5 minutes", findings
@@ -142,14 +149,14 @@ LAG_S = 7.0  # longest time in seconds that the check `queue` waits for a new ga
 
 async def queue(probe: ClusterProbe) -> CheckResult:
     """List queues that grow, and queues whose oldest message has waited for a long time."""
-    views, end_s = await probe.views(), time.monotonic() + LAG_S
-    while not (readings := [view.queues for view in views.values() if view.queues is not None]):
+    overviews, end_s = await probe.overviews(), time.monotonic() + LAG_S
+    while not (readings := [overview.queues for overview in overviews.values() if overview.queues is not None]):
         if time.monotonic() > end_s:
             raise CheckSkipped("no gateway knows the length of the queue")
         await asyncio.sleep(1.0)  # a new gateway may not have read the queue yet
-        views = await probe.ask_views()
+        overviews = await probe.ask_overviews()
     messages = max(sum(queue.messages for queue in queues) for queues in readings)
-    return f"{counted(messages, 'message')}, none of them old", _of_check("queue", views)
+    return f"{counted(messages, 'message')}, none of them old", _of_check("queue", overviews)
 
 
 MIN_BROKER = (2, 12)

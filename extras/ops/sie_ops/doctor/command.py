@@ -19,11 +19,11 @@ from sie_cli.cluster import SOURCE, Cluster, data_dir_option
 from sie_cli.display import counted, document, printable
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts import client_environment
-from sie_contracts.api.views import DoctorCheck
-from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 from sie_ops.doctor import checks, machine
 from sie_ops.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, NotApplicable
+from sie_ops.doctor.report import DoctorCheck
+from sie_ops.doctor.report import DoctorFinding as Finding
 
 # matches a `sie` command without --url and --data-dir in the text of a remedy, so that --data-dir can be added
 _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--url)[^`])*)`")

@@ -15,11 +15,11 @@ import msgspec
 
 from sie_cli.display import counted, size
 from sie_cli.serve.preflight import held_bytes
-from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import BY_NAME, store_url
 from sie_ops.doctor.checks import READY_FIX
 from sie_ops.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, NotApplicable
+from sie_ops.doctor.report import DoctorFinding as Finding
 from sie_store.weights.disk import usage
 
 MIN_FREE_BYTES = 256 << 20

@@ -1,5 +1,5 @@
 """Data about a cluster for the checks. Each source (gateways, broker, heartbeats, config service, sockets) is read
-once, and all checks share the result. A check that waits for a change reads a source again, with `ask_views` or
+once, and all checks share the result. A check that waits for a change reads a source again, with `ask_overviews` or
 `ask_config`.
 
     check ──► ClusterProbe.gateways() ┐
@@ -29,12 +29,13 @@ import msgspec
 from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
-from sie_contracts.api.views import ClusterView, DoctorFinding
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import BY_NAME, MAX_DEVICES, Secret, public_url
+from sie_contracts.status import QueueInfo
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
+from sie_ops.doctor.report import DoctorFinding
 
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
@@ -96,6 +97,20 @@ class GatewayHealth(msgspec.Struct, frozen=True):
     config_url: str | None = None
     cluster: _WorkerCounts = _WorkerCounts()
     workers: tuple[_WorkerName, ...] = ()
+
+
+class _Finding(msgspec.Struct, frozen=True):
+    check: str
+    wrong: str
+    fix: str
+
+
+class GatewayOverview(msgspec.Struct, frozen=True):
+    """Fields of a gateway's reply to `/v1/cluster` that the checks use."""
+
+    cluster: _WorkerCounts
+    queues: tuple[QueueInfo, ...] | None
+    findings: tuple[_Finding, ...]
 
 
 @dataclass
@@ -217,25 +232,31 @@ class ClusterProbe:
         healths = (reply.decoded(GatewayHealth) for reply in await self.gateways() if reply.is_sie)
         return next((health for health in healths if health is not None), None)
 
-    async def ask_views(self) -> dict[str, ClusterView]:
-        """Request `/v1/cluster` from each gateway that answers; `views` caches the result. Return the views by URL.
-        Raises CheckSkipped if no gateway returns a view.
+    async def ask_overviews(self) -> dict[str, GatewayOverview]:
+        """Request `/v1/cluster` from each gateway that answers; `overviews` caches the result. Return the overviews by
+        URL. Raises CheckSkipped if no gateway returns one.
         """
         cluster = self.cluster
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
         urls = [url for url in cluster.gateway_urls if public_url(url) in up]
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
-        # leave out a view in another format, because a gateway may have an older version
-        views = {reply.url: view for reply in replies if (view := reply.decoded(ClusterView)) is not None}
-        if not views:
+        # leave out an overview in another format, because a gateway may have an older version
+        overviews = {
+            reply.url: overview for reply in replies if (overview := reply.decoded(GatewayOverview)) is not None
+        }
+        if not overviews:
+            if replies and replies[0].status == 404:
+                raise CheckSkipped(
+                    f"{replies[0].url} has no /v1/cluster: the extra `console` is missing or off, see its /readyz"
+                )
             raise CheckSkipped(
                 f"{replies[0].url}/v1/cluster answers {replies[0].trouble or replies[0].status}"
                 if replies
                 else "no gateway answers with the state of the cluster"
             )
-        return views
+        return overviews
 
-    views = once(ask_views)
+    overviews = once(ask_overviews)
 
     async def is_standalone(self) -> bool:
         health = await self.health()

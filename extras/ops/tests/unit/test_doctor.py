@@ -18,8 +18,6 @@ import pytest
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
-from sie_contracts.api.views import ClusterFinding, ClusterView, DoctorCheck
-from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.settings import load
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire.configs import ConfigEpoch
@@ -35,6 +33,8 @@ from sie_ops.doctor.probe import (
     NotApplicable,
     probe_socket,
 )
+from sie_ops.doctor.report import DoctorCheck
+from sie_ops.doctor.report import DoctorFinding as Finding
 
 EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})
 DRIVER = GpuDriver("570.1", (12, 8))
@@ -349,14 +349,14 @@ class Gateway(http.server.BaseHTTPRequestHandler):
     """A gateway with findings of its own."""
 
     findings = (
-        ClusterFinding(check="loads", wrong="worker w0 cannot load bad: CERTIFICATE", fix="`sie models set bad`"),
-        ClusterFinding(check="refusals", wrong="9 of 10 requests were answered with QUEUE_FULL", fix="add workers"),
-        ClusterFinding(check="queue", wrong="the queue of a.b.c has 7 messages", fix="add workers"),
+        {"check": "loads", "wrong": "worker w0 cannot load bad: CERTIFICATE", "fix": "`sie models set bad`"},
+        {"check": "refusals", "wrong": "9 of 10 requests were answered with QUEUE_FULL", "fix": "add workers"},
+        {"check": "queue", "wrong": "the queue of a.b.c has 7 messages", "fix": "add workers"},
     )
 
     def do_GET(self) -> None:
         queues = [QueueInfo("a", "b", "c", "bulk", 7, 61.0)]
-        view = {**ClusterView.EXAMPLE, "queues": queues, "findings": self.findings}
+        view = {"cluster": {"models_loaded": 1}, "queues": queues, "findings": self.findings}
         self.send_response(200)
         self.send_header("X-SIE-Version", "1.0")
         self.end_headers()
@@ -378,7 +378,7 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
         finally:
             server.shutdown()
             thread.join()
-    expected = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
+    expected = [[Finding(finding["wrong"], finding["fix"])] for finding in Gateway.findings]
     assert [findings for _, findings in reports] == expected
     assert reports[0][0] == "1 model loaded"
     async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:

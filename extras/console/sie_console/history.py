@@ -1,24 +1,17 @@
-"""Log and history of a gateway's inference requests, to find out why requests are slow.
-
-The history covers the last hour. It has counts, errors and stage latencies of each STEP_S seconds, and records of the
-slowest requests. The log has one line for each request, but in INTERVAL_S seconds at most MAX_REFUSED_LINES lines
-for requests that the gateway refused for overload or a rate limit. One more line counts the other refused requests:
-
- encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
- 512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
-
-`LogTail` stores the newest log lines with a request id, so that a user can read the lines of a request.
+"""Requests of one gateway in the last hour, to find out why requests are slow.
 
  a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
                 └──► records of its minute, if it failed or was one of the slowest, and was not refused
 
-The numbers of counts and of records are limited. A record has no input of the request and no API key, but its error
+`RequestHistory` has counts, errors and stage latencies of each STEP_S seconds, and records of the slowest requests.
+`LogTail` stores the newest log lines with a request id, so that a user can read the lines of a request.
+
+The numbers of counts, records and lines are limited. A record has no input of the request and no API key, but its error
 message may quote a number or the name of a model from the body.
 """
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import contextlib
 import heapq
@@ -36,13 +29,11 @@ import msgspec
 
 from sie_contracts.stages import STAGES
 from sie_gateway.admission.grant import Grant
+from sie_gateway.operations.request_log import REFUSED
 
 if TYPE_CHECKING:
     from sie_gateway.inference.call import Call
 
-REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of refusals for overload or a rate limit
-INTERVAL_S = 10.0
-MAX_REFUSED_LINES = 20  # largest number of log lines for refused requests in INTERVAL_S seconds
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
@@ -56,9 +47,6 @@ STAGES_TOLD = (*STAGES, "total_time")
 # and the last bound is at most 20 % too high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
-_of_logged = itemgetter(*STAGES)
-_LOGGED = " ".join(f"{name}=%s" for name in STAGES)
-_logger = logging.getLogger("sie.gateway")
 
 
 class Note(NamedTuple):
@@ -265,59 +253,6 @@ def _model_of(call: Call) -> str:
     return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]
 
 
-class RequestLogger:
-    """Writer of the log lines of requests. Only the gateway's event loop may call its methods."""
-
-    def __init__(self) -> None:
-        self._refused = 0  # number of refused requests in the running interval, logged or not
-        # "endpoint status code" -> number of refused requests without a log line; the set of these keys is small
-        self._left_out: Counter[str] = Counter()
-        self._timer: asyncio.TimerHandle | None = None  # ends an interval of INTERVAL_S; None between intervals
-
-    def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log a request. After MAX_REFUSED_LINES lines in an interval, only count refused requests."""
-        if call.code in REFUSED:
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
-            self._refused += 1
-            if self._refused > MAX_REFUSED_LINES:
-                self._left_out[f"{endpoint} {status} code={call.code}"] += 1
-                return
-        log_request(call, endpoint, status, seconds)
-
-    def _summarise(self) -> None:
-        left_out, self._left_out, self._refused, self._timer = self._left_out, Counter(), 0, None
-        if left_out:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common())
-            _logger.info("%d more requests were refused in %.0f s: %s", left_out.total(), INTERVAL_S, kinds)
-
-
-def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log a request. `seconds`: time from the request's headers to the reply. The line of a request that ran also has
-    the latencies of its stages, its number of tokens, and its last worker.
-    """
-    if not _logger.isEnabledFor(logging.INFO):
-        return
-    words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]
-    if call.code:
-        words.append(f"code={call.code}")
-    if call.infer_request is not None:
-        words.append(f"items={len(call.infer_request.items)}")
-    if call.finished is not None:
-        words.append(f"tokens={call.finished.usage['total_tokens']}")
-        words.append(_LOGGED % _of_logged(call.finished.reported_times or call.finished.timing(call.received_s)))
-    model = call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else None)
-    last = call.finished.last if call.finished is not None else None
-    extra = {
-        "request_id": call.id,
-        "model": model,
-        "latency_ms": round(seconds * 1000, 2),
-        "worker": last.worker if last is not None else None,
-        "key": call.grant.name if call.grant.key else None,
-    }
-    _logger.info(" ".join(words), extra=extra)
-
-
 MAX_LINES = 5_000
 # largest number of requests whose API key is stored; only administrators can read the lines of older requests
 MAX_REQUESTS = 20_000
@@ -344,11 +279,11 @@ class LogTail(logging.Handler):
         self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
         self._owners: dict[str, str] = {}  # request id -> API key, the oldest request first
 
-    def admitted(self, request: str, owner: str) -> None:
+    def admitted(self, call: Call) -> None:
         """Store which API key sent a request."""
         if len(self._owners) >= MAX_REQUESTS:
             del self._owners[next(iter(self._owners))]
-        self._owners[request] = owner
+        self._owners[call.id] = call.key
 
     def emit(self, record: logging.LogRecord) -> None:
         """Store a line if it has a request id. `logging` calls this method under the handler's lock."""

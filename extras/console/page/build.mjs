@@ -1,11 +1,11 @@
-// Build the console into the gateway's package, with the digest of its sources. The sources of the TypeScript client belong
+// Build the console into the package `sie_console`, with the digest of its sources. The sources of the TypeScript client belong
 // to them, because the client is bundled. A test that needs no Node compares the digest, and so finds an outdated build.
 import { createHash } from "node:crypto";
 import { readdirSync, readFileSync, writeFileSync } from "node:fs";
 import { build } from "esbuild";
 
-const output = new URL("../gateway/sie_gateway/console/", import.meta.url);
-const sources = ["package-lock.json", ...["src", "../sdk-ts/src"].flatMap((folder) => readdirSync(folder).sort().map((name) => `${folder}/${name}`))];
+const output = new URL("../sie_console/built/", import.meta.url);
+const sources = ["package-lock.json", ...["src", "../../../sdk-ts/src"].flatMap((folder) => readdirSync(folder).sort().map((name) => `${folder}/${name}`))];
 const digest = createHash("sha256");
 for (const name of sources) digest.update(name).update("\0").update(readFileSync(name)).update("\0");
 

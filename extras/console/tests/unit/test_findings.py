@@ -16,21 +16,22 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, until_told
 
 from sie_cli.main import main
-from sie_contracts.api.operations import DeviceInfo, WorkerInfo
-from sie_contracts.api.views import ClusterFinding
-from sie_contracts.errors import ErrorInfo
-from sie_contracts.models.load_errors import LoadErrorClass, load_failed
-from sie_contracts.status import QueueInfo
-from sie_gateway.operations import findings
-from sie_gateway.operations.findings import (
+from sie_console import findings
+from sie_console.api import ClusterFinding
+from sie_console.findings import (
     GROWTH_S,
     QueueTrend,
     of_clocks,
     of_loads,
+    of_plugins,
     of_queues,
     of_refusals,
     of_workers,
 )
+from sie_contracts.api.operations import DeviceInfo, WorkerInfo
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.models.load_errors import LoadErrorClass, load_failed
+from sie_contracts.status import QueueInfo
 
 WORKER = WorkerInfo("w0", None, "l4", 1, "_default", [], 0, 0, 0, True, "default", "", "cuda:0")
 QUEUE = QueueInfo("_default", "l4", "default", "interactive", 10, 1.0)
@@ -217,3 +218,10 @@ def test_a_device_without_its_adapter_is_told() -> None:
     (finding,) = of_workers([msgspec.structs.replace(WORKER, devices=devices)])
     assert finding.wrong == "worker w0 (_default.l4.default) has no adapter on a device: cuda:1"
     assert of_workers([msgspec.structs.replace(WORKER, devices=devices[:1])]) == []
+
+
+def test_each_package_that_is_off_is_found() -> None:
+    found = of_plugins({"faulty": "ValueError: out of order", "twice": "RouteError: a second row"})
+    assert [finding.check for finding in found] == ["gateway", "gateway"]
+    assert "faulty" in found[0].wrong
+    assert "out of order" in found[0].wrong

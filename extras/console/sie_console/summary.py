@@ -9,22 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
+from sie_console.api import ClusterFinding
 from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
-from sie_contracts.api.views import ClusterFinding
-from sie_contracts.status import QueueInfo
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import ModelBacklog, in_order, model_of
 from sie_gateway.fleet.pool_rules import HIDDEN
+from sie_gateway.operations.status import of_pool
 
 COST_SHARE = 0.002  # largest share of one CPU core's time for the builds of one summary
 MAX_SHOWN = 50  # largest number of workers, and largest number of models, on the page
 T = TypeVar("T")
-Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
@@ -76,11 +73,6 @@ class ClusterSummary:
             "models": models,
             "failures": {model.name: self.failures[model.name] for model in models if model.name in self.failures},
         }
-
-
-def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
-    """Return the worker or queue `info`, with HIDDEN as its pool if the credential may not read the pool's name."""
-    return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
 
 
 class Waitings:

@@ -14,8 +14,8 @@ import shlex
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from sie_console.api import ClusterFinding
 from sie_contracts.api.operations import WorkerInfo
-from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.models.load_errors import LoadErrorClass
 from sie_contracts.status import QueueInfo

@@ -1,5 +1,6 @@
-"""Runs of `sie doctor` that the page at `/` requests. Each run is a separate process with the settings of the gateway:
-its checks connect to the broker, test ports and start helper processes, which would block the gateway's event loop.
+"""Route `/v1/doctor`: runs of `sie doctor` beside a gateway. Each run is a separate process with the settings of the
+gateway: its checks connect to the broker, test ports and start helper processes, which would block the gateway's event
+loop.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fastapi import Request
+from fastapi.responses import Response
 
 from sie_contracts.errors import UNDECODABLE, NotFound, NotReady
+from sie_gateway.http.route_kinds import control
+from sie_gateway.operations.handlers import json_response
+from sie_gateway.plugin import Plugin, PluginContext, Service
+from sie_ops.doctor.report import DoctorReport
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
 
 LIMIT_S = 75.0  # time limit in seconds for one run of `sie doctor`; its slowest check, `gpu`, may take 61 s
 FRESH_S = 5.0  # for this number of seconds after a run, requests get its report
@@ -24,7 +34,7 @@ MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 
 
-class Doctor:
+class Doctor(Service):
     """Runner of `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
@@ -38,6 +48,10 @@ class Doctor:
         self._running = asyncio.Lock()
         self._last: dict[str, Any] | NotReady = {}
         self._at_s = -FRESH_S
+
+    @classmethod
+    def build(cls, context: PluginContext) -> Doctor:
+        return cls(context.host, context.port, context.data_dir)
 
     async def report(self) -> dict[str, Any]:
         """Return the JSON report. Raises NotFound if the command `sie` is not installed, NotReady if the run fails."""
@@ -94,3 +108,28 @@ async def _all(stream: asyncio.StreamReader) -> bytes:
     while len(output) < MAX_BYTES and (part := await stream.read(1 << 16)):
         output += part
     return bytes(output)
+
+
+async def _report(gateway: Gateway, _request: Request) -> Response:
+    return json_response(await gateway.service(Doctor).report())
+
+
+PLUGIN = Plugin(
+    routes=(
+        control(
+            "GET",
+            "/v1/doctor",
+            "other",
+            _report,
+            (
+                "Operations",
+                "The report of `sie doctor`; needs no token if auth mode is none and the gateway listens only on "
+                "loopback",
+            ),
+            DoctorReport,
+            scope="admin",
+            local=True,
+        ),
+    ),
+    build=Doctor.build,
+)

@@ -9,13 +9,13 @@ from typing import Any
 
 from browser import Page
 
-CONSOLE = Path(__file__).parents[1] / "console"
+PAGE = Path(__file__).parents[1] / "page"
 
 
 def source(folder: Path) -> str:
-    """Install in `folder` the version of axe-core in the console's lock file, and return its source."""
+    """Install in `folder` the version of axe-core in the page's lock file, and return its source."""
     for name in ("package.json", "package-lock.json"):
-        shutil.copy(CONSOLE / name, folder)
+        shutil.copy(PAGE / name, folder)
     subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=120)
     return (folder / "node_modules/axe-core/axe.min.js").read_text("utf-8")
 

@@ -1,10 +1,8 @@
-"""Data of the page at `/`: size and cost in a large cluster, the placement table, the report of the doctor."""
+"""Data of the page: size and cost in a large cluster, the placement table, the log of a request."""
 
 from __future__ import annotations
 
-import asyncio
 import gzip
-import importlib.util
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -15,29 +13,27 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from inprocess import GatewayProcess, InProcess, Source, free_port, settings_of, until_told
+from inprocess import InProcess, settings_of, until_told
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.errors import NotFound, NotReady
+from sie_console.history import MAX_CHARS, MAX_LINES, STEP_S, STEPS, LogTail, RequestHistory
+from sie_console.overview import Overview
+from sie_console.summary import COST_SHARE, MAX_SHOWN, CachedSummary, LaneTable, Waitings
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import ANYBODY
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.call import Call
-from sie_gateway.operations import doctor as doctor_module
-from sie_gateway.operations.doctor import Doctor
-from sie_gateway.operations.history import MAX_CHARS, MAX_LINES, STEP_S, STEPS, LogTail, RequestHistory
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, CachedSummary, LaneTable, Waitings
 
 MODELS, WORKERS, LOADED = 10_000, 1_000, 12
 MINUTE_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def large() -> ClusterStatus:
-    """Return the status of 10,000 models and 1,000 workers, each of which has loaded 12 models."""
+def large() -> Overview:
+    """Return the overview of 10,000 models and 1,000 workers, each of which has loaded 12 models."""
     names = [f"org/model-{number:05}" for number in range(MODELS)]
     fleet = Fleet(MemoryServer().connect("g"), settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000"))
     for number in range(WORKERS):
@@ -50,7 +46,8 @@ def large() -> ClusterStatus:
     feed, lag, placer, peers = Mock(), Mock(is_known=False), Mock(fleet=fleet), Mock()
     feed.catalogue.entries = dict.fromkeys(names)
     peers.qps.return_value = 1234.5
-    return ClusterStatus(settings_of(SIE_GATEWAY_HEALTH_MODE="nats"), Mock(), feed, placer, peers, (), lag, None)
+    settings = settings_of(SIE_GATEWAY_HEALTH_MODE="nats")
+    return Overview(ClusterStatus(settings, Mock(), feed, fleet, peers, (), lag, None), placer, lag, Mock())
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def compressed(body: Any) -> int:
     return len(gzip.compress(msgspec.json.encode(body), 1))
 
 
-def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: ClusterStatus) -> None:
+def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: Overview) -> None:
     """The page asks for the state each second, and for the history and the requests each ten seconds."""
     now_s = 1_790_000_000.0
     history = RequestHistory(lambda: now_s)
@@ -100,7 +97,7 @@ def test_what_is_dear_is_built_more_rarely() -> None:
     assert shared() == 2, "after that time it is built anew"
 
 
-def test_a_filter_finds_models_that_are_not_among_the_first(large: ClusterStatus) -> None:
+def test_a_filter_finds_models_that_are_not_among_the_first(large: Overview) -> None:
     overview = large.shown("MODEL-0999", ANYBODY)
     assert [model.name for model in overview["models"]][-1].startswith("org/model-0999")
     assert overview["counts"]["models"] == 10
@@ -182,81 +179,3 @@ async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cl
     reply = (await gateway.client.get("/v1/cluster")).json()
     assert reply["cluster"]["worker_count"] == 0
     assert (await gateway.client.get("/health")).json()["cluster"]["worker_count"] == 1, "work goes by heartbeats"
-
-
-async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:
-    reply = (await gateway.client.get(f"/v1/models{query}")).json()
-    return [model["name"] for model in reply["models"]], reply.get("total")
-
-
-async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess) -> None:
-    cluster.source = Source(*(toy_entry(f"toy/{name}") for name in ("ant", "bee", "bear", "cat")))
-    gateway = await cluster.gateway()
-    assert await names(gateway, "") == (["toy/ant", "toy/bear", "toy/bee", "toy/cat"], None)
-    assert await names(gateway, "?limit=2") == (["toy/ant", "toy/bear"], 4)
-    assert await names(gateway, "?limit=1&filter=%20BE") == (["toy/bear"], 2)
-    assert await names(gateway, "?filter=zebra&limit=5") == ([], 0)
-    assert await names(gateway, "?loaded=true&limit=5") == ([], 0)
-    assert await names(gateway, "?task=encode&limit=3") == (["toy/ant", "toy/bear", "toy/bee"], 4)
-    for wrong in ("0", "1001", "x", "nan"):
-        refused = await gateway.client.get(f"/v1/models?limit={wrong}")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
-
-
-@pytest.mark.parametrize(
-    ("accepted", "is_compressed"),
-    [("gzip", True), ("gzip;q=0.00", False)],
-)
-async def test_long_answers_are_compressed_for_whoever_takes_that(
-    cluster: InProcess, accepted: str, is_compressed: bool
-) -> None:
-    cluster.source = Source(*(toy_entry(f"toy/{number}") for number in range(20)))
-    gateway = await cluster.gateway()
-    answer = await gateway.client.get("/v1/models", headers={"accept-encoding": accepted})
-    assert (answer.headers.get("content-encoding") == "gzip") == is_compressed
-    assert answer.headers["vary"] == "Accept-Encoding"
-    assert len(answer.json()["models"]) == 20
-    short = await gateway.client.get("/v1/cluster", headers={"accept-encoding": "gzip"})
-    assert "content-encoding" not in short.headers
-
-
-async def test_the_doctor_reports_as_the_command_does() -> None:
-    """Two concurrent requests share one examination, which looks at the gateway that runs it."""
-    doctor = Doctor("0.0.0.0", free_port(), None)
-    report, second_report = await asyncio.gather(doctor.report(), doctor.report())
-    assert report is second_report
-    checks = {check["check"]: check for check in report["checks"]}
-    assert {"settings", "gateway", "broker", "streams", "config", "disk", "clock", "versions"} <= set(checks)
-    (nobody,) = checks["gateway"]["findings"]
-    assert doctor._environ["SIE_GATEWAY_URL"] in nobody["wrong"]
-    assert nobody["fix"]
-
-
-async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor = Doctor("::", 1, tmp_path)
-    monkeypatch.setattr(doctor_module, "LIMIT_S", 0.01)
-    starts, start = [], asyncio.create_subprocess_exec
-
-    async def counted(*argv: str, **options: Any) -> asyncio.subprocess.Process:
-        starts.append(argv)
-        return await start(*argv, **options)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
-    reports = await asyncio.gather(*(doctor.report() for _ in range(3)), return_exceptions=True)
-    assert ["without a readable report" in str(report) for report in reports] == [True] * 3
-    assert {type(report) for report in reports} == {NotReady}
-    assert len(starts) == 1
-
-    async def refused(*argv: str, **options: Any) -> asyncio.subprocess.Process:
-        starts.append(argv)
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
-    doctor = Doctor("::", 1, tmp_path)
-    reports = await asyncio.gather(*(doctor.report() for _ in range(3)), return_exceptions=True)
-    assert [str(report) for report in reports] == ["sie doctor cannot be started: no more processes"] * 3
-    assert {type(report) for report in reports} == {NotReady}
-    assert len(starts) == 2
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NotFound, match="extra `cli`"):
-        await doctor.report()

@@ -1,7 +1,7 @@
-"""Take the pictures of the console in README.md and docs, from a cluster that serves on this machine.
+"""Take the pictures of the console in README.md and console.md, from a cluster that serves on this machine.
 
 sie serve
-python tests/console_pictures.py [--url http://127.0.0.1:8080] [--key KEY]    writes docs/console-*.png
+python extras/console/tests/console_pictures.py [--url http://127.0.0.1:8080] [--key KEY]    writes console-*.png
 
 It needs Debian's chromium.
 """
@@ -20,7 +20,7 @@ import httpx
 from browser import Page, browsing, tab
 from cluster import until
 
-DOCS = Path(__file__).parents[1] / "docs"
+FOLDER = Path(__file__).parents[1]
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # name, view, colour scheme, width, selector of an element that must be there
 PICTURES = (
@@ -49,7 +49,7 @@ def main() -> None:
         page.open(options.url)
         page.evaluate(f"sessionStorage.setItem('sie.key', {json.dumps(options.key)})")
         for name, view, scheme, width, there in PICTURES:
-            take(page, f"{options.url}/#{view}", scheme, width, there, DOCS / f"console-{name}.png")
+            take(page, f"{options.url}/#{view}", scheme, width, there, FOLDER / f"console-{name}.png")
 
 
 def work(client: httpx.Client) -> None:

@@ -11,11 +11,10 @@ import httpx
 import pytest
 from inprocess import InProcess
 
-from sie_gateway.admission.grant import ANYBODY, Grant
-from sie_gateway.inference.call import Call
-from sie_gateway.operations.history import (
+from sie_console.history import (
     BOUNDS_MS,
     FAILED,
+    MAX_LINES,
     MAX_OWNERS,
     MINUTE_S,
     SLOWEST,
@@ -25,6 +24,8 @@ from sie_gateway.operations.history import (
     RequestHistory,
     quantile,
 )
+from sie_gateway.admission.grant import ANYBODY, Grant
+from sie_gateway.inference.call import Call
 
 START_S = 1_790_000_000  # a multiple of STEP_S
 
@@ -185,3 +186,9 @@ def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: Reque
         assert request_ids == [f"{key}-{number}" for number in range(19, 19 - SLOWEST, -1)]
     everything = history.requests(10_000, Grant("admin", frozenset({"admin"})))
     assert len(everything) <= (MAX_OWNERS + 1) * (SLOWEST + FAILED)
+
+
+def test_the_page_of_security_has_the_bound_of_the_log() -> None:
+    page = (Path(__file__).parents[4] / "docs/security.md").read_text("utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| slow and failed requests, lines of the log |"))
+    assert f"{MAX_LINES:,} lines" in row
