@@ -16,7 +16,7 @@ import orjson
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import embedding_types, fields, multimodal
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -53,8 +53,8 @@ async def _embed(version: int, view: RequestView, body: fields.Body) -> ParsedRe
     )
 
 
-v1 = Dialect("embed", functools.partial(_embed, 1))
-v2 = Dialect("embed", functools.partial(_embed, 2))
+v1 = DialectHandler("embed", functools.partial(_embed, 1))
+v2 = DialectHandler("embed", functools.partial(_embed, 2))
 
 
 def _types(body: fields.Body) -> list[str]:

@@ -14,7 +14,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import MAX_RULE_TOKENS, ChunkRule, TextChunks
 from sie_gateway.dialects import embedding_types, fields, joined_texts, openai
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference import chunk_fields, reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -45,7 +45,7 @@ async def _embeddings(view: RequestView, body: fields.Body) -> ParsedRequest:
     )
 
 
-embeddings = Dialect("embed", _embeddings)
+embeddings = DialectHandler("embed", _embeddings)
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:

@@ -15,7 +15,7 @@ from sie_contracts.errors import CODE, ERROR, ErrorFormat
 from sie_dialects import tei
 from sie_gateway.dialects import fields, native
 from sie_gateway.dialects import rerank as reranks
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
 from sie_gateway.inference.results import RequestResult
 from sie_gateway.operations import handlers
@@ -60,8 +60,8 @@ def _rerank_shape(body: fields.Body) -> ErrorShape | None:
     return tei.shape if body.get("texts") is not None else fields.error_shape(body)
 
 
-classify = Dialect("predict", _classify)
-rerank = Dialect("rerank", _rerank, shape=_rerank_shape)
+classify = DialectHandler("predict", _classify)
+rerank = DialectHandler("rerank", _rerank, shape=_rerank_shape)
 
 
 async def models(gateway: Gateway, request: Request) -> Response:

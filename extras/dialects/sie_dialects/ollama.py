@@ -19,7 +19,7 @@ from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
 from sie_gateway.dialects import rerank as reranks
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -115,10 +115,10 @@ def _bare_name(catalogue: Catalogue, body: fields.Body) -> object:
     return untagged(catalogue, name) if isinstance(name, str) else name
 
 
-embed = Dialect("embed", _embed, _bare_name)
-embeddings = Dialect("embed", _embeddings, _bare_name)
+embed = DialectHandler("embed", _embed, _bare_name)
+embeddings = DialectHandler("embed", _embeddings, _bare_name)
 # the body and the reply of /v1/rerank, for programs that take the address of Ollama
-rerank = Dialect("rerank", functools.partial(reranks.parse, version=1), _bare_name, fields.error_shape)
+rerank = DialectHandler("rerank", functools.partial(reranks.parse, version=1), _bare_name, fields.error_shape)
 
 
 def _json(content: Any) -> EncodedReply:

@@ -31,7 +31,7 @@ from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry, classifies, widths
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.dialects.scores import ranked, scaled
 from sie_gateway.dialects.selection import Capability, checked, model_for, unable
 from sie_gateway.inference import body as bodies
@@ -359,15 +359,15 @@ async def _main_task(view: RequestView, body: fields.Body) -> ParsedRequest:
     raise unable(resolved, "embed")
 
 
-embed = Dialect("embed", _embed)
-embed_all = Dialect("embed_all", _embed_all)
-embed_sparse = Dialect("embed_sparse", _embed_sparse)
-similarity = Dialect("embed", _similarity)
-rerank = Dialect("rerank", parse_rerank)
-predict = Dialect("predict", _predict)
-tokenize = Dialect("embed", _tokenize, any_task=True)
-decode = Dialect("embed", _decode, any_task=True)
-main_task = Dialect("embed", _main_task, any_task=True)
+embed = DialectHandler("embed", _embed)
+embed_all = DialectHandler("embed_all", _embed_all)
+embed_sparse = DialectHandler("embed_sparse", _embed_sparse)
+similarity = DialectHandler("embed", _similarity)
+rerank = DialectHandler("rerank", parse_rerank)
+predict = DialectHandler("predict", _predict)
+tokenize = DialectHandler("embed", _tokenize, any_task=True)
+decode = DialectHandler("embed", _decode, any_task=True)
+main_task = DialectHandler("embed", _main_task, any_task=True)
 
 
 async def health(inference: Inference, call: Call, _: fields.Body) -> EncodedReply:

@@ -59,7 +59,7 @@ Parse = Callable[[RequestView, fields.Body], Awaitable[ParsedRequest | EncodedRe
 
 
 @dataclass(frozen=True)
-class Dialect:
+class DialectHandler:
     """Handler of a route. `capability`: what the route needs of a model. A model without the task is refused, unless
     `any_task`. `name` returns the model that a body names. `shape` returns the format of errors that a body chooses;
     None for that of the route.

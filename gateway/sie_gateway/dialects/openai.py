@@ -19,7 +19,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView, too_many_tokens
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView, too_many_tokens
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
@@ -112,9 +112,9 @@ async def _pooling(view: RequestView, body: fields.Body) -> ParsedRequest:
     return await _parsed(view, body, _parameters(body), output, render, encoding="model")
 
 
-embeddings = Dialect("embed", _embeddings, shape=fields.error_shape)
-multi_vector = Dialect("embed", _multi_vector, shape=fields.error_shape)
-pooling = Dialect("embed", _pooling)
+embeddings = DialectHandler("embed", _embeddings, shape=fields.error_shape)
+multi_vector = DialectHandler("embed", _multi_vector, shape=fields.error_shape)
+pooling = DialectHandler("embed", _pooling)
 
 
 async def _parsed(

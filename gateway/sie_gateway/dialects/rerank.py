@@ -13,7 +13,7 @@ from uuid import uuid4
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields, multimodal, native, openai
-from sie_gateway.dialects.dialect import Dialect, ParsedRequest, RequestView
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.dialects.scores import ranked, scaled
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
@@ -158,11 +158,11 @@ async def _ranking(view: RequestView, body: fields.Body) -> ParsedRequest:
     return ParsedRequest(request=request, adjust=scaled(raw=True), render=render)
 
 
-v1 = Dialect("rerank", functools.partial(parse, version=1), shape=fields.error_shape)
-v2 = Dialect("rerank", functools.partial(parse, version=2), shape=fields.error_shape)
-reranking = Dialect("rerank", _reranking, shape=_reranking_shape)
-ranking = Dialect("rerank", _ranking)
-pair_scores = Dialect("rerank", _pair_scores)
+v1 = DialectHandler("rerank", functools.partial(parse, version=1), shape=fields.error_shape)
+v2 = DialectHandler("rerank", functools.partial(parse, version=2), shape=fields.error_shape)
+reranking = DialectHandler("rerank", _reranking, shape=_reranking_shape)
+ranking = DialectHandler("rerank", _ranking)
+pair_scores = DialectHandler("rerank", _pair_scores)
 
 
 def _documents(body: fields.Body, name: str, view: RequestView) -> tuple[RequestItem, ...]:
