@@ -15,7 +15,7 @@ from sie_contracts.errors import CODE, ERROR, ErrorFormat
 from sie_dialects import tei
 from sie_gateway.dialects import fields, native
 from sie_gateway.dialects import rerank as reranks
-from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
+from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
 from sie_gateway.inference.results import RequestResult
 from sie_gateway.operations import handlers
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 shape = ErrorFormat("infinity", (ERROR._replace(reader="Infinity"), CODE))
 
 
-async def _classify(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
+async def _classify(view: RequestView, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /classify` or `/v1/classify`. The reply has all classes of each text, the best first."""
     value = body.get("input")
-    items = fields.items([value] if isinstance(value, str) else value, "input", facts.limit)
+    items = fields.items([value] if isinstance(value, str) else value, "input", view.limit)
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
@@ -37,7 +37,7 @@ async def _classify(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
         content = {
             "object": "classify",
             "data": tei.classes(finished, "input"),
-            "model": facts.resolved.requested,
+            "model": view.resolved.requested,
             "id": f"classify-{uuid4()}",
             "created": int(time.time()),
             **fields.shared(call, finished),
@@ -45,23 +45,23 @@ async def _classify(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
         return native.written(call, finished, content, began_s)
 
     return ParsedRequest(
-        request=InferRequest("extract", facts.resolved, items, params, inputs_field="input"), render=render
+        request=InferRequest("extract", view.resolved, items, params, inputs_field="input"), render=render
     )
 
 
-async def _rerank(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
+async def _rerank(view: RequestView, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /rerank`. If it has `texts`, it and the reply are in the format of TEI."""
     if body.get("texts") is not None:
-        return await tei.parse_rerank(facts, body)
-    return await reranks.parse(facts, body, version=1, root=True)
+        return await tei.parse_rerank(view, body)
+    return await reranks.parse(view, body, version=1, root=True)
 
 
 def _rerank_shape(body: fields.Body) -> ErrorShape | None:
     return tei.shape if body.get("texts") is not None else fields.error_shape(body)
 
 
-classify = BodyFormat("predict", _classify)
-rerank = BodyFormat("rerank", _rerank, shape=_rerank_shape)
+classify = DialectHandler("predict", _classify)
+rerank = DialectHandler("rerank", _rerank, shape=_rerank_shape)
 
 
 async def models(gateway: Gateway, request: Request) -> Response:

@@ -9,9 +9,9 @@ from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 
 def scaled(*, raw: bool, document_tokens: int = 0) -> Callable[[PlannedRequest], PlannedRequest]:
-    """Return a function for `Parsed.adjust` of a score request. If `raw` is false, the worker maps scores to numbers
-    from 0 to 1, because only the worker knows the meaning of the checkpoint's scores. `document_tokens`: largest number
-    of tokens that the model reads of a document; 0: as many as the model accepts.
+    """Return a function for `ParsedRequest.adjust` of a score request. If `raw` is false, the worker maps scores to
+    numbers from 0 to 1, because only the worker knows the meaning of the checkpoint's scores. `document_tokens`:
+    largest number of tokens that the model reads of a document; 0: as many as the model accepts.
     """
 
     def adjust(planned: PlannedRequest) -> PlannedRequest:

@@ -363,6 +363,42 @@ async def test_an_input_that_no_message_holds_is_named_by_its_field_and_its_posi
         assert f'"{place}: 1100000 bytes' in refused.text, (name, refused.text)
 
 
+TEI_REFUSED: tuple[tuple[str, Any, int, str, str], ...] = (
+    ("/embed", {"inputs": []}, 400, "Empty", "empty_items"),
+    ("/embed", {}, 400, "Empty", "empty_items"),
+    ("/embed", {"inputs": 3}, 422, "Validation", "schema"),
+    ("/embed", b"{", 422, "Validation", "malformed"),
+    ("/embed", {"inputs": "a", "dimensions": 3}, 422, "Validation", "bad_dimensions"),
+    ("/embed", {"inputs": "a", "prompt_name": "none"}, 422, "Validation", "schema"),
+    ("/embed", {"inputs": "a" * 600, "truncate": False}, 422, "Validation", "input_too_long"),
+    ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation", "too_many_items"),
+    ("/embed", {"inputs": [1, -1]}, 422, "Tokenizer", "bad_token_id"),
+    ("/embed", {"inputs": "a", "model": "toy/score"}, 424, "Backend", "unsupported_output"),
+    ("/predict", {"inputs": "a", "model": ONE}, 424, "Backend", "unsupported_task"),
+    ("/embed_sparse", {"inputs": "a", "model": ONE}, 424, "Backend", "unsupported_output"),
+    ("/predict", {"inputs": "a"}, 400, "Validation", "model_required"),
+    ("/rerank", {"query": 3, "texts": ["a"]}, 422, "Validation", "schema"),
+    ("/similarity", {"inputs": "a"}, 422, "Validation", "schema"),
+    ("/tokenize", {"inputs": [3]}, 422, "Validation", "schema"),
+    ("/decode", {"ids": [[-1]]}, 422, "Tokenizer", "bad_token_id"),
+)
+
+
+async def test_tei_has_its_own_statuses(cluster: InProcess) -> None:
+    """Contract 17.2 defines the statuses."""
+    gateway = await cluster.gateway(SIE_DEFAULT_MODELS=f"embed={ONE}")
+    await cluster.sidecar()
+    for path, body, status, kind, reason in TEI_REFUSED:
+        answer = await gateway.client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+        reply = answer.json()
+        assert (answer.status_code, reply["error_type"], reply["detail"]["reason"]) == (status, kind, reason), (
+            path,
+            reply,
+        )
+        assert (reply["error"], reply["code"]) == (reply["detail"]["message"], "INVALID_INPUT")
+        assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
+
+
 # replies
 
 
