@@ -38,13 +38,13 @@ from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
 from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.cached import CachedRuns
+from sie_gateway.inference.call import RequestListeners, RequestLogger
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
-from sie_gateway.operations.request_log import RequestListeners, RequestLogger
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.plugin import Context, Service
 from sie_gateway.state import Gateway, GatewayReadiness
