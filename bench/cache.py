@@ -46,9 +46,9 @@ from cluster import until
 from stack import Device, Plan, Stack
 from words import texts_of
 
+from sie_cache.memory import AnswerMemory, AnswerSpace
+from sie_cache.values import pack
 from sie_contracts.wire.messages import ArraySlice, Ok, RunOptions, WorkResult
-from sie_gateway.answers.memory import AnswerMemory, AnswerSpace
-from sie_gateway.answers.values import pack
 from sie_gateway.inference.answers import digests_of, space_of
 from sie_gateway.inference.body import RequestItem
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from sie_client.errors import codes
 from sie_contracts.errors import (
     FAMILIES,
-    Family,
+    ErrorFormat,
     SIEError,
     catalogue,
     each_error,
@@ -28,7 +28,7 @@ CONFIG_ONLY = ("VALIDATION_ERROR",)
 
 # of the core, then of plug-ins
 FORMATS = FAMILIES | {
-    shape.name: shape for route in ROUTES for shape in (route.shape, *route.shapes) if isinstance(shape, Family)
+    shape.name: shape for route in ROUTES for shape in (route.shape, *route.shapes) if isinstance(shape, ErrorFormat)
 }
 
 

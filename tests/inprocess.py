@@ -34,7 +34,6 @@ from sie_contracts.wire.configs import ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.http.app import Edge
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.image_urls import NETWORK, Network
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop
@@ -224,9 +223,7 @@ class InProcess:
         self.adapters.append(adapter)
         return adapter
 
-    async def gateway(
-        self, source: Source | None = None, *, ready: bool = True, network: Network = NETWORK, **environ: str
-    ) -> GatewayProcess:
+    async def gateway(self, source: Source | None = None, *, ready: bool = True, **environ: str) -> GatewayProcess:
         """Start a gateway, and wait until it listens and, unless `ready` is false, is ready. Raise its error if it does
         not start.
         """
@@ -243,7 +240,6 @@ class InProcess:
             host="127.0.0.1",
             port=0,
             on_listening=listening.set_result,
-            network=network,
         )
         task = asyncio.create_task(serving, name="gateway")
         await asyncio.wait([task, listening], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """Rows that extras add to tables of these tests, by files `extras/NAME/tests/*_KIND.py`.
 
 kinds     small models: KINDS and PUBLISHED of `local_models`
+replies   COMMANDS of test_hostile_replies.py: arguments of commands, and the reply of each of their calls
 routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS, SILENT and UNFINISHED of
           test_tenants.py, with SETTINGS of its gateway and a function `make`, which makes objects of its tenant A
 errors    CASES of test_errors_http.py: code, status, and the function that provokes it

@@ -130,7 +130,6 @@ EXTRAS = {
 }
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
-    "cache": "sie_cli.cache:cache",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",
     "pull": "sie_cli.models.pull:pull",

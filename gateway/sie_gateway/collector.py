@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 import sie_contracts
 from sie_broker import Connection
 from sie_gateway.admission.admission import Admission
-from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.inference.handler import Inference
@@ -34,7 +33,6 @@ class Live(Collector):
     inference: Inference
     inbox: ResultInbox
     admission: Admission
-    memory: AnswerMemory
     _scrape: Scrape = field(default_factory=lambda: Scrape("gateway"), init=False)
 
     def collect(self) -> Iterator[Metric]:
@@ -58,9 +56,6 @@ class Live(Collector):
         yield gauge("sie_gateway_permits_held_tokens", tokens)
         yield gauge("sie_gateway_permits_held_messages", items)
         yield gauge("sie_gateway_waiting_bytes", waiting_bytes)
-        yield gauge("sie_gateway_cache_answers", len(self.memory))
-        yield gauge("sie_gateway_cache_bytes", self.memory.held_bytes)
-        yield counter("sie_gateway_cache_evictions", self.memory.evictions)
         yield gauge("sie_gateway_gateways", self.admission.peers.count())
         yield gauge("sie_gateway_qps", self.admission.peers.qps())
 

@@ -10,18 +10,16 @@ from sie_contracts.wire.messages import Operation
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import MetricMaker, exemplar
 
-_FETCHES = ("fetched", "refused", "failed")
-_CACHE_RESULTS = ("hit", "joined", "miss")
 _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged")
 
 
 class Metrics:
     """Metrics of the gateway. Series whose label values are known here exist from the start, because an alert cannot
-    fire on a missing series.
+    fire on a missing series. Plug-ins create their metrics with `make`.
     """
 
     def __init__(self) -> None:
-        make = MetricMaker("gateway")
+        self.make = make = MetricMaker("gateway")
         self.registry = make.registry
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
@@ -46,12 +44,6 @@ class Metrics:
         self.refused = make.counters("sie_gateway_refused_below_routes")
         for reason in REFUSED:
             self.refused.labels(reason)
-        self._image_fetches = make.counters("sie_gateway_image_fetches")
-        for result in _FETCHES:
-            self._image_fetches.labels(result)
-        self.cache_inputs = make.counters("sie_gateway_cache_inputs")
-        for result in _CACHE_RESULTS:
-            self.cache_inputs.labels(result)
         self.provisioning = make.counter("sie_gateway_provisioning_responses")
         self.alias_requests = make.counters("sie_gateway_alias_requests")
         self.shadows = make.counters("sie_gateway_shadows")
@@ -60,10 +52,6 @@ class Metrics:
         self.shadow_rank = make.histograms("sie_gateway_shadow_rank_correlation")
         self.pool_events = make.counters("sie_gateway_pool_events")
         self.active_lease_gpus = make.gauge("sie_gateway_active_lease_gpus")
-
-    def count_fetch(self, result: str) -> None:
-        """Count the fetch of an image at a URL; `result` is one of _FETCHES."""
-        self._image_fetches.labels(result).inc()
 
     def count_refused(self, reason: str) -> None:
         """Count a request that was refused before it reached a route; `reason` is one of REFUSED."""

@@ -1,9 +1,9 @@
 """Packages that add routes and services to a gateway, by entry points of the group `sie.gateway`.
 
     entry point ──► Plugin ──► its rows in `http/routes.ROUTES`
-                          └──► build(Context) ──► Service: prepare() before the gateway is ready, start() then
+                          └──► build(PluginContext) ──► Service: prepare() before the gateway is ready, start() then
 
-`Context` has all that a plug-in may use of a gateway. The packages' settings come by entry points of the group
+`PluginContext` has all that a plug-in may use of a gateway. The packages' settings come by entry points of the group
 `sie.settings`, their metrics by `sie.metrics`.
 
 A package that cannot be loaded, or whose rows the table refuses, adds nothing and stops nothing. One whose dependencies
@@ -46,7 +46,7 @@ _logger = logging.getLogger("sie.gateway.plugins")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class PluginContext:
     """Objects of a gateway that plug-ins use. `now_s`: seconds since 1970 by the broker's clock. `inference_route`: the
     inference route that answers POST of a path. `port`: as in `process.serve`. `data_dir`: data folder if `sie serve`
     runs this gateway.
@@ -74,7 +74,7 @@ class Context:
 
 
 class Service:
-    """Objects of a plug-in in one gateway. The handlers of its routes get it by `Gateway.of`."""
+    """Objects of a plug-in in one gateway. The handlers of its routes get it by `Gateway.service`."""
 
     async def prepare(self) -> None:
         """Create what the service needs at the broker, before the gateway is ready. Raises BrokerError."""
@@ -94,7 +94,7 @@ class Plugin:
     routes: tuple[GatewayRoute, ...] = ()
     shapes: tuple[tuple[str, ErrorShape], ...] = ()
     unserved: tuple[tuple[re.Pattern[str], str], ...] = ()
-    build: Callable[[Context], Service] | None = None
+    build: Callable[[PluginContext], Service] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Plugins:
     def routes(self) -> tuple[GatewayRoute, ...]:
         return tuple(row for plugin in self.loaded.values() for row in plugin.routes)
 
-    def build(self, context: Context, faults: dict[str, str]) -> tuple[Service, ...]:
+    def build(self, context: PluginContext, faults: dict[str, str]) -> tuple[Service, ...]:
         """Return the services of one gateway. A plug-in that raises has none and gets its reason in `faults`. Raises
         SettingError, because a gateway with a wrong setting must not serve.
         """

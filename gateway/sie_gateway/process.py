@@ -19,10 +19,8 @@ from sie_contracts import entry_points
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
-from sie_contracts.wire.heartbeats import GatewayBeat
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
-from sie_gateway.answers.memory import AnswerMemory, PeerErasures
 from sie_gateway.collector import Live
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lag import Lag
@@ -36,17 +34,14 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
-from sie_gateway.inference.answers import CachePolicy
-from sie_gateway.inference.cached import CachedRuns
 from sie_gateway.inference.call import RequestListeners, RequestLogger
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.plugin import Context, Service
+from sie_gateway.plugin import PluginContext, Service
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.offload import Offload, life_s
@@ -88,14 +83,12 @@ async def serve(
     drain_s: float | None = None,
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
-    network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
     """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
     `drain_s` seconds, by default `longest_drain_s`. Return the exit status. Raises SettingError.
 
-    `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder if `sie serve` runs this
-    gateway, else None.
+    `data_dir`: data folder if `sie serve` runs this gateway, else None.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -157,22 +150,8 @@ async def serve(
             part.drop_pool(name)
 
     keeper = PoolReconciler(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
-    memory = AnswerMemory(settings.cache_bytes, settings.cache_ttl_s)
-    cached = None
-    if settings.cache_bytes:
-        cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics, admission.expected_s)
-    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
-    urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
-    inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
-
-    peer_erasures = PeerErasures()
-
-    def on_gateway(beat: GatewayBeat) -> None:
-        erasure = peer_erasures.due(beat)
-        if erasure is not None:
-            tasks.start(memory.erase(erasure), "erasure of cached answers")
-
-    admission.peers.listeners.append(on_gateway)
+    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
+    inference = Inference(settings, feed, fleet, record, metrics, admission, runner)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     faults = dict(entry_points.FAULTS)
@@ -194,7 +173,7 @@ async def serve(
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
     listeners = RequestListeners(ended=[RequestLogger().ended])
-    context = Context(
+    context = PluginContext(
         settings=settings,
         broker=broker,
         metrics=metrics,
@@ -230,10 +209,9 @@ async def serve(
         inference,
         status,
         scaling,
-        memory,
         services,
     )
-    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
+    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     names = settings.allowed_hosts
     main = HttpServer(
         create_app(gateway, gate, readiness, tracer),

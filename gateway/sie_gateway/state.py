@@ -12,7 +12,6 @@ from sie_contracts.errors import NotReady
 from sie_contracts.settings import Settings
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Quotas
-from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
@@ -72,10 +71,9 @@ class Gateway:
     inference: Inference
     status: ClusterStatus
     scaling: Scaling
-    memory: AnswerMemory
     services: tuple[Service, ...]
 
-    def of(self, kind: type[_Service]) -> _Service:
+    def service(self, kind: type[_Service]) -> _Service:
         """Return the service of this class. Raises NotReady if its plug-in failed at the start."""
         for service in self.services:
             if isinstance(service, kind):

@@ -405,9 +405,9 @@ def test_the_page_s_commands_name_files_that_exist() -> None:
         assert f"AS {image}\n" in (root / dockerfile[1]).read_text() or dockerfile[1].endswith(f"/{image}.Dockerfile")
 
 
-def test_settings_of_images_reach_the_process_that_reads_them() -> None:
-    """The sidecar reads SIE_IMAGE_WORKERS and the gateway SIE_IMAGE_URL_HOSTS, with the values that were written."""
-    chosen = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": "images.example.com,*.example.org"}
+def test_settings_reach_the_process_that_reads_them() -> None:
+    """The sidecar reads SIE_IMAGE_WORKERS and the gateway SIE_CORS_ORIGINS, with the values that were written."""
+    chosen = {"SIE_IMAGE_WORKERS": 7, "SIE_CORS_ORIGINS": "https://a.example.com,https://b.example.com"}
     manifests = [
         manifest for manifest in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if manifest
     ]
@@ -419,8 +419,10 @@ def test_settings_of_images_reach_the_process_that_reads_them() -> None:
         for name in readers.keys() & environ.keys():
             readers[name].add(container_spec["name"])
             settings = load(environ={name: environ[name]}).settings
-            expected = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": ("images.example.com", "*.example.org")}[name]
-            assert {"SIE_IMAGE_WORKERS": settings.image_workers, "SIE_IMAGE_URL_HOSTS": settings.image_url_hosts}[
+            expected = {"SIE_IMAGE_WORKERS": 7, "SIE_CORS_ORIGINS": ("https://a.example.com", "https://b.example.com")}[
+                name
+            ]
+            assert {"SIE_IMAGE_WORKERS": settings.image_workers, "SIE_CORS_ORIGINS": settings.cors_origins}[
                 name
             ] == expected
-    assert readers == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_IMAGE_URL_HOSTS": {"gateway"}}
+    assert readers == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_CORS_ORIGINS": {"gateway"}}

@@ -16,7 +16,7 @@ from unittest import mock
 import msgspec
 from simulation.network import Connection
 
-import sie_gateway.inference.cached
+import sie_gateway.inference.answers
 import sie_gateway.inference.results
 import sie_sidecar.device.dispatch
 import sie_sidecar.device.in_flight
@@ -25,6 +25,7 @@ import sie_sidecar.prepare.fetching
 import sie_sidecar.process
 import sie_sidecar.results.settle
 from sie_broker import BrokerError
+from sie_contracts.settings import BY_NAME
 from sie_contracts.wire import messages
 
 
@@ -146,7 +147,7 @@ def _cached_loras_mixed() -> AbstractContextManager[Any]:
     def change(space_of: Any) -> Any:
         return lambda owner, signed, operation, run: space_of("", "", operation, msgspec.structs.replace(run, lora=""))
 
-    return _around(sie_gateway.inference.cached, "space_of", change)
+    return _around(sie_gateway.inference.answers, "space_of", change)
 
 
 def _collector_kept() -> AbstractContextManager[Any]:
@@ -228,6 +229,10 @@ BUGS: dict[str, Bug] = {
     "an operator's unload is ignored": Bug(_never_unloaded, 5, "the operator's unload", long=True),
     "a load is tried on one device": Bug(_load_tried_once, 60, "MODEL_LOAD_FAILED", long=True),
 }
+
+
+if "SIE_CACHE_BYTES" not in BY_NAME:
+    del BUGS["LoRAs share cached answers"]
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ import sie_gateway.process
 import sie_sidecar.process
 from sie_broker.memory import MemoryServer
 from sie_broker.memory.broker import MemoryWatch
-from sie_contracts.settings import Settings
+from sie_contracts.settings import BY_NAME, Settings
 from sie_contracts.wire import ipc
 from sie_runtime.http import server as http
 from sie_runtime.process import Stop
@@ -164,7 +164,7 @@ def plan_of(seed: int) -> Plan:
         plan.costs = replace(plan.costs, batch_s=min(plan.costs.batch_s, 0.02))
         if plan.costs.load_s > 1:
             plan.settings["SIE_SWAP_AFTER_MS"], plan.poison = "1000", 0  # each death costs a load
-    if seed % 3 == 1:  # gateways with a small cache, and texts that occur again
+    if seed % 3 == 1 and "SIE_CACHE_BYTES" in BY_NAME:  # gateways with a small cache, and texts that occur again
         plan.settings["SIE_CACHE_BYTES"] = str(64 << 10)
     if plan.devices > 1 and draw.random() < 0.3:
         plan.faults = sorted([*plan.faults, (draw.uniform(0.1, traffic_s / 2), "device full")])

@@ -86,7 +86,7 @@ def open_cluster(tmp_path_factory: pytest.TempPathFactory, open_models: LocalMod
     arguments = ["--preload", MODEL, "--models-dir", str(open_models.folder), "--default-models", OPEN_DEFAULTS]
     # in bfloat16 a CPU with AMX takes another kernel for few rows than for many
     arguments += ["--default-compute-precision", "float32", "--batcher-coalesce-ms", "20", "--no-spare"]
-    environ = {"SIE_ADMIN_TOKEN": shared.ADMIN, "SIE_HF_FALLBACK": "false", "SIE_IMAGE_URL_HOSTS": "localhost,10.0.0.1"}
+    environ = {"SIE_ADMIN_TOKEN": shared.ADMIN, "SIE_HF_FALLBACK": "false"}
     return CLUSTERS.get(
         "open", lambda: running(tmp_path_factory.mktemp("open"), *arguments, environ=environ, gateways=2)
     )

@@ -254,7 +254,7 @@ ELSEWHERE = {"/v1/audio/transcriptions", "/v1/audio/translations"}
 
 
 def test_every_route_of_another_server_has_a_schema() -> None:
-    """Of the core, and of plug-ins: inference routes, and lists of models."""
+    """Routes of the core and of plug-ins: inference routes, and lists of models."""
     routes = [route for route in ROUTES if isinstance(route, InferenceRoute) and route.tag != "SIE"]
     routes += [route for route in PLUGINS.routes if route.endpoint == "models" and "{" not in route.path]
     assert {route.path for route in routes} - {reply.path for reply in REPLIES} <= ELSEWHERE

@@ -35,7 +35,6 @@ from sie_gateway.fleet.lanes import LOST_S, MAX_LANES, Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.image_urls import ImageUrls
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
@@ -197,9 +196,7 @@ class Alone:
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
         cold = ColdStarts(self.fleet, demand, self.metrics, lambda pool: "")
         runner = Runner(self.feed, self.queue, self.inbox, self.metrics, self.admission, cold, settings.load_hold_s)
-        self.inference = Inference(
-            settings, self.feed, self.fleet, {"_default"}, self.metrics, self.admission, runner, ImageUrls(None)
-        )
+        self.inference = Inference(settings, self.feed, self.fleet, {"_default"}, self.metrics, self.admission, runner)
 
     async def ask(self, number: int, key: str, texts: int) -> None:
         async def read() -> bytes:

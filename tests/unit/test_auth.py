@@ -48,8 +48,6 @@ DOCUMENTED = """
     infer  POST /v1/rerank /v2/rerank /v1/ranking /v1/score /score /v1/reranking /reranking
     read   GET /v1/models /v1/models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs
-    admin  GET /v1/cache
-    admin  POST /v1/cache/erase
     admin  GET /v1/dead-letters /v1/dead-letters/{letter}
     admin  POST /v1/models/org/name/load /v1/models/org/name/unload
     admin  POST /v1/dead-letters/replay /v1/dead-letters/{letter}/replay

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,15 +17,6 @@ from sie_contracts.models import families
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 EXTRAS = measure.PACKAGES.keys() - {measure.FOLDERS[package] for package in measure.CORE}
-# modules that are optional and still in the packages of the core, and the imports of them from the rest of the core.
-# A number may only fall; a row without imports leaves for extras/
-OPTIONAL = {
-    "sie_cli.cache": 0,
-    "sie_gateway.answers": 3,
-    "sie_gateway.inference.cached": 2,
-    "sie_gateway.inference.image_urls": 2,
-    "sie_gateway.operations.cache_routes": 1,
-}
 
 
 def _core() -> Iterator[measure.Module]:
@@ -84,8 +74,7 @@ NAMED: dict[str, Collection[str]] = {
     # a capability of models, by which a default model is chosen
     "redact": {"sie_gateway.dialects.selection", "sie_gateway.fleet.capabilities"},
 }
-# the client has the verbs of all servers, and rooms of OPTIONAL leave the core with what they name
-UNNAMED = ("sie_client", *OPTIONAL)
+UNNAMED = ("sie_client",)  # the client has the verbs of all servers
 
 
 def test_core_names_no_family_engine_or_command_of_an_extra() -> None:
@@ -94,7 +83,7 @@ def test_core_names_no_family_engine_or_command_of_an_extra() -> None:
         families.rows().keys() - families.FAMILIES
     )
     commands = {*points.get("sie.commands", {}), *points.get("sie.commands.models", {})}
-    names = {name.lower() for name in names} - {room.rpartition(".")[2] for room in OPTIONAL}
+    names = {name.lower() for name in names}
     pattern = re.compile(
         rf"(?<![\w/.-])({'|'.join(sorted(names, key=len, reverse=True)) or '(?!)'})(?![\w-])"
         rf"|`sie (?:models )?({'|'.join(sorted(commands)) or '(?!)'})\b",
@@ -113,13 +102,15 @@ def test_core_names_no_family_engine_or_command_of_an_extra() -> None:
     assert {name: modules for name, modules in unexplained.items() if modules} == {}
 
 
-def test_core_has_no_more_imports_of_what_is_optional() -> None:
-    edges = Counter(dict.fromkeys(OPTIONAL, 0))
-    for module in _core():
-        if not any(_within(module.name, room) for room in OPTIONAL):
-            imported = set(_imported(module.tree))
-            edges.update(room for room in OPTIONAL if any(_within(name, room) for name in imported))
-    assert dict(edges) == OPTIONAL
+def test_core_imports_no_package_of_an_extra() -> None:
+    packages = {measure.PACKAGES[folder] for folder in EXTRAS}
+    edges = [
+        f"{module.name} imports {name}"
+        for module in _core()
+        for name in _imported(module.tree)
+        if name.partition(".")[0] in packages
+    ]
+    assert edges == []
 
 
 def test_extra_leaves_pyproject_with_its_lines() -> None:

@@ -20,7 +20,7 @@ import pyarrow.ipc
 import pytest
 import torch
 from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, Source, until, until_told
+from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_adapter.epilogues import dtypes
 from sie_contracts import __version__
@@ -220,7 +220,6 @@ TOO_LARGE: dict[str, tuple[str, Any, str]] = {
         "items[2]",
     ),
     "openai": ("/v1/embeddings", {"model": ONE, "input": ["a", LARGE]}, "input[1]"),
-    "openai, behind a cached input": ("/v1/embeddings", {"model": ONE, "input": ["cached", "a", LARGE]}, "input[2]"),
     "rerank": ("/v1/rerank", {**SCORED, "documents": ["a", LARGE]}, "documents[1]"),
     "ranking": ("/v1/ranking", {**SCORED, "passages": [{"text": "a"}, {"text": LARGE}]}, "passages[1]"),
 }
@@ -580,29 +579,12 @@ async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_q
 
 
 async def test_an_input_that_no_message_holds_is_named_by_its_field_and_its_position(cluster: InProcess) -> None:
-    gateway = await cluster.gateway(SIE_CACHE_BYTES=str(1 << 20), SIE_DEFAULT_MODELS=f"embed={ONE}")
+    gateway = await cluster.gateway(SIE_DEFAULT_MODELS=f"embed={ONE}")
     await cluster.sidecar()
-    await until_cached(gateway, {"model": ONE, "input": ["cached"]})
     for name, (path, body, place) in TOO_LARGE.items():
         refused = await post(gateway, path, body)
         assert refused.status_code == 413, (name, refused.text)
         assert f'"{place}: 1100000 bytes' in refused.text, (name, refused.text)
-
-
-async def test_cached_answers_are_not_counted_when_only_cached_answers_are_allowed(cluster: InProcess) -> None:
-    gateway = await cluster.gateway(SIE_CACHE_BYTES=str(1 << 20))
-    await cluster.sidecar()
-    body = {"model": ONE, "input": [f"{number:02}{'x' * 4996}" for number in range(60)]}  # exactly 300,000 tokens
-    assert dialect.max_tokens(body["input"], RunOptions(), openai.MAX_TOKENS) > openai.MAX_TOKENS
-    await until_cached(gateway, body)
-    assert (await post(gateway, "/v1/embeddings", body, **{"X-SIE-Cache": "only"})).status_code == 200
-
-
-async def until_cached(gateway: GatewayProcess, body: Any) -> None:
-    async def is_cached() -> bool:
-        return (await post(gateway, "/v1/embeddings", body)).headers.get("x-sie-cache-status") == "hit"
-
-    await until_told(is_cached, "cached answers")
 
 
 def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:

@@ -565,3 +565,10 @@ def test_writing_the_reply_is_postprocessing() -> None:
     assert (before["postprocess_time"], timing["postprocess_time"], timing["postprocessing_ms"]) == (0, 150, 150)
     assert timing["unattributed_time"] == pytest.approx(timing["total_time"] - 150, abs=0.01)
     assert finished.reported_times == timing
+
+
+@pytest.mark.parametrize("piece", [ArraySlice("<f4", (4,), -16), ArraySlice("<f4", (8,), 0), ArraySlice("O", (1,), 0)])
+def test_an_array_outside_the_bytes_of_a_result_or_of_objects_is_refused(piece: ArraySlice) -> None:
+    outcome = Ok({"dense": piece}, 3)
+    with pytest.raises(ValueError):
+        reply.array_of(WorkResult("r", 0, "w", (outcome,), bytes(16)), outcome, "dense")

@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import of_extras
 import pytest
 from click.testing import CliRunner, Result
 
 from sie_cli import bodies
 from sie_cli.main import main
-from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.api.residency import ModelResidency
 
@@ -23,8 +23,6 @@ ESCAPE = "\x1b[2J\x1b]0;owned\x07\x9b2J\u202e"
 JSON = {"content-type": "application/json"}
 # command -> the reply of each of its calls
 COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "cache status": (["cache", "status"], CacheState.EXAMPLE),
-    "cache erase": (["cache", "erase", "--all"], CacheErased.EXAMPLE),
     "models list": (["models", "list", "--by", "language"], ConfigModels.EXAMPLE),
     "models history": (["models", "history", "m"], ModelHistory.EXAMPLE),
     "models status": (["models", "status", "m"], ModelRevisions.EXAMPLE),
@@ -35,6 +33,8 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "models load": (["models", "load", "m"], ModelResidency.EXAMPLE),
     "models unload": (["models", "unload", "m"], ModelResidency.EXAMPLE),
 }
+for _of_extra in of_extras.modules("replies"):
+    COMMANDS |= _of_extra.COMMANDS
 OTHER_FORMS: dict[str, tuple[int, dict[str, str], bytes]] = {
     "list": (200, JSON, b"[]"),
     "null": (200, JSON, b"null"),

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import io
-import json
 import logging
 import random
 import struct
@@ -20,8 +19,6 @@ from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
 from image_items import OF_PARTS, PARTS, SEEN, A, B, Worker, b64, file, post, running, uri, vector_of
-from image_server import ImageServer, network
-from image_server import answer as served
 from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
@@ -32,11 +29,10 @@ from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.costs import IMAGE_TOKENS
 from sie_contracts.wire.messages import Input, WorkItem
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import image_urls, images
+from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
-from sie_gateway.inference.image_urls import ImageUrls
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 CANARY = "c4n4ry"
@@ -120,12 +116,11 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
     ],
 )
 def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
-    """Without SIE_IMAGE_URL_HOSTS nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
         reading = images.read(value, "p")
         item = RequestItem(None, images=reading.files, unfit=reading.fault, links=reading.links)
         with pytest.raises(InvalidInput, match="fetches no URLs: send the bytes") as caught:
-            ImageUrls(None).check([item], None)
+            bodies.refuse_links([item], None)
         assert caught.value.reason == "invalid_media"
         assert address not in caught.value.message
 
@@ -457,49 +452,6 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
         assert worker.inputs == expected, path
         for data in (A, B):
             assert b64(data)[:40] not in answer.text
-
-
-async def test_a_url_of_a_listed_host_is_its_file_on_every_route(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIE_IMAGE_URL_HOSTS: the work items are equal to those of the files."""
-    at = "http://pictures.test/"
-    async with ImageServer({"/a": served(A), "/b": served(B)}) as server:
-        reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
-        hosts = "pictures.test,inside.test"
-        async with running(tmp_path, SIE_IMAGE_URL_HOSTS=hosts, network=reached) as (gateway, worker):
-            of_images = [case for case in OTHERS if not any(model_input.audio for model_input in case[2])]
-            for path, body, expected in of_images:  # sounds are not fetched
-                worker.items.clear()
-                text = json.dumps({"model": "toy/shown" if "rerank" in path else SEEN, **body})
-                for data, name in ((A, "a"), (B, "b")):
-                    text = text.replace(uri(data), at + name).replace(b64(data), at + name)
-                answer = await post(gateway, path, json.loads(text))
-                assert answer.status_code == 200, (path, answer.text)
-                assert worker.inputs == expected, path
-            worker.items.clear()
-            mixed = {"items": [{"images": [at + "a", "http://inside.test/a"]}, {"images": [b64(B), at + "a"]}]}
-            bad, good = (await post(gateway, f"/v1/encode/{SEEN}", mixed)).json()["items"]
-            assert (bad["error"]["reason"], "dense" in good) == ("invalid_media", True)
-            assert bad["error"]["message"] == (
-                "items[0].images[1]: the host of the URL has an address that is not public"
-            )
-            assert worker.inputs == [Input(images=(B, A))]
-            before = len(server.asked)
-            refused = await post(gateway, "/v1/encode/toy/one", {"items": [{"images": [at + "a"]}]})
-            assert refused.json()["error"]["reason"] == "unsupported_modality"
-            assert len(server.asked) == before
-            query = {"query": {"images": [at + "a"]}, "items": ["a", {"images": [at + "b"]}]}
-            assert (await post(gateway, "/v1/score/toy/shown", query)).status_code == 200
-            assert worker.items[-1].query == Input(images=(A,))
-            query["query"] = {"images": ["http://inside.test/a"]}
-            error = (await post(gateway, "/v1/score/toy/shown", query)).json()["error"]
-            assert (error["reason"], error["param"]) == ("invalid_media", "query.images[0]")
-            assert await gateway.metric("sie_gateway_image_fetches_total", result="refused") == 2
-            assert await gateway.metric("sie_gateway_image_fetches_total", result="fetched") == len(server.asked)
-            monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 10)
-            large = await post(gateway, "/v1/embeddings", {"model": SEEN, "input": [{"image": at + "a"}]})
-            assert (large.status_code, large.json()["error"]["param"]) == (413, "input")
 
 
 async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:

@@ -92,12 +92,12 @@ class _Greeter(plugin.Service):
 
 def test_gateway_serves_without_a_service_that_raises() -> None:
     """A wrong setting is no fault of the package, and ends the process as that of the core does."""
-    context = cast(plugin.Context, None)
+    context = cast(plugin.PluginContext, None)
 
-    def raises(_: plugin.Context) -> plugin.Service:
+    def raises(_: plugin.PluginContext) -> plugin.Service:
         raise ValueError("out of order")
 
-    def refuses(_: plugin.Context) -> plugin.Service:
+    def refuses(_: plugin.PluginContext) -> plugin.Service:
         raise SettingError("SIE_GREETING", "expected a word")
 
     greeter, faults = _Greeter(), dict[str, str]()

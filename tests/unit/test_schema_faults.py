@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from sie_contracts.api import batches, jobs
-from sie_contracts.api.cache import CacheErasure
 from sie_contracts.schema_faults import fault_line, invalid_input
 
 JOB: dict[str, Any] = {"model": "org/m", "input": {"file": "file-1"}}
@@ -34,7 +33,6 @@ SECRET = "a text of a client"
         (jobs.JobRequest, {**JOB, "deadline": SECRET}, "deadline", "expected a number, got a string"),
         (jobs.JobRequest, {**JOB, "x" * 5000: 1}, "x" * 64, "unknown field"),
         (batches.BatchRequest, {}, "input_file_id", "missing"),
-        (CacheErasure, {"texts": SECRET}, "texts", "unknown field; did you mean `text`?"),
     ],
 )
 def test_a_refused_body_names_the_field_and_no_value(kind: type, document: Any, param: str, text: str) -> None:

@@ -140,17 +140,12 @@ DOCUMENTED = _DocumentedSettings(
             "https://a.example.com,http://localhost:3000",
             (",", "*", "null", "a.example.com", "https://a/", "https://A"),
         ),
-        "SIE_IMAGE_URL_HOSTS": Documented(
-            UNSET, "a.example.com,*.example.org:8443,*", (",", "http://a", "a/b", "a:port")
-        ),
         "SIE_ROOT_PATH": Documented(UNSET, "/sie", ("sie", "/sie/", "/", "//")),
         "SIE_DEFAULT_MODELS": Documented(UNSET, "embed=a/b,rerank=c/d", ("embed", "chat=a/b", "embed=", ",")),
         "SIE_POOL_WRITE_ROLE": Documented("user", "admin", ("root", "")),
         "SIE_STREAM_STORAGE": Documented("file", "memory", ("disk", "")),
         "SIE_STREAM_REPLICAS": Documented("1", "3", ("0", "6", "x", "")),
         "SIE_QUEUE_MAX_BYTES": Documented("1073741824", "1048576", ("1048575", "1g", "")),
-        "SIE_CACHE_BYTES": Documented("0", "1048576", ("-1", "1g", "")),
-        "SIE_CACHE_TTL_S": Documented("3600", "1", ("0", "1h", "")),
         "SIE_CACHE_SHARED": Documented("false", "true", ("maybe", "")),
         "SIE_CACHE_EXCLUDED_MODELS": Documented(UNSET, "org/a,org/b", (",",)),
         "SIE_POOL": Documented("_default", "batch_2", ("a.b", "a b", "x" * 64, "")),

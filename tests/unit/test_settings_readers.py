@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
 ANSWERS = "tests/unit/test_answer_keys.py"
-CACHED = "tests/unit/test_cached.py"
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
 TRUST = "tests/unit/test_trust.py"
@@ -124,8 +123,6 @@ EFFECTS = {
     "SIE_BODY_MEMORY_BYTES": f"{GATEWAY}::test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
-    "SIE_CACHE_BYTES": f"{CACHED}::test_a_gateway_answers_repeated_inputs_without_a_worker",
-    "SIE_CACHE_TTL_S": f"{CACHED}::test_an_answer_is_computed_again_after_its_time",
     "SIE_CACHE_EXCLUDED_MODELS": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
     "SIE_CACHE_SHARED": f"{ANSWERS}::test_the_settings_name_who_uses_cached_answers",
     "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",
@@ -183,7 +180,6 @@ EFFECTS = {
     "SIE_PREPROCESSOR_WORKERS": (
         f"{BATCHING}::test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers"
     ),
-    "SIE_IMAGE_URL_HOSTS": ("tests/unit/test_image_items.py::test_a_url_of_a_listed_host_is_its_file_on_every_route"),
     "SIE_IMAGE_WORKERS": (
         "tests/unit/test_media_pool.py::test_as_many_images_are_prepared_at_once_as_there_are_image_workers"
     ),

@@ -58,8 +58,6 @@ SILENT = """
     DELETE /v1/configs/models/{id:path}
     GET    /v1/whoami /ws/status
     GET    /docs /docs/static/{file} /openapi.json /metrics
-    GET    /v1/cache
-    POST   /v1/cache/erase
     GET    /v1/dead-letters /v1/dead-letters/{letter}
     POST   /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
     DELETE /v1/dead-letters /v1/dead-letters/{letter}

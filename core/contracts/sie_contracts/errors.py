@@ -378,7 +378,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class ErrorFormat:
     """Format of errors that several routes share. It is called with the error, the request id, and the failures of
     single inputs, and returns the HTTP status and the JSON body.
     """
@@ -413,7 +413,7 @@ _MEMBERS: dict[str, tuple[Member, ...]] = {
         CODE,
     ),
 }
-FAMILIES = {name: Family(name, members) for name, members in _MEMBERS.items()}
+FAMILIES = {name: ErrorFormat(name, members) for name, members in _MEMBERS.items()}
 """The formats of errors in the core. A fact appears twice in a body only if clients of the route read it from different
 members. If no route is known, for example for an unknown path, the family is `native`.
 """
@@ -423,7 +423,7 @@ def envelope(
     error: SIEError,
     request_id: str,
     errors: list[dict[str, Any]] | None = None,
-    family: Family = FAMILIES["native"],
+    family: ErrorFormat = FAMILIES["native"],
 ) -> dict[str, Any]:
     """Return the HTTP body of `error` in an API format. `errors`: errors of single inputs."""
     code = error.code.lower() if family.name == "openai" else error.code

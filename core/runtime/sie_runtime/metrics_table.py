@@ -160,17 +160,6 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
-    # Cache of answers; all values are 0 at a gateway without SIE_CACHE_BYTES
-    Metric(
-        "sie_gateway_cache_inputs",
-        "counter",
-        "Inputs of requests that use the cache: hit, joined (an equal input was under way), miss",
-        ("result",),
-        3,
-    ),
-    Metric("sie_gateway_cache_answers", "gauge", "Answers in the cache of this gateway"),
-    Metric("sie_gateway_cache_bytes", "gauge", "Memory of the answers in the cache, at most SIE_CACHE_BYTES"),
-    Metric("sie_gateway_cache_evictions", "counter", "Answers removed from the cache for lack of room"),
     # Jobs; every gateway exports the same values
     # Queue of a lane (pool, machine profile and bundle)
     Metric(
@@ -229,14 +218,6 @@ _GATEWAY = (
         "Attempts to publish a message that the broker refused or did not acknowledge",
     ),
     Metric("sie_gateway_queue_payload_offloads", "counter", "Chunks whose inputs went through the payload store"),
-    Metric(
-        "sie_gateway_image_fetches",
-        "counter",
-        "Images at URLs, by whether they were fetched, were refused by a rule or a limit, or failed at their server",
-        ("result",),
-        3,
-        3,
-    ),
     Metric(
         "sie_gateway_chunk_deliveries",
         "histogram",

@@ -35,7 +35,7 @@ from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.operations.status import ClusterStatus, failures, of_pool
-from sie_gateway.plugin import Context, Service
+from sie_gateway.plugin import PluginContext, Service
 from sie_runtime.process import Stop, Tasks
 
 EVERY_S = 1.0
@@ -106,7 +106,7 @@ class Overview(Service):
         self._placed = CachedSummary(self._lane_tables)
 
     @classmethod
-    def build(cls, context: Context) -> Overview:
+    def build(cls, context: PluginContext) -> Overview:
         """Build the overview, which hears of the gateway's requests."""
         overview = cls(context.status, context.placer, context.lag, context.broker, context.data_dir)
         context.listeners.admitted.append(overview.log.admitted)

@@ -54,11 +54,15 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.of(Overview).shown(request.query_params.get("filter", ""), call_of(request).grant))
+    return json_response(
+        gateway.service(Overview).shown(request.query_params.get("filter", ""), call_of(request).grant)
+    )
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.of(Overview).placed(request.query_params.get("filter", ""), call_of(request).grant))
+    return json_response(
+        gateway.service(Overview).placed(request.query_params.get("filter", ""), call_of(request).grant)
+    )
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
@@ -67,16 +71,16 @@ async def history(gateway: Gateway, request: Request) -> Response:
     step_s = whole(query, "step_s", STEP_S, STEP_S, 600)
     if step_s % STEP_S:
         raise InvalidInput.at("step_s", f"expected a multiple of {STEP_S}")
-    return json_response(gateway.of(Overview).history.since(since_s, step_s))
+    return json_response(gateway.service(Overview).history.since(since_s, step_s))
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
     most = whole(request.query_params, "limit", 50, 1, 1000)
-    return json_response({"requests": gateway.of(Overview).history.requests(most, call_of(request).grant)})
+    return json_response({"requests": gateway.service(Overview).history.requests(most, call_of(request).grant)})
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
-    note = gateway.of(Overview).history.find(request.path_params["request"], call_of(request).grant)
+    note = gateway.service(Overview).history.find(request.path_params["request"], call_of(request).grant)
     if note is None:
         raise NotFound(
             "this gateway has no record of a request of yours with this id: it keeps records for one hour, and only of "
@@ -88,7 +92,7 @@ async def request(gateway: Gateway, request: Request) -> Response:
 async def request_log(gateway: Gateway, request: Request) -> Response:
     """Return the log lines of a request. Memory has only the newest lines, so the list may be empty."""
     return json_response(
-        {"lines": gateway.of(Overview).log.lines_of(request.path_params["request"], call_of(request).grant)}
+        {"lines": gateway.service(Overview).log.lines_of(request.path_params["request"], call_of(request).grant)}
     )
 
 

@@ -16,7 +16,7 @@ import orjson
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import embedding_types, fields, multimodal
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -27,13 +27,13 @@ from sie_runtime.http.asgi import Body
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 
 
-async def _embed(version: int, asked: Asked, body: fields.Body) -> Parsed:
+async def _embed(version: int, facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /v{version}/embed`. The reply has the vectors of texts or images in all requested types."""
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")
     if not kind and version == 2:
         raise bad("input_type", None, f"one of {', '.join(INPUT_TYPES)}")
-    entry = asked.resolved.entry
-    name, items = _items(body, asked.limit)
+    entry = facts.resolved.entry
+    name, items = _items(body, facts.limit)
     types = _types(body)
     params: dict[str, Any] = {"output_types": ["dense"], "output_dtype": "float32"}
     params |= fields.side(kind, entry)
@@ -42,9 +42,9 @@ async def _embed(version: int, asked: Asked, body: fields.Body) -> Parsed:
         params["dimensions"] = width
     if (most := fields.whole(body, "max_tokens", 1)) is not None:
         params["max_seq_length"] = min(most, entry.max_tokens)
-    return Parsed(
+    return ParsedRequest(
         request=InferRequest(
-            "encode", asked.resolved, items, params, priority=fields.priority(body), side="", inputs_field=name
+            "encode", facts.resolved, items, params, priority=fields.priority(body), side="", inputs_field=name
         ),
         names={"output_types": "model", "dimensions": "output_dimension"},
         render=functools.partial(
@@ -53,8 +53,8 @@ async def _embed(version: int, asked: Asked, body: fields.Body) -> Parsed:
     )
 
 
-v1 = Dialect("embed", functools.partial(_embed, 1))
-v2 = Dialect("embed", functools.partial(_embed, 2))
+v1 = BodyFormat("embed", functools.partial(_embed, 1))
+v2 = BodyFormat("embed", functools.partial(_embed, 2))
 
 
 def _types(body: fields.Body) -> list[str]:

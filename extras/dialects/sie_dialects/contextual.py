@@ -14,7 +14,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import MAX_RULE_TOKENS, ChunkRule, TextChunks
 from sie_gateway.dialects import embedding_types, fields, joined_texts, openai
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
 from sie_gateway.inference import chunk_fields, reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -25,27 +25,27 @@ MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000
 CHUNK_TOKENS = 512  # default of the field `chunk_size`, in tokens
 
 
-async def _embeddings(asked: Asked, body: fields.Body) -> Parsed:
+async def _embeddings(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /v1/contextualizedembeddings`. The reply has the vectors of each document, in the order of
     its chunks.
     """
     kind, is_base64 = embedding_types.requested(body, "output_dtype")
     side = fields.choice(body, "input_type", ("query", "document"), "")
-    limit = min(MAX_DOCUMENTS, asked.limit)
+    limit = min(MAX_DOCUMENTS, facts.limit)
     items = _items(fields.inputs(body.get("inputs"), "inputs", limit), side, _rule(body, side))
     parameters = fields.parameters(body, "input_type", "normalize", "options")
     if (width := fields.whole(body, "output_dimension", 1)) is not None:
         parameters["dimensions"] = width
     parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
-    return Parsed(
-        request=InferRequest("encode", asked.resolved, items, parameters, side="", inputs_field="inputs"),
+    return ParsedRequest(
+        request=InferRequest("encode", facts.resolved, items, parameters, side="", inputs_field="inputs"),
         names={"dimensions": "output_dimension", "output_types": "model"},
         max_tokens=MAX_TOKENS,
         render=functools.partial(_answer, kind=kind, is_base64=is_base64),
     )
 
 
-embeddings = Dialect("embed", _embeddings)
+embeddings = BodyFormat("embed", _embeddings)
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:

@@ -11,11 +11,11 @@ from uuid import uuid4
 from fastapi import Request
 from fastapi.responses import Response
 
-from sie_contracts.errors import CODE, ERROR, Family
+from sie_contracts.errors import CODE, ERROR, ErrorFormat
 from sie_dialects import tei
 from sie_gateway.dialects import fields, native
 from sie_gateway.dialects import rerank as reranks
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
 from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
 from sie_gateway.inference.results import RequestResult
 from sie_gateway.operations import handlers
@@ -23,13 +23,13 @@ from sie_gateway.operations import handlers
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
-shape = Family("infinity", (ERROR._replace(reader="Infinity"), CODE))
+shape = ErrorFormat("infinity", (ERROR._replace(reader="Infinity"), CODE))
 
 
-async def _classify(asked: Asked, body: fields.Body) -> Parsed:
+async def _classify(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /classify` or `/v1/classify`. The reply has all classes of each text, the best first."""
     value = body.get("input")
-    items = fields.items([value] if isinstance(value, str) else value, "input", asked.limit)
+    items = fields.items([value] if isinstance(value, str) else value, "input", facts.limit)
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
@@ -37,29 +37,31 @@ async def _classify(asked: Asked, body: fields.Body) -> Parsed:
         content = {
             "object": "classify",
             "data": tei.classes(finished, "input"),
-            "model": asked.resolved.requested,
+            "model": facts.resolved.requested,
             "id": f"classify-{uuid4()}",
             "created": int(time.time()),
             **fields.shared(call, finished),
         }
         return native.written(call, finished, content, began_s)
 
-    return Parsed(request=InferRequest("extract", asked.resolved, items, params, inputs_field="input"), render=render)
+    return ParsedRequest(
+        request=InferRequest("extract", facts.resolved, items, params, inputs_field="input"), render=render
+    )
 
 
-async def _rerank(asked: Asked, body: fields.Body) -> Parsed:
+async def _rerank(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /rerank`. If it has `texts`, it and the reply are in the format of TEI."""
     if body.get("texts") is not None:
-        return await tei.parse_rerank(asked, body)
-    return await reranks.parse(asked, body, version=1, root=True)
+        return await tei.parse_rerank(facts, body)
+    return await reranks.parse(facts, body, version=1, root=True)
 
 
 def _rerank_shape(body: fields.Body) -> ErrorShape | None:
     return tei.shape if body.get("texts") is not None else fields.error_shape(body)
 
 
-classify = Dialect("predict", _classify)
-rerank = Dialect("rerank", _rerank, shape=_rerank_shape)
+classify = BodyFormat("predict", _classify)
+rerank = BodyFormat("rerank", _rerank, shape=_rerank_shape)
 
 
 async def models(gateway: Gateway, request: Request) -> Response:

@@ -14,12 +14,12 @@ from typing import Any
 
 import orjson
 
-from sie_contracts.errors import CODE, RAW, Family, Member
+from sie_contracts.errors import CODE, RAW, ErrorFormat, Member
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
 from sie_gateway.dialects import rerank as reranks
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
@@ -28,7 +28,7 @@ from sie_gateway.inference.results import RequestResult
 PREFIX = "/api/"
 TAG = ":latest"
 NS_PER_MS = 1_000_000
-shape = Family(
+shape = ErrorFormat(
     "ollama", (Member("error", "message", "Ollama, whose clients print it"), RAW._replace(name="detail"), CODE)
 )
 # paths that clients of Ollama try, and that no gateway serves, with the error message
@@ -56,22 +56,22 @@ def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
     return name if profile and TAG[1:] in resolved.entry.profiles else name + TAG
 
 
-async def _embed(asked: Asked, body: fields.Body) -> Parsed | EncodedReply:
+async def _embed(facts: BodyFacts, body: fields.Body) -> ParsedRequest | EncodedReply:
     """Read a body of `POST /api/embed`. The reply has a normalised vector for each input. The reply to an empty input
     has no vectors and no error, because clients send an empty input to test whether the model exists.
     """
-    name = str(body.get("model") or asked.resolved.requested)
+    name = str(body.get("model") or facts.resolved.requested)
     value = body.get("input")
     if value in (None, "", []):
         return _json({"model": name, "embeddings": []})
-    items = fields.items([value] if isinstance(value, str) else value, "input", asked.limit)
+    items = fields.items([value] if isinstance(value, str) else value, "input", facts.limit)
     parameters: dict[str, Any] = {
         "truncate": "END" if fields.flag(body, "truncate", default=True) else "NONE",
         "normalize": True,
     }
     if width := fields.whole(body, "dimensions", 0):
         parameters["dimensions"] = width
-    return _parsed(asked, body, "input", items, parameters, functools.partial(_embedded, name))
+    return _parsed(facts, body, "input", items, parameters, functools.partial(_embedded, name))
 
 
 def _embedded(name: str, call: Call, finished: RequestResult) -> EncodedReply:
@@ -93,14 +93,14 @@ def _embedded(name: str, call: Call, finished: RequestResult) -> EncodedReply:
     return EncodedReply(data, content_type, finished.headers(call.received_s))
 
 
-async def _embeddings(asked: Asked, body: fields.Body) -> Parsed | EncodedReply:
+async def _embeddings(facts: BodyFacts, body: fields.Body) -> ParsedRequest | EncodedReply:
     """Read a body of `POST /api/embeddings`. The reply has a vector that is not normalised. A long text is truncated,
     as in Ollama.
     """
     if body.get("prompt") in (None, ""):
         return _json({"embedding": []})
     items = (RequestItem(fields.text(body, "prompt")),)
-    return _parsed(asked, body, "prompt", items, {"truncate": "END", "normalize": False}, _embedding)
+    return _parsed(facts, body, "prompt", items, {"truncate": "END", "normalize": False}, _embedding)
 
 
 def _embedding(call: Call, finished: RequestResult) -> EncodedReply:
@@ -115,10 +115,10 @@ def _bare_name(catalogue: Catalogue, body: fields.Body) -> object:
     return untagged(catalogue, name) if isinstance(name, str) else name
 
 
-embed = Dialect("embed", _embed, _bare_name)
-embeddings = Dialect("embed", _embeddings, _bare_name)
+embed = BodyFormat("embed", _embed, _bare_name)
+embeddings = BodyFormat("embed", _embeddings, _bare_name)
 # the body and the reply of /v1/rerank, for programs that take the address of Ollama
-rerank = Dialect("rerank", functools.partial(reranks.parse, version=1), _bare_name, fields.error_shape)
+rerank = BodyFormat("rerank", functools.partial(reranks.parse, version=1), _bare_name, fields.error_shape)
 
 
 def _json(content: Any) -> EncodedReply:
@@ -130,13 +130,13 @@ def _nanoseconds(milliseconds: float) -> int:
 
 
 def _parsed(
-    asked: Asked,
+    facts: BodyFacts,
     body: fields.Body,
     name: str,
     items: tuple[RequestItem, ...],
     parameters: dict[str, Any],
     render: Callable[[Call, RequestResult], EncodedReply],
-) -> Parsed:
+) -> ParsedRequest:
     """Return the request for the inputs in the field `name`. Raises InvalidInput."""
     options = body.get("options")
     if options is not None and not isinstance(options, dict):
@@ -144,10 +144,10 @@ def _parsed(
     with fields.named(num_ctx="options.num_ctx"):
         context = fields.whole(options or {}, "num_ctx", 1)
     if context is not None:
-        parameters["max_seq_length"] = min(context, asked.resolved.entry.max_tokens)
+        parameters["max_seq_length"] = min(context, facts.resolved.entry.max_tokens)
     parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
-    return Parsed(
-        request=InferRequest("encode", asked.resolved, items, parameters, side="", inputs_field=name),
+    return ParsedRequest(
+        request=InferRequest("encode", facts.resolved, items, parameters, side="", inputs_field=name),
         names={"output_types": "model", "normalize": "model"},
         render=render,
     )

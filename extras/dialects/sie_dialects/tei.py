@@ -19,7 +19,7 @@ from sie_contracts.arrays import Array
 from sie_contracts.errors import (
     CODE,
     RAW,
-    Family,
+    ErrorFormat,
     InvalidInput,
     Member,
     QueueFull,
@@ -31,7 +31,7 @@ from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry, classifies, widths
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
 from sie_gateway.dialects.scores import ranked, scaled
 from sie_gateway.dialects.selection import Capability, checked, model_for, unable
 from sie_gateway.inference import body as bodies
@@ -72,7 +72,7 @@ def _status(error: SIEError) -> int:
     return _STATUS.get(kind, error.status)
 
 
-shape = Family(
+shape = ErrorFormat(
     "tei",
     (
         Member("error", "message", "Text Embeddings Inference, huggingface_hub"),
@@ -132,7 +132,7 @@ def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
 
 
 def _encode(
-    asked: Asked,
+    facts: BodyFacts,
     capability: Capability,
     items: tuple[RequestItem, ...],
     params: Mapping[str, Any],
@@ -140,7 +140,7 @@ def _encode(
     *,
     is_cosine: bool = False,
     rename: Callable[[SIEError], None] = lambda error: None,
-) -> Parsed:
+) -> ParsedRequest:
     """Return the request for vectors of the inputs. `is_cosine`: normalise the vectors, even if `params` forbid it.
     Raises InvalidInput.
     """
@@ -152,31 +152,31 @@ def _encode(
     def adjust(planned: PlannedRequest) -> PlannedRequest:
         if capability != "embed_all":
             return planned
-        return planned.with_run(options.unpooled(asked.resolved.entry, planned.options.run))
+        return planned.with_run(options.unpooled(facts.resolved.entry, planned.options.run))
 
-    request = InferRequest("encode", asked.resolved, items, merged, side="", inputs_field="inputs")
-    return Parsed(request=request, adjust=adjust, render=render, rename=rename)
+    request = InferRequest("encode", facts.resolved, items, merged, side="", inputs_field="inputs")
+    return ParsedRequest(request=request, adjust=adjust, render=render, rename=rename)
 
 
-async def _embed(asked: Asked, body: fields.Body) -> Parsed:
+async def _embed(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for a list of dense vectors, also for a single input."""
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
         return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
-    return _encode(asked, "embed", _inputs(body.get("inputs"), asked.limit), body, render)
+    return _encode(facts, "embed", _inputs(body.get("inputs"), facts.limit), body, render)
 
 
-async def _embed_all(asked: Asked, body: fields.Body) -> Parsed:
+async def _embed_all(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for the hidden states of all tokens, not pooled and not normalised."""
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
         return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
-    return _encode(asked, "embed_all", _inputs(body.get("inputs"), asked.limit), body, render)
+    return _encode(facts, "embed_all", _inputs(body.get("inputs"), facts.limit), body, render)
 
 
-async def _embed_sparse(asked: Asked, body: fields.Body) -> Parsed:
+async def _embed_sparse(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for sparse vectors. The reply has the index and the weight of each token of the vocabulary whose
     weight is not 0.
     """
@@ -186,7 +186,7 @@ async def _embed_sparse(asked: Asked, body: fields.Body) -> Parsed:
         rows = list(zip(indices, values, strict=True))
         return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
 
-    return _encode(asked, "embed_sparse", _inputs(body.get("inputs"), asked.limit), body, render)
+    return _encode(facts, "embed_sparse", _inputs(body.get("inputs"), facts.limit), body, render)
 
 
 def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
@@ -194,13 +194,13 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
     return [{"index": index, "value": value} for index, value in zip(indices.tolist(), weights.tolist(), strict=True)]
 
 
-async def _similarity(asked: Asked, body: fields.Body) -> Parsed:
+async def _similarity(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for the cosine similarities of a source sentence and each of the other sentences."""
     value = body.get("inputs")
     if not isinstance(value, dict):
         raise bad("inputs", value, "a map with source_sentence and sentences")
     source = fields.string(value.get("source_sentence"), "inputs.source_sentence")
-    sentences = _texts(value.get("sentences"), asked.limit, "inputs.sentences")
+    sentences = _texts(value.get("sentences"), facts.limit, "inputs.sentences")
     parameters = body.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise bad("parameters", parameters, "a map or null")
@@ -211,7 +211,7 @@ async def _similarity(asked: Asked, body: fields.Body) -> Parsed:
         return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
 
     items = (RequestItem(source), *sentences)
-    return _encode(asked, "embed", items, parameters or {}, render, is_cosine=True, rename=_name_sentence)
+    return _encode(facts, "embed", items, parameters or {}, render, is_cosine=True, rename=_name_sentence)
 
 
 def _name_sentence(error: SIEError) -> None:
@@ -224,10 +224,10 @@ def _name_sentence(error: SIEError) -> None:
         error.param = name + error.param.removeprefix(path[0])
 
 
-async def parse_rerank(asked: Asked, body: fields.Body) -> Parsed:
+async def parse_rerank(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for the texts in the order of their relevance to a query, best first."""
     query = RequestItem(fields.text(body, "query"))
-    items = _texts(body.get("texts"), asked.limit, "texts")
+    items = _texts(body.get("texts"), facts.limit, "texts")
     is_raw, with_text = fields.flag(body, "raw_scores"), fields.flag(body, "return_text")
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
@@ -241,11 +241,11 @@ async def parse_rerank(asked: Asked, body: fields.Body) -> Parsed:
             ],
         )
 
-    request = InferRequest("score", asked.resolved, items, _truncation(body), query, inputs_field="texts")
-    return Parsed(request=request, adjust=scaled(raw=is_raw), render=render)
+    request = InferRequest("score", facts.resolved, items, _truncation(body), query, inputs_field="texts")
+    return ParsedRequest(request=request, adjust=scaled(raw=is_raw), render=render)
 
 
-async def _predict(asked: Asked, body: fields.Body, *, is_nested: bool = False) -> Parsed:
+async def _predict(facts: BodyFacts, body: fields.Body, *, is_nested: bool = False) -> ParsedRequest:
     """Read a body for the classes of texts or pairs of texts. The reply has a list for one input, and a list of lists
     for a batch. If `is_nested`, the reply for one input is a list of lists too.
     """
@@ -255,7 +255,7 @@ async def _predict(asked: Asked, body: fields.Body, *, is_nested: bool = False) 
     )
     batch = [[value] if isinstance(value, str) else value] if is_single else value
     items = []
-    for index, entry in enumerate(_counted(batch, asked.limit, "inputs")):
+    for index, entry in enumerate(_counted(batch, facts.limit, "inputs")):
         path = f"inputs[{index}]"
         pair = [entry] if isinstance(entry, str) else entry
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
@@ -268,8 +268,8 @@ async def _predict(asked: Asked, body: fields.Body, *, is_nested: bool = False) 
         predictions = classes(finished, "inputs")
         return _answer(call, finished, predictions[0] if is_single and not is_nested else predictions)
 
-    request = InferRequest("extract", asked.resolved, tuple(items), params, inputs_field="inputs")
-    return Parsed(request=request, render=render)
+    request = InferRequest("extract", facts.resolved, tuple(items), params, inputs_field="inputs")
+    return ParsedRequest(request=request, render=render)
 
 
 def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
@@ -281,15 +281,15 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
     return predictions
 
 
-async def _tokenize(asked: Asked, body: fields.Body) -> Parsed:
+async def _tokenize(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for the tokens of texts: id, text, and the byte offsets of the token's begin and end. The reply to a
     body with `prompt` has the ids of this one text, as from vLLM.
     """
     is_prompt = body.get("inputs") is None and body.get("prompt") is not None
     name = "prompt" if is_prompt else "inputs"
     value = fields.text(body, name) if is_prompt else body.get(name)
-    items = _texts([value] if isinstance(value, str) else value, asked.limit, name)
-    template = _template(body, asked.resolved.entry)
+    items = _texts([value] if isinstance(value, str) else value, facts.limit, name)
+    template = _template(body, facts.resolved.entry)
     run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
     with_texts = fields.flag(body, "return_token_strs") if is_prompt else False
 
@@ -299,7 +299,7 @@ async def _tokenize(asked: Asked, body: fields.Body) -> Parsed:
             (tokens,) = replies
             content = {
                 "count": len(tokens["ids"]),
-                "max_model_len": asked.resolved.entry.max_tokens,
+                "max_model_len": facts.resolved.entry.max_tokens,
                 "tokens": tokens["ids"],
                 "token_strs": tokens["texts"] if with_texts else None,
             }
@@ -307,8 +307,8 @@ async def _tokenize(asked: Asked, body: fields.Body) -> Parsed:
         size = MAP_VALUES * sum(len(entry["ids"]) for entry in replies)
         return _answer(call, finished, reply.listed(replies, size, row=_tokens))
 
-    request = InferRequest("tokenize", asked.resolved, items, {}, run=run, inputs_field=name)
-    return Parsed(request=request, render=render)
+    request = InferRequest("tokenize", facts.resolved, items, {}, run=run, inputs_field=name)
+    return ParsedRequest(request=request, render=render)
 
 
 _TOKEN = {"id": "ids", "text": "texts", "special": "special", "start": "starts", "stop": "stops"}
@@ -327,47 +327,47 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
     return before, after
 
 
-async def _decode(asked: Asked, body: fields.Body) -> Parsed:
+async def _decode(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body for the texts of token ids."""
     value = body.get("ids")
-    lists = _counted([value] if _is_ids(value) else value, asked.limit, "ids")
+    lists = _counted([value] if _is_ids(value) else value, facts.limit, "ids")
     items = tuple(RequestItem(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
     run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
         return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
 
-    request = InferRequest("decode", asked.resolved, items, {}, run=run, inputs_field="ids")
-    return Parsed(request=request, render=render)
+    request = InferRequest("decode", facts.resolved, items, {}, run=run, inputs_field="ids")
+    return ParsedRequest(request=request, render=render)
 
 
-async def _main_task(asked: Asked, body: fields.Body) -> Parsed:
+async def _main_task(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /` for the model's main task, or for similarities to a source sentence."""
-    resolved, entry = asked.resolved, asked.resolved.entry
+    resolved, entry = facts.resolved, facts.resolved.entry
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:
         checked(resolved, "embed")
-        return await _similarity(asked, body)
+        return await _similarity(facts, body)
     if "dense" in widths(entry, resolved.run):
-        return await _embed(asked, body)
+        return await _embed(facts, body)
     if "sparse" in entry.outputs:
-        return await _embed_sparse(asked, body)
+        return await _embed_sparse(facts, body)
     if classifies(entry):
-        return await _predict(asked, body, is_nested=True)  # huggingface_hub takes the first list of lists
+        return await _predict(facts, body, is_nested=True)  # huggingface_hub takes the first list of lists
     if "score" in entry.tasks and ("query" in body or "encode" not in entry.tasks):
-        return await parse_rerank(asked, body)
+        return await parse_rerank(facts, body)
     raise unable(resolved, "embed")
 
 
-embed = Dialect("embed", _embed)
-embed_all = Dialect("embed_all", _embed_all)
-embed_sparse = Dialect("embed_sparse", _embed_sparse)
-similarity = Dialect("embed", _similarity)
-rerank = Dialect("rerank", parse_rerank)
-predict = Dialect("predict", _predict)
-tokenize = Dialect("embed", _tokenize, any_task=True)
-decode = Dialect("embed", _decode, any_task=True)
-main_task = Dialect("embed", _main_task, any_task=True)
+embed = BodyFormat("embed", _embed)
+embed_all = BodyFormat("embed_all", _embed_all)
+embed_sparse = BodyFormat("embed_sparse", _embed_sparse)
+similarity = BodyFormat("embed", _similarity)
+rerank = BodyFormat("rerank", parse_rerank)
+predict = BodyFormat("predict", _predict)
+tokenize = BodyFormat("embed", _tokenize, any_task=True)
+decode = BodyFormat("embed", _decode, any_task=True)
+main_task = BodyFormat("embed", _main_task, any_task=True)
 
 
 async def health(inference: Inference, call: Call, _: fields.Body) -> EncodedReply:

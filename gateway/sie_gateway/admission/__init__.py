@@ -18,7 +18,6 @@ limits, under "What a client may hold". Places in the gateway:
     fleet/lanes.Fleet               PROVISIONING        workers with the bundle of the model
     fleet/pool_rules.created        POOL_OPERATION_FORBIDDEN  reservations of a key, or of all keys
     inference/handler.Inference     QUEUE_FULL          requests in progress
-    inference/image_urls.ImageUrls  QUEUE_FULL          memory of fetched images
     inference/results.ResultInbox   RESOURCE_EXHAUSTED  memory of results from workers
     inference/call.BodyReader       QUEUE_FULL          memory of bodies
     streams/offload.Offload         QUEUE_UNAVAILABLE   space of the payload store for large inputs (`store_full`)

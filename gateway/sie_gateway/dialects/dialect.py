@@ -1,7 +1,7 @@
 """Form of a route in the API format of another server. `parse` makes a request to a model from a body, and `render` of
 this request makes the reply from the result. Neither has access to the gateway, which does what is between them:
 
-    body ──► model ──► parse ──► Parsed ──► plan ──► count tokens ──► run ──► RequestResult ──► render ──► EncodedReply
+    body ─► model ─► parse ─► ParsedRequest ─► plan ─► count tokens ─► run ─► RequestResult ─► render ─► EncodedReply
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `parse` gets beside the body. `limit`: largest number of inputs. `in_path`: the path names the model."""
+class BodyFacts:
+    """Facts that `parse` gets beside the body. `limit`: largest number of inputs. `in_path`: whether the path names the
+    model.
+    """
 
     resolved: Resolved
     headers: Mapping[str, str]
@@ -36,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parsed:
+class ParsedRequest:
     """Request to a model, and the function that makes the reply from its result.
 
     `names`: SIE's name of a parameter -> the client's name, for errors. `adjust` changes the request after its
@@ -52,12 +54,12 @@ class Parsed:
     rename: Callable[[SIEError], None] = lambda error: None
 
 
-Parse = Callable[[Asked, fields.Body], Awaitable[Parsed | EncodedReply]]
+Parse = Callable[[BodyFacts, fields.Body], Awaitable[ParsedRequest | EncodedReply]]
 """Function that reads the fields of a body. Returns a reply if the request needs no run. Raises InvalidInput."""
 
 
 @dataclass(frozen=True)
-class Dialect:
+class BodyFormat:
     """Handler of a route. `capability`: what the route needs of a model. A model without the task is refused, unless
     `any_task`. `name` returns the model that a body names. `shape` returns the format of errors that a body chooses;
     None for that of the route.
@@ -76,8 +78,8 @@ class Dialect:
         resolved = model_for(inference, call, self.capability, self.name(inference.catalogue, body))
         if not self.any_task:
             checked(resolved, self.capability)
-        asked = Asked(resolved, call.headers, inference.max_items(call), in_path=call.model is not None)
-        parsed = await self.parse(asked, body)
+        facts = BodyFacts(resolved, call.headers, inference.max_items(call), in_path=call.model is not None)
+        parsed = await self.parse(facts, body)
         if isinstance(parsed, EncodedReply):
             return parsed
         with fields.named(**parsed.names):

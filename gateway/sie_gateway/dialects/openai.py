@@ -19,7 +19,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed, too_many_tokens
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest, too_many_tokens
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
@@ -33,23 +33,23 @@ _CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # start of an error text ab
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
-async def _embeddings(asked: Asked, body: fields.Body) -> Parsed:
+async def _embeddings(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /v1/embeddings`. With Jina's field `return_multivector`, read it as of `/v1/multi-vector`.
     The reply has the vectors in the order of the inputs.
     """
     if fields.flag(body, "return_multivector"):
-        return await _multi_vector(asked, body)
+        return await _multi_vector(facts, body)
     cut = fields.truncation(body)
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     is_late = fields.flag(body, "late_chunking")
-    format_ = reply.requested_format(asked.headers.get("accept", ""), raw=True, msgpack=False)
+    format_ = reply.requested_format(facts.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
         message = f"{format_} replies of this route contain float32 vectors; /v1/encode also returns other types"
         raise InvalidInput.at("Accept", message, reason="unsupported_dtype")
     if format_ != "json" and is_late:
         message = f"{format_} replies cannot contain chunks, but JSON can"
         raise InvalidInput.at("Accept", message, reason="unsupported_output")
-    parameters = {**cut, **_parameters(body), **_task(body, asked.resolved.entry)}
+    parameters = {**cut, **_parameters(body), **_task(body, facts.resolved.entry)}
 
     def adjust(planned: PlannedRequest) -> PlannedRequest:
         if format_ == "raw":
@@ -67,17 +67,17 @@ async def _embeddings(asked: Asked, body: fields.Body) -> Parsed:
             return native.arrow_answer(call, finished)
         return _answer(call, finished, kind, is_base64=is_base64)
 
-    return await _parsed(asked, body, parameters, "dense", render, adjust, is_late=is_late)
+    return await _parsed(facts, body, parameters, "dense", render, adjust, is_late=is_late)
 
 
-async def _multi_vector(asked: Asked, body: fields.Body) -> Parsed:
+async def _multi_vector(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of Jina's `POST /v1/multi-vector`. The reply has the vectors of the tokens of each input."""
     cut = fields.truncation(body)
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     if kind != "float" or is_base64:
         message = "vectors of tokens are lists of float; /v1/encode also returns other types"
         raise InvalidInput.at("embedding_type", message, reason="unsupported_dtype")
-    parameters = {**cut, **_parameters(body), **_task(body, asked.resolved.entry)}
+    parameters = {**cut, **_parameters(body), **_task(body, facts.resolved.entry)}
 
     def render(call: Call, finished: RequestResult) -> EncodedReply:
         began_s = time.perf_counter()
@@ -87,17 +87,17 @@ async def _multi_vector(asked: Asked, body: fields.Body) -> Parsed:
         ]
         return listed(call, finished, data, began_s)
 
-    return await _parsed(asked, body, parameters, "multivector", render)
+    return await _parsed(facts, body, parameters, "multivector", render)
 
 
 POOLING_TASKS = {"embed": "dense", "token_embed": "multivector"}  # task of vLLM -> output of the model
 
 
-async def _pooling(asked: Asked, body: fields.Body) -> Parsed:
+async def _pooling(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of vLLM's `POST /pooling`. The reply has a vector of each input, or the vectors of its tokens.
     Without the field `task`, a model that has vectors of tokens returns these.
     """
-    usual = "token_embed" if "multivector" in asked.resolved.entry.outputs else "embed"
+    usual = "token_embed" if "multivector" in facts.resolved.entry.outputs else "embed"
     output = POOLING_TASKS[fields.choice(body, "task", tuple(POOLING_TASKS), usual)]
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
 
@@ -109,16 +109,16 @@ async def _pooling(asked: Asked, body: fields.Body) -> Parsed:
         ]
         return listed(call, finished, data, began_s)
 
-    return await _parsed(asked, body, _parameters(body), output, render, encoding="model")
+    return await _parsed(facts, body, _parameters(body), output, render, encoding="model")
 
 
-embeddings = Dialect("embed", _embeddings, shape=fields.error_shape)
-multi_vector = Dialect("embed", _multi_vector, shape=fields.error_shape)
-pooling = Dialect("embed", _pooling)
+embeddings = BodyFormat("embed", _embeddings, shape=fields.error_shape)
+multi_vector = BodyFormat("embed", _multi_vector, shape=fields.error_shape)
+pooling = BodyFormat("embed", _pooling)
 
 
 async def _parsed(
-    asked: Asked,
+    facts: BodyFacts,
     body: fields.Body,
     parameters: Mapping[str, Any],
     output: str,
@@ -127,26 +127,26 @@ async def _parsed(
     *,
     encoding: str = "",
     is_late: bool = False,
-) -> Parsed:
+) -> ParsedRequest:
     """Return the request for the inputs in `input`, or for a chat in `messages` (vLLM). `encoding`: vocabulary of token
     ids, unless the body names one. A path with a model is one of TEI, where ids are those of the model. `is_late`: the
     inputs are chunks of one document. Raises InvalidInput.
     """
-    usual = encoding or asked.resolved.entry.openai_token_encoding or ("model" if asked.in_path else "")
+    usual = encoding or facts.resolved.entry.openai_token_encoding or ("model" if facts.in_path else "")
     encoding = fields.choice(body, "token_encoding", _ENCODINGS, usual)
     name, merged = "input", {**parameters, "output_types": [output], "output_dtype": "float32"}
     if body.get("messages") not in (None, []) and body.get("input") is None:
         name = "messages"
-        items, instruction = multimodal.conversation(body["messages"], name, asked.limit)
+        items, instruction = multimodal.conversation(body["messages"], name, facts.limit)
         if instruction:
             merged.setdefault("instruction", instruction)
     else:
-        items = await _items(body, encoding or DEFAULT_ENCODING, asked.limit)
+        items = await _items(body, encoding or DEFAULT_ENCODING, facts.limit)
     if is_late:
         items = (_document(items),)
     warnings = (_UNNAMED,) if not encoding and name == "input" and _has_ids(body) else ()
-    return Parsed(
-        request=InferRequest("encode", asked.resolved, items, merged, side="", inputs_field=name),
+    return ParsedRequest(
+        request=InferRequest("encode", facts.resolved, items, merged, side="", inputs_field=name),
         render=render,
         names={
             "output_types": "model",

@@ -13,7 +13,7 @@ from uuid import uuid4
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields, multimodal, native, openai
-from sie_gateway.dialects.dialect import Asked, Dialect, Parsed
+from sie_gateway.dialects.dialect import BodyFacts, BodyFormat, ParsedRequest
 from sie_gateway.dialects.scores import ranked, scaled
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
@@ -30,24 +30,24 @@ def _reranking_shape(body: fields.Body) -> ErrorShape | None:
     return None if is_other else fields.error_shape(body)
 
 
-async def _reranking(asked: Asked, body: fields.Body) -> Parsed:
+async def _reranking(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /v1/reranking`: with `passages` in the format of NVIDIA, with `input` in that of Mixedbread,
     else as of `/v1/rerank`, like llama.cpp.
     """
     if body.get("passages") is not None:
-        return await _ranking(asked, body)
+        return await _ranking(facts, body)
     if body.get("input") is not None:
-        return _mixedbread(asked, body)
-    return await parse(asked, body, version=1)
+        return _mixedbread(facts, body)
+    return await parse(facts, body, version=1)
 
 
-async def parse(asked: Asked, body: fields.Body, *, version: int, root: bool = False) -> Parsed:
+async def parse(facts: BodyFacts, body: fields.Body, *, version: int, root: bool = False) -> ParsedRequest:
     """Read a body of `POST /v{version}/rerank`. The reply has the documents in the order of their relevance to the
     query, best first. `root`: true for the path `/rerank` of a plug-in, whose reply has documents as strings.
     """
     cut = fields.truncation(body)
     query = RequestItem(fields.text(body, "query"))
-    items = _documents(body, "documents", asked)
+    items = _documents(body, "documents", facts)
     count = _count(body, "top_n" if body.get("top_n") is not None else "top_k")
     with_documents = fields.flag(body, "return_documents", default=version == 1)
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
@@ -56,9 +56,9 @@ async def parse(asked: Asked, body: fields.Body, *, version: int, root: bool = F
     warnings = []
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
-    return Parsed(
+    return ParsedRequest(
         request=InferRequest(
-            "score", asked.resolved, items, parameters, query, fields.priority(body), inputs_field="documents"
+            "score", facts.resolved, items, parameters, query, fields.priority(body), inputs_field="documents"
         ),
         adjust=scaled(raw=is_raw, document_tokens=document_tokens),
         render=functools.partial(
@@ -72,9 +72,9 @@ def _count(body: fields.Body, name: str) -> int | None:
     return fields.whole(body, name, 0) or None
 
 
-def _mixedbread(asked: Asked, body: fields.Body) -> Parsed:
+def _mixedbread(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     query = RequestItem(fields.text(body, "query"))
-    items = _documents(body, "input", asked)
+    items = _documents(body, "input", facts)
     count = _count(body, "top_k") or len(items)
     with_inputs = fields.flag(body, "return_input")
 
@@ -83,7 +83,7 @@ def _mixedbread(asked: Asked, body: fields.Body) -> Parsed:
         scores, order = ranked(finished, "input")
         content = {
             "object": "list",
-            "model": asked.resolved.requested,
+            "model": facts.resolved.requested,
             "data": [
                 {
                     "object": "rank_result",
@@ -99,11 +99,11 @@ def _mixedbread(asked: Asked, body: fields.Body) -> Parsed:
         }
         return native.written(call, finished, content, began_s)
 
-    request = InferRequest("score", asked.resolved, items, {}, query, inputs_field="input")
-    return Parsed(request=request, adjust=scaled(raw=False), render=render)
+    request = InferRequest("score", facts.resolved, items, {}, query, inputs_field="input")
+    return ParsedRequest(request=request, adjust=scaled(raw=False), render=render)
 
 
-async def _pair_scores(asked: Asked, body: fields.Body) -> Parsed:
+async def _pair_scores(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of vLLM's `POST /v1/score`. The reply has the score of each document, in the order of the documents.
     The query is in `text_1` or `queries`, the documents are in `text_2` or `documents`.
     """
@@ -112,7 +112,7 @@ async def _pair_scores(asked: Asked, body: fields.Body) -> Parsed:
         for names in (["text_1", "queries"], ["text_2", "documents"])
     )
     documents, queries = (
-        fields.items(_as_list(body.get(name)), name, asked.limit) for name in (document_field, query_field)
+        fields.items(_as_list(body.get(name)), name, facts.limit) for name in (document_field, query_field)
     )
     if len({query.text for query in queries}) > 1:
         raise InvalidInput.at(query_field, "expected one query: send a request for each query")
@@ -127,19 +127,19 @@ async def _pair_scores(asked: Asked, body: fields.Body) -> Parsed:
         data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
         return openai.listed(call, finished, data, began_s)
 
-    request = InferRequest("score", asked.resolved, documents, parameters, queries[0], inputs_field=document_field)
-    return Parsed(request=request, adjust=scaled(raw=is_raw), render=render)
+    request = InferRequest("score", facts.resolved, documents, parameters, queries[0], inputs_field=document_field)
+    return ParsedRequest(request=request, adjust=scaled(raw=is_raw), render=render)
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-async def _ranking(asked: Asked, body: fields.Body) -> Parsed:
+async def _ranking(facts: BodyFacts, body: fields.Body) -> ParsedRequest:
     """Read a body of `POST /v1/ranking`. The reply has the raw score of each passage, the best first."""
-    reads_images = "image" in asked.resolved.entry.inputs
+    reads_images = "image" in facts.resolved.entry.inputs
     query = _document(body.get("query"), "query", None, reads_images=reads_images)
-    values = fields.inputs(body.get("passages"), "passages", asked.limit)
+    values = fields.inputs(body.get("passages"), "passages", facts.limit)
     items = tuple(
         _document(value, f"passages[{index}]", None, reads_images=reads_images) for index, value in enumerate(values)
     )
@@ -154,19 +154,19 @@ async def _ranking(asked: Asked, body: fields.Body) -> Parsed:
         }
         return native.written(call, finished, content, began_s)
 
-    request = InferRequest("score", asked.resolved, items, {"truncate": cut}, query, inputs_field="passages")
-    return Parsed(request=request, adjust=scaled(raw=True), render=render)
+    request = InferRequest("score", facts.resolved, items, {"truncate": cut}, query, inputs_field="passages")
+    return ParsedRequest(request=request, adjust=scaled(raw=True), render=render)
 
 
-v1 = Dialect("rerank", functools.partial(parse, version=1), shape=fields.error_shape)
-v2 = Dialect("rerank", functools.partial(parse, version=2), shape=fields.error_shape)
-reranking = Dialect("rerank", _reranking, shape=_reranking_shape)
-ranking = Dialect("rerank", _ranking)
-pair_scores = Dialect("rerank", _pair_scores)
+v1 = BodyFormat("rerank", functools.partial(parse, version=1), shape=fields.error_shape)
+v2 = BodyFormat("rerank", functools.partial(parse, version=2), shape=fields.error_shape)
+reranking = BodyFormat("rerank", _reranking, shape=_reranking_shape)
+ranking = BodyFormat("rerank", _ranking)
+pair_scores = BodyFormat("rerank", _pair_scores)
 
 
-def _documents(body: fields.Body, name: str, asked: Asked) -> tuple[RequestItem, ...]:
-    values, reads_images = fields.inputs(body.get(name), name, asked.limit), "image" in asked.resolved.entry.inputs
+def _documents(body: fields.Body, name: str, facts: BodyFacts) -> tuple[RequestItem, ...]:
+    values, reads_images = fields.inputs(body.get(name), name, facts.limit), "image" in facts.resolved.entry.inputs
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise bad("rank_fields", names, "a list of names of fields")

@@ -16,7 +16,7 @@ from sie_gateway.dialects import rows
 from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.handler import InferenceRoute
-from sie_gateway.operations import cache_routes, configs, dead_letter_routes, handlers, pools, whoami
+from sie_gateway.operations import configs, dead_letter_routes, handlers, pools, whoami
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
 from sie_runtime.http.routes import HTML, JSON, OPEN, TEXT, Content, Parameter, Route, Table
@@ -146,7 +146,6 @@ CORE: tuple[GatewayRoute, ...] = (
     *CONTROL,
     *handlers.RESIDENCY,
     *CATALOGUE,
-    *cache_routes.CACHE,
     *dead_letter_routes.DEAD_LETTERS,
     *whoami.WHOAMI,
     *OPERATIONS,

@@ -24,7 +24,7 @@ from sie_contracts.names import did_you_mean
 from sie_contracts.plain import whole_number
 from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
 from sie_gateway.inference import chunk_fields
-from sie_gateway.inference.images import Images, Link, read_document, read_sound
+from sie_gateway.inference.images import EXPECTED, Images, Link, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
@@ -277,6 +277,18 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
         if item.links:
             return True
     return query is not None and bool(query.links)
+
+
+def all_links(items: Sequence[RequestItem], query: RequestItem | None) -> list[Link]:
+    """Return the URLs of images of the items, then those of the query."""
+    return [link for item in (*items, *([query] if query is not None else ())) for link in item.links]
+
+
+def refuse_links(items: Sequence[RequestItem], query: RequestItem | None) -> None:
+    """Refuse the first image at a URL. Raises InvalidInput."""
+    for link in all_links(items, query):
+        message = f"got a URL, but this server fetches no URLs: send {EXPECTED}"
+        raise InvalidInput.at(link.path, message, reason="invalid_media")
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:

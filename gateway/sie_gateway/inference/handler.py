@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,6 +45,7 @@ from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import (
     Call,
     ClientGone,
@@ -54,7 +56,6 @@ from sie_gateway.inference.call import (
     decode_body,
     route_key,
 )
-from sie_gateway.inference.image_urls import ImageUrls
 from sie_gateway.inference.reattach import Attachments
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.runner import Runner
@@ -71,6 +72,21 @@ _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
+class ImageFetcher(Protocol):
+    """Fetches the images at the URLs of requests."""
+
+    def check(self, items: Sequence[RequestItem], query: RequestItem | None) -> None:
+        """Raise InvalidInput for a URL that may not be fetched, before the request is queued."""
+
+    def fetched(
+        self, items: Sequence[RequestItem], until_s: float, key: str, name: str
+    ) -> AbstractAsyncContextManager[Sequence[RequestItem]]:
+        """Return a context with the items, which have files in place of their URLs, or the reason in `unfit`.
+        `until_s`: deadline on the event loop's clock. `key`: API key of the request. `name`: field with the inputs, for
+        errors. Entering the context raises PayloadTooLarge, QueueFull.
+        """
+
+
 class Inference:
     """Handles inference requests. `shadows` sends copies of some requests to a second model. `away` lets a run continue
     for some seconds after its client has disconnected.
@@ -85,7 +101,6 @@ class Inference:
         metrics: Metrics,
         admission: Admission,
         runner: Runner,
-        urls: ImageUrls,
     ) -> None:
         self._settings = settings
         self._feed = feed
@@ -94,7 +109,7 @@ class Inference:
         self._metrics = metrics
         self._admission = admission
         self._runner = runner
-        self._urls = urls
+        self._fetcher: ImageFetcher | None = None
         self.max_budget_s = settings.gateway_request_timeout  # longest time in seconds from request to reply
         # capability, such as `embed` -> model for requests that need this capability and name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
@@ -114,6 +129,10 @@ class Inference:
         self.one_thread = KeyTurns(1)
         self.body_threads = KeyTurns(BODY_THREADS)
         feed.on_change(self._on_catalogue)
+
+    def use_fetcher(self, fetcher: ImageFetcher) -> None:
+        """Fetch images at URLs with `fetcher`. Without one, requests with URLs are refused."""
+        self._fetcher = fetcher
 
     @property
     def catalogue(self) -> Catalogue:
@@ -276,7 +295,10 @@ class Inference:
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # first, so that an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
-            self._urls.check(request.items, request.query)
+            if self._fetcher is None:
+                bodies.refuse_links(request.items, request.query)
+            else:
+                self._fetcher.check(request.items, request.query)
         if request.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
@@ -320,12 +342,12 @@ class Inference:
         EntryChanged.
         """
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
-        if not reads or not bodies.has_links(request.items, request.query):
+        if not reads or self._fetcher is None or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
         left_s = call.received_s + call.budget_s - time.perf_counter()
         items = [*request.items, *([request.query] if request.query else ())]
         until_s = asyncio.get_running_loop().time() + left_s
-        async with self._urls.fetched(items, until_s, call.key, request.inputs_field) as files:
+        async with self._fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
             count = len(request.items)
             query = files[count] if request.query else None
             request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)

@@ -11,11 +11,20 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
-from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
+from sie_contracts.errors import (
+    CONFIG_CHANGED,
+    ErrorInfo,
+    GatewayTimeout,
+    InternalFailure,
+    InvalidInput,
+    NotFound,
+    SIEError,
+)
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry, is_joinable
@@ -25,8 +34,7 @@ from sie_gateway.fleet.capabilities import Able
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
 from sie_gateway.inference.body import RequestItem, has_images, input_of
-from sie_gateway.inference.cached import CachedRuns, OnChunk, not_cached
-from sie_gateway.inference.call import Call, EntryChanged, cache_mode
+from sie_gateway.inference.call import CACHE, Call, EntryChanged, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
 from sie_gateway.inference.results import (
@@ -49,10 +57,41 @@ CHUNKED_FAMILY = "text-encoder"  # only models of this family return vectors of 
 _logger = logging.getLogger("sie.gateway.runner")
 
 
+OnChunk = Callable[[int, WorkResult], None]
+"""Function to call with each result of a chunk. Arguments: the index of the chunk's first input, and the result."""
+Compute = Callable[
+    [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
+]
+"""Function that computes some inputs of a request. Arguments: the call, the positions of the inputs in the request, the
+inputs, the RequestResult to which the function adds the result of each chunk, and the OnChunk to call with each of
+these results. Returns the results of all chunks.
+"""
+
+
+class AnswerCache(Protocol):
+    """Cache that answers inputs in place of the workers."""
+
+    async def run(
+        self,
+        call: Call,
+        request: PlannedRequest,
+        refused: Mapping[int, Failed],
+        positions: Sequence[int],
+        items: Sequence[RequestItem],
+        compute: Compute,
+    ) -> RequestResult:
+        """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
+        `items`: the other items. `positions`: the indices of `items` in the request. `compute` is called for the items
+        that the cache does not answer.
+
+        Raises SIEError, EntryChanged. Raises NotFound (reason `not_cached`) if the client allows only cached answers,
+        and an item has none.
+        """
+
+
 class Runner:
     """Runs requests through the queue. `load_hold_s`: seconds after which a request ends with an error if its model is
-    still loading, or if its lane (pool, machine profile and bundle) has no worker. `cached`: the cache of answers; None
-    if this gateway has none.
+    still loading, or if its lane (pool, machine profile and bundle) has no worker.
     """
 
     def __init__(
@@ -64,7 +103,6 @@ class Runner:
         admission: Admission,
         cold: ColdStarts,
         load_hold_s: float,
-        cached: CachedRuns | None = None,
     ) -> None:
         self._feed = feed
         self._queue = queue
@@ -73,7 +111,11 @@ class Runner:
         self._admission = admission
         self._cold = cold
         self._load_hold_s = load_hold_s
-        self._cached = cached
+        self._cache: AnswerCache | None = None
+
+    def use_cache(self, cache: AnswerCache) -> None:
+        """Run requests with `cache`. Without one, workers compute all inputs."""
+        self._cache = cache
 
     def refused(self, request: PlannedRequest, takers: _Takers | None = None) -> dict[int, Failed]:
         """Return the failures of items that the model cannot run, by index. A worker may reject further items."""
@@ -104,8 +146,8 @@ class Runner:
             items = [request.items[index] for index in runnable]
         if _reads_mentions(request):
             items = [msgspec.structs.replace(item, mentions=mentions(item)) for item in items]
-        if self._cached is not None:
-            return await self._cached.run(call, request, refused, runnable, items, self._computed)
+        if self._cache is not None:
+            return await self._cache.run(call, request, refused, runnable, items, self._computed)
         if cache_mode(call.headers) == "only":
             raise not_cached(len(items))
         finished = RequestResult(request, refused)
@@ -284,6 +326,11 @@ class _Sending:
         results, request = self._collector.results, self._collector.request
         missing = [stored for number, stored in self._stored.items() if results[number] is None]
         await self._queue.withdraw(self._lane.pool, missing, request if missing else "")
+
+
+def not_cached(count: int) -> NotFound:
+    """Return the error for a request with `X-SIE-Cache: only` in which `count` inputs have no cached answer."""
+    return NotFound(f"{CACHE} is `only`, but {count} inputs have no cached answer", reason="not_cached", param=CACHE)
 
 
 def _builder(

@@ -189,12 +189,6 @@ class ClusterSettings:
         ORIGINS,
         "Origins whose web pages may call the API from a browser and read its answers (CORS), for example `https://search.example.com`. A page sends its key itself; cookies are not used. Unset: none but the pages of the gateway itself.",
     )
-    image_url_hosts: tuple[str, ...] | None = row(
-        None,
-        "gateway",
-        HOSTS,
-        "Hosts from which the gateway fetches images whose URLs a request names. A name without a port allows the ports 80 and 443. `*` allows any name. Addresses that are not public are never fetched from. Unset: nothing is fetched.",
-    )
     root_path: str | None = row(
         None,
         "gateway",
@@ -228,13 +222,6 @@ class ClusterSettings:
         whole(1 << 20),
         "Maximum size of the work stream of a pool, bytes. When it is full, new work is refused.",
     )
-    cache_bytes: int = row(
-        0,
-        "gateway",
-        whole(0),
-        "Memory of each gateway for its cache of answers, bytes. A later request with an equal input is answered from the cache, without a worker. 0: there is no cache.",
-    )
-    cache_ttl_s: int = row(3600, "gateway", whole(1), "How long a gateway uses an answer of its cache, seconds.")
     cache_shared: bool = row(
         False,
         "gateway",

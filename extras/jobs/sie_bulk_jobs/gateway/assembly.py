@@ -20,7 +20,7 @@ from sie_bulk_jobs.settings import JobsSettings
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.answers import CachePolicy
-from sie_gateway.plugin import Context, Service
+from sie_gateway.plugin import PluginContext, Service
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
@@ -55,7 +55,7 @@ class JobParts(Service):
         return sum(count for count in needed if count is not None)
 
 
-def build(context: Context) -> JobParts:
+def build(context: PluginContext) -> JobParts:
     """Build the objects from the settings. All times are those of the broker's clock, because a gateway whose own clock
     is ahead would remove the files and jobs of all keys too early. Raises SettingError.
     """

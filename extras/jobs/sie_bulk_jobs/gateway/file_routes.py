@@ -40,11 +40,13 @@ async def upload(gateway: Gateway, request: Request) -> Response:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
         about = FileDescription(name, purpose)
-        record = await gateway.of(JobParts).files.receive(call_of(request).key, request.stream(), lambda: about)
+        record = await gateway.service(JobParts).files.receive(call_of(request).key, request.stream(), lambda: about)
     else:
         form = Form(request.headers.get("content-type", ""))
         file = form.file(request.stream())
-        record = await gateway.of(JobParts).files.receive(call_of(request).key, file, functools.partial(_about, form))
+        record = await gateway.service(JobParts).files.receive(
+            call_of(request).key, file, functools.partial(_about, form)
+        )
     return json_response(_shown(record))
 
 
@@ -81,7 +83,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
         raise InvalidInput.at("purpose", f"expected one of {', '.join(PURPOSES)}")
     if order not in ("asc", "desc"):
         raise InvalidInput.at("order", "expected asc or desc")
-    records, has_more = gateway.of(JobParts).files.page(
+    records, has_more = gateway.service(JobParts).files.page(
         call_of(request).grant.owns,
         purpose=purpose,
         after=query.get("after", ""),
@@ -107,17 +109,17 @@ async def content(gateway: Gateway, request: Request) -> Response:
     }
     if request.method == "HEAD":
         return Response(headers=headers, media_type=RAW)
-    return PieceResponse(await gateway.of(JobParts).files.open(record), headers=headers, media_type=RAW)
+    return PieceResponse(await gateway.service(JobParts).files.open(record), headers=headers, media_type=RAW)
 
 
 async def remove(gateway: Gateway, request: Request) -> Response:
     record = await _file_of(gateway, request)
-    await gateway.of(JobParts).files.remove(record)
+    await gateway.service(JobParts).files.remove(record)
     return json_response(api.FileDeleted(id=record.id))
 
 
 async def _file_of(gateway: Gateway, request: Request) -> FileRecord:
-    return await gateway.of(JobParts).files.find(request.path_params["file"], call_of(request).grant.owns)
+    return await gateway.service(JobParts).files.find(request.path_params["file"], call_of(request).grant.owns)
 
 
 def _shown(record: FileRecord) -> api.FileObject:

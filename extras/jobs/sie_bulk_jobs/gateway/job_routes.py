@@ -167,7 +167,7 @@ def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Respo
 async def submit(gateway: Gateway, request: Request) -> Response:
     body = await json_of(request)
     job_request = converted(requested(body) if is_public(body) else body, api.JobRequest)
-    return _info_reply(request, await gateway.of(JobParts).jobs.submit(call_of(request), job_request), 201)
+    return _info_reply(request, await gateway.service(JobParts).jobs.submit(call_of(request), job_request), 201)
 
 
 def _states(state: str, names: Mapping[str, str]) -> frozenset[str]:
@@ -185,93 +185,99 @@ async def page(gateway: Gateway, request: Request) -> Response:
     query, call = request.query_params, call_of(request)
     is_native = call.dialect is sdk_versions.NATIVE
     states = _states(query.get("state", ""), {} if is_native else _STATES)
-    jobs_page = gateway.of(JobParts).jobs.page(call, whole(query, "limit", 50, 1, 1000), query.get("after", ""), states)
+    jobs_page = gateway.service(JobParts).jobs.page(
+        call, whole(query, "limit", 50, 1, 1000), query.get("after", ""), states
+    )
     if is_native:
         return json_response(jobs_page)
     return json_response({"object": "list", "data": [as_public(info) for info in jobs_page.data]})
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    jobs = gateway.of(JobParts).jobs
+    jobs = gateway.service(JobParts).jobs
     return _info_reply(request, jobs.as_info(jobs.find(call_of(request), request.path_params["job"])))
 
 
 async def pause(gateway: Gateway, request: Request) -> Response:
     """Stop a job until it is resumed; its answers stay stored. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(
-        await gateway.of(JobParts).jobs.set_command(call_of(request), request.path_params["job"], "pause")
+        await gateway.service(JobParts).jobs.set_command(call_of(request), request.path_params["job"], "pause")
     )
 
 
 async def resume(gateway: Gateway, request: Request) -> Response:
     """Continue a paused job with the rows that have no answer. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(
-        await gateway.of(JobParts).jobs.set_command(call_of(request), request.path_params["job"], "run")
+        await gateway.service(JobParts).jobs.set_command(call_of(request), request.path_params["job"], "run")
     )
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
     """Cancel a job; its output has the finished rows. Raises NotFound, ContentConflict, QueueUnavailable."""
-    job = await gateway.of(JobParts).jobs.set_command(call_of(request), request.path_params["job"], "cancel")
+    job = await gateway.service(JobParts).jobs.set_command(call_of(request), request.path_params["job"], "cancel")
     return _info_reply(request, job)
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:
     """Create a job for the failed rows of an earlier job. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.of(JobParts).jobs.retry(call_of(request), request.path_params["job"]), 201)
+    return json_response(await gateway.service(JobParts).jobs.retry(call_of(request), request.path_params["job"]), 201)
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
     """Delete an ended job: its records and its stored objects. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.of(JobParts).jobs.delete(call_of(request), request.path_params["job"]))
+    return json_response(await gateway.service(JobParts).jobs.delete(call_of(request), request.path_params["job"]))
 
 
 async def manifest(gateway: Gateway, request: Request) -> Response:
-    job = gateway.of(JobParts).jobs.find(call_of(request), request.path_params["job"])
+    job = gateway.service(JobParts).jobs.find(call_of(request), request.path_params["job"])
     after = whole(request.query_params, "after", 0, 0, 1 << 31)
     limit = whole(request.query_params, "limit", 1000, 1, 10_000)
-    return json_response(await gateway.of(JobParts).results.manifest(call_of(request).key, job, after, limit))
+    return json_response(await gateway.service(JobParts).results.manifest(call_of(request).key, job, after, limit))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
-    job = gateway.of(JobParts).jobs.find(call_of(request), request.path_params["job"])
-    size, pieces = await gateway.of(JobParts).results.part(job, request.query_params.get("name", ""))
+    job = gateway.service(JobParts).jobs.find(call_of(request), request.path_params["job"])
+    size, pieces = await gateway.service(JobParts).results.part(job, request.query_params.get("name", ""))
     headers = {"Content-Length": str(size), "Content-Disposition": "attachment"}
     return PieceResponse(pieces, headers=headers, media_type=RAW)
 
 
 async def rows(gateway: Gateway, request: Request) -> Response:
-    job = gateway.of(JobParts).jobs.find(call_of(request), request.path_params["job"])
+    job = gateway.service(JobParts).jobs.find(call_of(request), request.path_params["job"])
     only_failed = flag(request.query_params, "failed", default=False)
     limit = whole(request.query_params, "limit", 20, 1, 1000)
     return json_response(
-        await gateway.of(JobParts).results.rows(call_of(request).key, job, limit, only_failed=only_failed)
+        await gateway.service(JobParts).results.rows(call_of(request).key, job, limit, only_failed=only_failed)
     )
 
 
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
     batch_request = converted(await json_of(request), batches_api.BatchRequest)
-    return json_response(await gateway.of(JobParts).jobs.batch(call_of(request), batch_request))
+    return json_response(await gateway.service(JobParts).jobs.batch(call_of(request), batch_request))
 
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:
     limit, after = whole(request.query_params, "limit", 20, 1, 100), request.query_params.get("after", "")
-    return json_response(gateway.of(JobParts).jobs.batch_page(call_of(request), limit, after))
+    return json_response(gateway.service(JobParts).jobs.batch_page(call_of(request), limit, after))
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:
-    jobs = gateway.of(JobParts).jobs
+    jobs = gateway.service(JobParts).jobs
     return json_response(jobs.batch_told(jobs.find_batch(call_of(request), request.path_params["batch"])))
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
     """Cancel a batch; its output has the finished answers. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.of(JobParts).jobs.cancel_batch(call_of(request), request.path_params["batch"]))
+    return json_response(
+        await gateway.service(JobParts).jobs.cancel_batch(call_of(request), request.path_params["batch"])
+    )
 
 
 async def delete_batch(gateway: Gateway, request: Request) -> Response:
     """Delete the records of a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.of(JobParts).jobs.delete_batch(call_of(request), request.path_params["batch"]))
+    return json_response(
+        await gateway.service(JobParts).jobs.delete_batch(call_of(request), request.path_params["batch"])
+    )
 
 
 _AFTER = Parameter("after", "query", str, "The id of the last entry of the previous page.")

@@ -22,7 +22,7 @@ from fastapi.responses import Response
 from sie_contracts.errors import UNDECODABLE, NotFound, NotReady
 from sie_gateway.http.route_kinds import control
 from sie_gateway.operations.handlers import json_response
-from sie_gateway.plugin import Context, Plugin, Service
+from sie_gateway.plugin import Plugin, PluginContext, Service
 from sie_ops.doctor.report import DoctorReport
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Doctor(Service):
         self._at_s = -FRESH_S
 
     @classmethod
-    def build(cls, context: Context) -> Doctor:
+    def build(cls, context: PluginContext) -> Doctor:
         return cls(context.host, context.port, context.data_dir)
 
     async def report(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ async def _all(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _report(gateway: Gateway, _request: Request) -> Response:
-    return json_response(await gateway.of(Doctor).report())
+    return json_response(await gateway.service(Doctor).report())
 
 
 PLUGIN = Plugin(

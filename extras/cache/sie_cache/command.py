@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from sie_cache.api import CacheErased, CacheState
 from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import counted
 from sie_cli.gateway_client import AdminClient
 from sie_cli.options import AnyPosition
-from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.settings import public_url
 
 

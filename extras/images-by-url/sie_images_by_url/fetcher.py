@@ -23,7 +23,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import httpcore
@@ -33,11 +33,9 @@ import msgspec
 import sie_contracts
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge, QueueFull
 from sie_gateway.admission.window import SharedLimit
-from sie_gateway.inference.images import EXPECTED, Link
+from sie_gateway.inference.body import RequestItem, all_links
+from sie_gateway.inference.images import EXPECTED
 from sie_runtime.http.protocol import matches, parts
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.body import RequestItem
 
 MAX_BYTES = 32 << 20  # largest number of bytes of an image
 # largest number of bytes of the fetched images of a request, equal to the largest value of SIE_MAX_BODY_BYTES
@@ -57,6 +55,7 @@ AT_ONCE, AT_ONCE_OF_A_KEY, AT_ONCE_OF_A_REQUEST = 64, 48, 8
 CONNECT_S = 3.0  # time limit in seconds for a connection to one address of a host
 _ANY = "*"
 _PORTS = {"http": 80, "https": 443}
+RESULTS = ("fetched", "refused", "failed")  # of a URL, in the metric
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = (
     (b"accept", b"image/*,*/*;q=0.5"),
@@ -141,7 +140,7 @@ async def resolved(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """Access of this gateway to the network. `resolve` returns the addresses of a host, `connections` connects to an
+    """Access of a gateway to the network. `resolve` returns the addresses of a host, `connections` connects to an
     address, and `tls` builds the context that verifies certificates.
     """
 
@@ -176,10 +175,10 @@ class ImageUrls:
 
     def check(self, items: Sequence[RequestItem], query: RequestItem | None) -> None:
         """Raise InvalidInput for URLs that may not be fetched, and for too many URLs."""
-        urls = links(items, query)
+        urls = all_links(items, query)
         for link in urls:
             if not self._hosts:
-                message = f"got a URL, but this server fetches no URLs: send {EXPECTED}"
+                message = f"got a URL, but SIE_IMAGE_URL_HOSTS names no host to fetch from: send {EXPECTED}"
                 raise InvalidInput.at(link.path, message, reason="invalid_media")
             try:
                 self._target(link.url)
@@ -460,8 +459,3 @@ def is_public(address: str) -> bool:
             return parsed in _UNICAST and not any(parsed in network for network in _INSIDE_V6)
         parsed = inner
     return not any(parsed in network for network in _INSIDE_V4)
-
-
-def links(items: Sequence[RequestItem], query: RequestItem | None) -> Sequence[Link]:
-    urls = [link for item in items if item.links for link in item.links]
-    return [*urls, *query.links] if query else urls

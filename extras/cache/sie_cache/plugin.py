@@ -1,4 +1,5 @@
-"""Routes of `/v1/cache` and their handlers, for administrators: number and size of cached answers, and their erasure.
+"""Plug-in of the gateway: the cache, and the routes of `/v1/cache`, by which administrators see the number and size of
+cached answers, and erase answers.
 
 POST /v1/cache/erase ──► AnswerErasure ──► memory of this gateway
                              └──► announcement ──► memory of each other gateway
@@ -7,33 +8,95 @@ POST /v1/cache/erase ──► AnswerErasure ──► memory of this gateway
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fastapi import Request
 from fastapi.responses import Response
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from sie_broker import BrokerError
-from sie_contracts.api import cache as api
+from sie_cache import api
+from sie_cache.cached import CachedRuns
+from sie_cache.memory import AnswerMemory, PeerErasures
+from sie_cache.settings import CacheSettings
 from sie_contracts.errors import InvalidInput, QueueUnavailable
-from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.answers import digests_of
+from sie_gateway.inference.answers import CachePolicy, digests_of
 from sie_gateway.inference.body import RequestItem, utf8
 from sie_gateway.operations.handlers import call_of, converted, json_of, json_response
+from sie_gateway.plugin import Plugin, PluginContext, Service
+from sie_runtime.metrics import Scrape
 
 if TYPE_CHECKING:
+    from sie_gateway.admission.admission import Peers
     from sie_gateway.state import Gateway
+    from sie_runtime.process import Stop, Tasks
 
 PATH = "/v1/cache"
 MAX_LISTED = 1000
+RESULTS = ("hit", "joined", "miss")  # of an input, in the metric
 _logger = logging.getLogger("sie.gateway.cache")
+
+
+class Cache(Service):
+    """Cached answers of one gateway, and the erasures that `peers` announce."""
+
+    def __init__(self, memory: AnswerMemory, peers: Peers) -> None:
+        self.memory = memory
+        self._peers = peers
+
+    def start(self, tasks: Tasks, stop: Stop) -> None:
+        """Carry out the erasures of other gateways. One that was announced before is due at the next beat."""
+        erasures = PeerErasures()
+
+        def on_gateway(beat: GatewayBeat) -> None:
+            erasure = erasures.due(beat)
+            if erasure is not None:
+                tasks.start(self.memory.erase(erasure), "erasure of cached answers")
+
+        self._peers.listeners.append(on_gateway)
+
+
+class CacheFigures(Collector):
+    """Metrics of the memory of cached answers."""
+
+    def __init__(self, memory: AnswerMemory) -> None:
+        self._memory = memory
+        self._scrape = Scrape("gateway")
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._scrape.gauge("sie_gateway_cache_answers", len(self._memory))
+        yield self._scrape.gauge("sie_gateway_cache_bytes", self._memory.held_bytes)
+        yield self._scrape.counter("sie_gateway_cache_evictions", self._memory.evictions)
+
+
+def build(context: PluginContext) -> Cache:
+    """Build the cache. Without SIE_CACHE_BYTES it has no memory, and requests run without it."""
+    settings, admission = context.settings, context.admission
+    assert isinstance(settings, CacheSettings), "the table of settings has the rows of this package"
+    memory = AnswerMemory(settings.cache_bytes, settings.cache_ttl_s)
+    inputs = context.metrics.make.counters("sie_gateway_cache_inputs")
+    for result in RESULTS:
+        inputs.labels(result)
+    context.metrics.registry.register(CacheFigures(memory))
+    if settings.cache_bytes:
+
+        def count(result: str, number: int) -> None:
+            inputs.labels(result).inc(number)
+
+        policy = CachePolicy.from_settings(context.settings)
+        context.runner.use_cache(CachedRuns(memory, policy, context.fleet, count, admission.expected_s))
+    return Cache(memory, admission.peers)
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
     """Return the size of this gateway's cache. Also return the number of its answers for each pair (model, API key); at
     most MAX_LISTED pairs are listed.
     """
-    memory = gateway.memory
+    memory = gateway.service(Cache).memory
     models = [api.CachedModel(model=model, key=owner, answers=count) for (model, owner), count in memory.counts()]
     return json_response(
         api.CacheState(
@@ -50,7 +113,7 @@ async def show(gateway: Gateway, request: Request) -> Response:
 async def erase(gateway: Gateway, request: Request) -> Response:
     """Erase the selected answers from the memory of all gateways. Raises InvalidInput, QueueUnavailable."""
     erasure = _erasure(converted(await json_of(request), api.CacheErasure))
-    count = await gateway.memory.erase(erasure)
+    count = await gateway.service(Cache).memory.erase(erasure)
     try:
         await gateway.peers.announce(erasure)
     except BrokerError as error:
@@ -74,7 +137,7 @@ def _erasure(selection: api.CacheErasure) -> AnswerErasure:
     return AnswerErasure(model, key, digest)
 
 
-CACHE: tuple[GatewayRoute, ...] = (
+_ROUTES: tuple[GatewayRoute, ...] = (
     control(
         "GET",
         PATH,
@@ -95,3 +158,4 @@ CACHE: tuple[GatewayRoute, ...] = (
         body=api.CacheErasure,
     ),
 )
+PLUGIN = Plugin(routes=_ROUTES, build=build)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpcore
 
-from sie_gateway.inference.image_urls import Network
+from sie_images_by_url.fetcher import Network
 
 PUBLIC = "93.184.216.34"  # a public address, to which no test connects
 

@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from sie_contracts.errors import InvalidInput, NotFound, PayloadTooLarge, SIEError
+from sie_cache.memory import AnswerMemory, AnswerSpace
+from sie_cache.values import pack, unpack
+from sie_contracts.errors import InvalidInput, PayloadTooLarge, SIEError
 from sie_contracts.models.catalogue import Resolved, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_contracts.wire.messages import Failed, Ok, Outcome, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.answers.memory import AnswerMemory, AnswerSpace
-from sie_gateway.answers.values import pack, unpack
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.answers import CachePolicy, digests_of, space_of
+from sie_gateway.inference import answers
+from sie_gateway.inference.answers import CachePolicy, digests_of
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import CACHE, LARGE_BYTES, Call, cache_mode
+from sie_gateway.inference.call import LARGE_BYTES, Call, cache_mode
 from sie_gateway.inference.results import PlannedRequest, RequestResult
-from sie_gateway.metrics import Metrics
+from sie_gateway.inference.runner import Compute, not_cached
 
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
@@ -40,16 +41,6 @@ MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stor
 # Limits in `patience_s` on the wait for answers that other requests compute. LONGEST_WAIT has precedence.
 SHORTEST_WAIT_S = 0.25  # shortest wait in seconds
 LONGEST_WAIT = 0.25  # longest wait, as a share of the request's remaining time
-OnChunk = Callable[[int, WorkResult], None]
-"""Function to call with each result of a chunk. Arguments: the index of the chunk's first input, and the result."""
-Compute = Callable[
-    [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
-]
-"""Function that computes some inputs of a request. Arguments: the call, the positions of the inputs in the request, the
-inputs, the RequestResult to which the function adds the result of each chunk, and the OnChunk to call with each of
-these results. Returns the results of all chunks.
-"""
-
 
 FlightKey = tuple[Lane, Priority, int, bytes]
 """Key of an input that a request computes now: lane, priority, number of cache erasures when the request began, and key
@@ -62,7 +53,8 @@ requests can use.
 
 
 class CachedRuns:
-    """Runs requests with the cache of this gateway. `expected_s`: function that returns the expected wait in seconds in
+    """Runs requests with the cache of this gateway. `count` is called with a result of inputs (`hit`, `joined` or
+    `miss`) and their number. `expected_s`: function that returns the expected wait in seconds in
     the queue of a lane and priority; None if it is unknown. A flight is a future: the outcome of an input
     that a request computes now.
     """
@@ -72,13 +64,13 @@ class CachedRuns:
         memory: AnswerMemory,
         policy: CachePolicy,
         fleet: Fleet,
-        metrics: Metrics,
+        count: Callable[[str, int], None],
         expected_s: Callable[[Lane, Priority], float | None],
     ) -> None:
         self.memory = memory
         self._policy = policy
         self._fleet = fleet
-        self.metrics = metrics
+        self.count = count
         self._expected_s = expected_s
         self.flights: dict[FlightKey, Flight] = {}  # futures of the inputs that are being computed now
         self._fingerprints: dict[tuple[str, str], tuple[ModelEntry, str]] = {}
@@ -92,12 +84,7 @@ class CachedRuns:
         items: Sequence[RequestItem],
         compute: Compute,
     ) -> RequestResult:
-        """Return the results of a request. `refused`: failures of the items that the gateway refused, by index.
-        `items`: the other items. `positions`: the indices of `items` in the request.
-
-        Raises SIEError, EntryChanged. Raises NotFound (reason `not_cached`) if the client allows only cached answers,
-        and an item has none.
-        """
+        """Return the results of a request, as `AnswerCache.run` describes it. Raises SIEError, EntryChanged."""
         finished = RequestResult(request, refused)
         mode = cache_mode(call.headers)
         signed = "" if mode == "no-store" else self._fingerprint(request)
@@ -108,7 +95,7 @@ class CachedRuns:
             finished.cache_status = "off"
             await compute(call, positions, items, finished, None)
             return finished
-        name = space_of(owner, signed, request.operation, request.options.run)
+        name = answers.space_of(owner, signed, request.operation, request.options.run)
         space = AnswerSpace(name, request.resolved.entry.id, call.grant.name if owner else "")
         run = _CachedRun(self, call, finished, refused, positions, items, space, signed, compute)
         return await run.results()
@@ -220,7 +207,7 @@ class _CachedRun:
             hits, computed = 0, count
         for result, number in (("hit", hits), ("joined", count - hits - computed), ("miss", computed)):
             if number:
-                self._runs.metrics.cache_inputs.labels(result).inc(number)
+                self._runs.count(result, number)
         finished = self._finished
         finished.cache_status = "miss" if computed == count else "partial" if computed else "hit"
         return finished
@@ -342,8 +329,3 @@ class _CachedRun:
 def _is_of_input(failed: Failed) -> bool:
     """Return True if the input itself caused the failure, so that it would fail in every request."""
     return isinstance(SIEError.from_info(failed.error), InvalidInput | PayloadTooLarge)
-
-
-def not_cached(count: int) -> NotFound:
-    """Return the error for a request with `X-SIE-Cache: only` in which `count` inputs have no cached answer."""
-    return NotFound(f"{CACHE} is `only`, but {count} inputs have no cached answer", reason="not_cached", param=CACHE)

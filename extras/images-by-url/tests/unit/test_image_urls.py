@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_items import SEEN, b64, file, post, running
 from image_server import PUBLIC, Connections, ImageServer, answer, network
 from inprocess import settings_of, until
 from public_certificates import certified
 
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, QueueFull
-from sie_gateway.inference import image_urls, images
+from sie_contracts.wire.messages import Input
+from sie_gateway.inference import images
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.image_urls import ImageUrls, Network, is_public
+from sie_images_by_url import fetcher
+from sie_images_by_url.fetcher import ImageUrls, Network, is_public
 
+pytestmark = pytest.mark.usefixtures("sample_families")
 HOST = "pictures.test"
 AT = f"http://{HOST}"
 FILE = b"\x89PNG the bytes of a file"
@@ -84,8 +88,8 @@ async def test_a_file_at_a_url_is_that_file_and_nothing_of_the_client_is_sent(se
 
 async def test_without_the_setting_nothing_is_fetched(server: ImageServer) -> None:
     reached, connections = network(server)
-    urls = ImageUrls(settings_of().image_url_hosts, network=reached)
-    with pytest.raises(InvalidInput, match=r"items\[0\].images\[1\]: got a URL, but this server fetches") as caught:
+    urls = ImageUrls(None, network=reached)
+    with pytest.raises(InvalidInput, match="SIE_IMAGE_URL_HOSTS") as caught:
         urls.check([item(b"x", f"{AT}/a")], None)
     assert (caught.value.reason, caught.value.param) == ("invalid_media", "items[0].images[1]")
     assert connections.made == []
@@ -237,12 +241,12 @@ async def test_slow_name_servers_of_clients_hold_up_no_other_name(monkeypatch: p
         return real(host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    slow = [asyncio.create_task(image_urls.resolved(f"{number}.slow", 80)) for number in range(image_urls.AT_ONCE)]
+    slow = [asyncio.create_task(fetcher.resolved(f"{number}.slow", 80)) for number in range(fetcher.AT_ONCE)]
     try:
         await asyncio.sleep(0)
         async with asyncio.timeout(30):
             assert await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 4222)
-            assert await image_urls.resolved("127.0.0.1", 80) == ["127.0.0.1"]
+            assert await fetcher.resolved("127.0.0.1", 80) == ["127.0.0.1"]
         assert not any(task.done() for task in slow)
     finally:
         go.set()
@@ -271,7 +275,7 @@ async def test_an_abandoned_fetch_occupies_its_slots_until_its_name_is_resolved(
             return fetched_items
 
     try:
-        for number in range(image_urls.AT_ONCE_OF_A_KEY // 8):
+        for number in range(fetcher.AT_ONCE_OF_A_KEY // 8):
             fetching = asyncio.create_task(fetch(*(f"http://{number}.{image}.slow/" for image in range(8)), key="slow"))
             await until(lambda count=8 * (number + 1): len(hosts) == count, "the request's names are being resolved")
             fetching.cancel()
@@ -331,7 +335,7 @@ async def test_a_redirect_to_another_listed_host_is_followed(server: ImageServer
 
 
 async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_urls, "MAX_BYTES", 1000)
+    monkeypatch.setattr(fetcher, "MAX_BYTES", 1000)
     server.answers |= {
         "/most": answer(bytes(1000)),
         "/told": answer(content_length="1001"),
@@ -378,7 +382,7 @@ async def test_an_answer_in_very_small_pieces_is_given_up(server: ImageServer, s
 
 async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the image of a server that never answers fails. The other images of the request are fetched."""
-    monkeypatch.setattr(image_urls, "MAX_S", 1)
+    monkeypatch.setattr(fetcher, "MAX_S", 1)
     server.answers["/slow"] = answer(b"x", content_length="100")
     urls, _, counted = urls_of(server)
     fetched_items = await fetched(urls, item(f"{AT}/never"), item(f"{AT}/a"))
@@ -386,7 +390,7 @@ async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: py
     assert fetched_items[0].unfit.message == "items[0].images[0]: the image was not complete within 1 s"
     assert fetched_items[0].unfit.extras == {"limit": 1}
     assert (fetched_items[1].images, sorted(counted)) == ((FILE,), ["failed", "fetched"])
-    monkeypatch.setattr(image_urls, "MAX_S", 60)
+    monkeypatch.setattr(fetcher, "MAX_S", 60)
     message, _ = await fault(urls, f"{AT}/never", within_s=0.2)
     assert message == "the image was not complete within the budget of the request"
 
@@ -402,9 +406,9 @@ async def test_a_key_whose_servers_never_answer_leaves_slots_to_other_keys(serve
 
     slow = [
         asyncio.create_task(fetch(*(f"/never/{number}/{image}" for image in range(16)), key="slow"))
-        for number in range(image_urls.AT_ONCE // 4)
+        for number in range(fetcher.AT_ONCE // 4)
     ]
-    await until(lambda: len(server.asked) == image_urls.AT_ONCE_OF_A_KEY, "the key has all of its slots")
+    await until(lambda: len(server.asked) == fetcher.AT_ONCE_OF_A_KEY, "the key has all of its slots")
     async with asyncio.timeout(5):
         (fetched_item,) = await fetch("/a", key="other")
     assert fetched_item.images == (FILE,)
@@ -446,12 +450,12 @@ async def test_a_request_has_bounds_of_urls_and_bytes(server: ImageServer, monke
         urls.check(many, None)
     assert (caught.value.param, caught.value.extras) == ("items[5].images[6]", {"limit": 256})
     server.answers |= {f"/{number}": answer(bytes(100)) for number in range(50)}
-    monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 4000)
+    monkeypatch.setattr(fetcher, "MAX_REQUEST_BYTES", 4000)
     with pytest.raises(PayloadTooLarge, match="more than 4000 bytes in all") as large:
         await fetched(urls, many[0])
     assert (large.value.param, large.value.extras) == ("items", {"limit": 4000})
     assert urls.held.used == 0
-    monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 5000)
+    monkeypatch.setattr(fetcher, "MAX_REQUEST_BYTES", 5000)
     assert len((await fetched(urls, many[0]))[0].images) == 50
     with pytest.raises(PayloadTooLarge):  # each use counts, as if the client had sent the file
         await fetched(urls, many[0], item(f"{AT}/1"))
@@ -520,3 +524,69 @@ async def test_an_error_of_tls_after_the_handshake_costs_its_own_image(tmp_path:
         assert counted == ["failed"]
     finally:
         await server.stop()
+
+
+# through a gateway, to the work item
+
+
+A, B = file("PNG"), file("JPEG", size=(8, 2))
+PARTS = [
+    {"type": "text", "text": "one"},
+    {"type": "image_url", "image_url": {"url": f"{AT}/a"}},
+    {"type": "image_url", "image_url": f"{AT}/b"},
+]
+ROUTES: list[tuple[str, dict[str, Any], list[Input]]] = [
+    (
+        f"/v1/encode/{SEEN}",
+        {"items": ["a", {"images": [f"{AT}/a", b64(B)]}]},
+        [Input("a"), Input(images=(A, B))],
+    ),
+    (
+        "/v1/embeddings",
+        {"input": [f"{AT}/a", f"{AT}/b"], "modality": "image"},
+        [Input(images=(A,)), Input(images=(B,))],
+    ),
+    ("/v1/embeddings", {"input": [{"text": "a", "image": f"{AT}/a"}]}, [Input("a", images=(A,))]),
+    ("/v1/embeddings", {"input": [{"content": PARTS}]}, [Input("one", images=(A, B))]),
+    (
+        "/v1/rerank",
+        {"query": "q", "documents": ["a", {"text": "b", "image": f"{AT}/b"}]},
+        [Input("a"), Input("b", images=(B,))],
+    ),
+]
+
+
+async def test_a_url_of_a_listed_host_is_its_file_on_every_route(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_IMAGE_URL_HOSTS: the work items are equal to those of the files."""
+    async with ImageServer({"/a": answer(A), "/b": answer(B)}) as server:
+        reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
+        monkeypatch.setattr(fetcher, "NETWORK", reached)
+        async with running(tmp_path, SIE_IMAGE_URL_HOSTS=f"{HOST},inside.test") as (gateway, worker):
+            for path, body, expected in ROUTES:
+                worker.items.clear()
+                reply = await post(gateway, path, {"model": "toy/shown" if "rerank" in path else SEEN, **body})
+                assert reply.status_code == 200, (path, reply.text)
+                assert worker.inputs == expected, path
+            worker.items.clear()
+            mixed = {"items": [{"images": [f"{AT}/a", "http://inside.test/a"]}, {"images": [b64(B), f"{AT}/a"]}]}
+            bad, good = (await post(gateway, f"/v1/encode/{SEEN}", mixed)).json()["items"]
+            assert (bad["error"]["reason"], "dense" in good) == ("invalid_media", True)
+            assert bad["error"]["message"].startswith("items[0].images[1]: ")
+            assert worker.inputs == [Input(images=(B, A))]
+            before = len(server.asked)
+            refused = await post(gateway, "/v1/encode/toy/one", {"items": [{"images": [f"{AT}/a"]}]})
+            assert refused.json()["error"]["reason"] == "unsupported_modality"
+            assert len(server.asked) == before
+            query: dict[str, Any] = {"query": {"images": [f"{AT}/a"]}, "items": ["a", {"images": [f"{AT}/b"]}]}
+            assert (await post(gateway, "/v1/score/toy/shown", query)).status_code == 200
+            assert worker.items[-1].query == Input(images=(A,))
+            query["query"] = {"images": ["http://inside.test/a"]}
+            error = (await post(gateway, "/v1/score/toy/shown", query)).json()["error"]
+            assert (error["reason"], error["param"]) == ("invalid_media", "query.images[0]")
+            assert await gateway.metric("sie_gateway_image_fetches_total", result="refused") == 2
+            assert await gateway.metric("sie_gateway_image_fetches_total", result="fetched") == len(server.asked)
+            monkeypatch.setattr(fetcher, "MAX_REQUEST_BYTES", 10)
+            large = await post(gateway, "/v1/embeddings", {"model": SEEN, "input": [{"image": f"{AT}/a"}]})
+            assert (large.status_code, large.json()["error"]["param"]) == (413, "input")

@@ -19,6 +19,9 @@ from click.testing import CliRunner, Result
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, inference_of, until, until_told
 
+from sie_cache import cached
+from sie_cache.cached import CachedRuns, _CachedRun
+from sie_cache.memory import AnswerMemory
 from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
 from sie_contracts.models.aliases import Alias, Target
@@ -29,16 +32,15 @@ from sie_contracts.wire.heartbeats import AnswerErasure, ModelStatus, ServedEngi
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
-from sie_gateway.answers.memory import AnswerMemory
+from sie_gateway.dialects import dialect, openai
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference import cached, reply
+from sie_gateway.inference import reply
 from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.cached import CachedRuns, OnChunk, _CachedRun
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.results import PlannedRequest, RequestResult
-from sie_gateway.metrics import Metrics
+from sie_gateway.inference.runner import OnChunk
 
 LANE = Lane("_default", "cpu", "default")
 MODEL = "toy/one"
@@ -98,9 +100,10 @@ class Cluster:
         self.workers = {self.worker.entry.id: self.worker}
         self.memory = AnswerMemory(1 << 20, 60.0)
         fleet = cast("Fleet", SimpleNamespace(loaded=lambda lane, residency: self.workers[residency].reported))
-        self.metrics = Metrics()
         self.expected_s: float | None = None  # expected wait in the queue
-        self.runs = CachedRuns(self.memory, policy, fleet, self.metrics, lambda lane, priority: self.expected_s)
+        self.runs = CachedRuns(
+            self.memory, policy, fleet, lambda result, number: None, lambda lane, priority: self.expected_s
+        )
         self.go = asyncio.Event()
         self.go.set()
         self.held: dict[str, asyncio.Event] = {}  # texts whose chunk arrives only after the event
@@ -780,6 +783,23 @@ async def test_tokens_of_cached_inputs_are_not_charged(cluster: InProcess) -> No
     answer = await gateway.encode("a")
     assert answer.json()["usage"]["total_tokens"] == 3
     assert await gateway.metric("sie_gateway_key_tokens_total") == before
+
+
+async def test_cached_answers_are_not_counted_when_only_cached_answers_are_allowed(cluster: InProcess) -> None:
+    """A request to /v1/embeddings has a limit of tokens, and a worker counts them."""
+    _, gateway = await started(cluster)
+    body = {"model": MODEL, "input": [f"{number:02}{'x' * 4996}" for number in range(60)]}  # exactly 300,000 tokens
+    assert dialect.max_tokens(cast("list[str]", body["input"]), RunOptions(), openai.MAX_TOKENS) > openai.MAX_TOKENS
+    assert (await gateway.client.post("/v1/embeddings", json=body)).status_code == 200
+    only = await gateway.client.post("/v1/embeddings", json=body, headers={"X-SIE-Cache": "only"})
+    assert (only.status_code, only.headers["x-sie-cache-status"]) == (200, "hit")
+
+
+async def test_an_input_behind_a_cached_one_is_named_by_its_position(cluster: InProcess) -> None:
+    _, gateway = await started(cluster)
+    assert (await gateway.encode("cached")).status_code == 200
+    refused = await gateway.encode("cached", "a", "z" * 1_100_000)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "items[2]")
 
 
 async def test_a_chunk_that_has_arrived_answers_other_requests(cluster: InProcess) -> None:

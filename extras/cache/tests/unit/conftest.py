@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from support.component import *  # noqa: F403
