@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from sie_gateway.fleet.lanes import Fleet
     from sie_gateway.fleet.placement import Placer
     from sie_gateway.fleet.scaling import Scaling
+    from sie_gateway.inference.call import RequestListeners
     from sie_gateway.inference.handler import Inference, InferenceRoute
     from sie_gateway.inference.runner import Runner
     from sie_gateway.metrics import Metrics
-    from sie_gateway.operations.request_log import RequestListeners
     from sie_gateway.operations.status import ClusterStatus
     from sie_runtime.process import Stop, Tasks
 

@@ -34,12 +34,12 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
+from sie_gateway.inference.call import RequestListeners, RequestLogger
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
-from sie_gateway.operations.request_log import RequestListeners, RequestLogger
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.plugin import PluginContext, Service
 from sie_gateway.state import Gateway, GatewayReadiness

@@ -16,10 +16,10 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
+from sie_gateway.inference.call import RequestListeners
 from sie_gateway.inference.handler import Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
-from sie_gateway.operations.request_log import RequestListeners
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.plugin import Service
 from sie_runtime.connection import because

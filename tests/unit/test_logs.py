@@ -22,9 +22,8 @@ from inprocess import InProcess, until
 from sie_contracts.errors import InvalidInput
 from sie_contracts.stages import STAGES
 from sie_contracts.wire.trace_context import Context
-from sie_gateway.inference.call import Call
-from sie_gateway.operations import request_log
-from sie_gateway.operations.request_log import RequestLogger, log_request
+from sie_gateway.inference import call as calls
+from sie_gateway.inference.call import Call, RequestLogger, log_request
 from sie_runtime.current_trace import set_current
 from sie_runtime.process import WORKER, configure_logging
 
@@ -271,7 +270,7 @@ async def test_refused_requests_are_counted_and_a_few_have_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MAX_REFUSED_LINES of 5,000 refusals have a line. One line counts the rest by kind. Each answer has a line."""
-    monkeypatch.setattr(request_log, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(calls, "INTERVAL_S", 0.2)
     caplog.set_level(logging.INFO, "sie.gateway")
     log = RequestLogger()
     for number in range(5000):
@@ -282,8 +281,8 @@ async def test_refused_requests_are_counted_and_a_few_have_a_line(
     await until(lambda: "more requests" in caplog.records[-1].getMessage(), "the line with the rest")
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("encode 200") for line in lines) == 50
-    assert sum(line.startswith(("encode 503", "encode 429")) for line in lines) == request_log.MAX_REFUSED_LINES
-    assert len(lines) == 50 + request_log.MAX_REFUSED_LINES + 1
+    assert sum(line.startswith(("encode 503", "encode 429")) for line in lines) == calls.MAX_REFUSED_LINES
+    assert len(lines) == 50 + calls.MAX_REFUSED_LINES + 1
     kinds = "encode 503 code=QUEUE_FULL 2490, encode 429 code=RATE_LIMITED 2490"
     assert re.fullmatch(rf"4980 more requests were refused in \d+ s: {kinds}", lines[-1])
     log.ended(Call("later", 0.0, {}, code="QUEUE_FULL"), "encode", 503, 0.001)

@@ -29,7 +29,7 @@ import msgspec
 
 from sie_contracts.stages import STAGES
 from sie_gateway.admission.grant import Grant
-from sie_gateway.operations.request_log import REFUSED
+from sie_gateway.inference.call import REFUSED
 
 if TYPE_CHECKING:
     from sie_gateway.inference.call import Call
