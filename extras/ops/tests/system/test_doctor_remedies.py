@@ -90,6 +90,8 @@ NO_COMMAND_TO_RUN = (
     "of `sie serve` give --data-dir",
     "`sie serve` has no socket here",
     "as the user of `sie serve`",
+    "The report of `sie doctor`",
+    "or run `sie doctor` elsewhere",
 )
 
 
