@@ -53,7 +53,7 @@ START_S, STOP_S, ANSWER_S = 180.0, 60.0, 120.0
 _AUTHOR = ("-c", "user.name=copy", "-c", "user.email=copy@localhost")
 BUILD_MODELS = """
 import sys, pathlib
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", *map(str, pathlib.Path("extras").glob("*/tests"))]
 import local_models
 models = local_models.under(pathlib.Path(sys.argv[1]))
 for name in sys.argv[2:]:
