@@ -147,16 +147,21 @@ def collect(tree: Path) -> Surface:
 
     from sie_contracts import errors
     from sie_contracts.models import families
-    from sie_gateway.http.routes import ROUTES
+    from sie_gateway.http import routes
 
     every_family: Any = getattr(families, "rows", lambda: families.FAMILIES)  # older trees have no packages of families
-    modules = {f"route {row.method} {row.path}": _modules(row.handler) for row in ROUTES}
+    project = tomllib.loads((tree / "pyproject.toml").read_text("utf-8"))["project"]
+    plugins: Mapping[str, Any] = getattr(getattr(routes, "PLUGINS", None), "loaded", {})  # older trees have none
+    # a row of a plug-in may have a handler of the core
+    brought = {
+        id(row): project["entry-points"]["sie.gateway"][name] for name in plugins for row in plugins[name].routes
+    }
+    modules = {f"route {row.method} {row.path}": brought.get(id(row)) or _modules(row.handler) for row in routes.ROUTES}
     modules |= {f"family {name}": family.implementation for name, family in every_family().items()}
     document = asyncio.run(api_page.document())
-    project = tomllib.loads((tree / "pyproject.toml").read_text("utf-8"))["project"]
     values = yaml.safe_load((tree / "charts" / "sie-cluster" / "values.yaml").read_text("utf-8"))
     return {
-        "route": {f"{row.method} {row.path}": {"scope": row.scope, "endpoint": row.endpoint} for row in ROUTES},
+        "route": {f"{row.method} {row.path}": {"scope": row.scope, "endpoint": row.endpoint} for row in routes.ROUTES},
         **_openapi(document),
         **_commands(modules),
         "setting": {cells[0]: cells[1:4] for cells in _cells(settings_page.tables())},

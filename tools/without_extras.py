@@ -176,7 +176,8 @@ def traces(tree: Path, python: Path, whole: Surface, removed: Sequence[Extra]) -
     for kind, name in gone:
         if kind == "route":
             path = name.partition(" ")[2].partition("{")[0].rstrip("/")
-            if not any(f" {path}" in left for left in rest["route"]) and re.search(rf"{re.escape(path)}\b", text):
+            pattern = rf"(?<![\w}}]){re.escape(path)}\b"
+            if not any(f" {path}" in left for left in rest["route"]) and re.search(pattern, text):
                 yield f"the OpenAPI document names {path}"
         elif kind == "command":
             yield from _helps(tree, python, name, rest)

@@ -160,7 +160,6 @@ def main() -> None:
     sie settings               all settings, with value and origin
     sie try MODEL "text"       like `sie run`, but a missing model is an error
     sie status                 show workers, models and queues, once
-    sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there

@@ -119,7 +119,7 @@ class _EncoderInputs(Struct, kw_only=True):
         Literal["model", "cl100k_base", "o200k_base"] | UnsetType,
         Meta(
             description="Vocabulary of token ids. Default: `openai_token_encoding` of the entry, else `cl100k_base`. "
-            "At `/pooling` and below `/tei`: `model`."
+            "At `/pooling`, and where the path names the model: `model`."
         ),
     ] = UNSET
 
