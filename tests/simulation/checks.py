@@ -29,10 +29,16 @@ IDLE_S = 0.05  # a device may be idle so long while work is past its bound: some
 MAX_SKIPPED = 40  # so many later batches of the same priority may not overtake a work item
 MAX_HELD = 512  # entries of any map or queue of a process
 FIXED = {("LeaseLedger", "_free")}  # containers that have one size from the start
+# packages whose objects are not searched: those that processes share; objects of processes and extras are
+SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 # A patient request may end in one of these refusals.
 REFUSED = frozenset(
     {"QUEUE_FULL", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN", "PROVISIONING", "MODEL_LOADING", "LORA_LOADING"}
 )
+
+
+def _is_of_process(module: str) -> bool:
+    return module.startswith("sie_") and not module.startswith(SHARED)
 
 
 class Checks:
@@ -294,7 +300,9 @@ class Checks:
                     self._world.violate(f"{process.scope.name}: {path} has {len(node)} entries")
                 values = node.values() if hasattr(node, "values") else node
                 open_ += [(f"{path}[]", value) for value in values]
-            elif type(node).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(node, "__dict__"):
+            elif isinstance(node, tuple):
+                open_ += [(f"{path}[]", value) for value in node]
+            elif _is_of_process(type(node).__module__) and hasattr(node, "__dict__"):
                 open_ += [
                     (f"{path}.{name}", value)
                     for name, value in vars(node).items()

@@ -14,6 +14,7 @@ import httpx
 import infinity_client.models as infinity
 import jsonschema_rs
 import ollama
+import pages
 import pytest
 import shared
 from cluster import Cluster
@@ -251,6 +252,11 @@ _ALL = [
 REPLIES = [reply for reply in _ALL if TABLE.match(reply.path.replace("{model:path}", reply.model)).methods]
 # the routes of recordings need a model that hears: the unit tests of these routes check their replies
 ELSEWHERE = {"/v1/audio/transcriptions", "/v1/audio/translations"}
+
+
+@pages.WHOLE
+def test_every_reply_has_its_route() -> None:
+    assert REPLIES == _ALL
 
 
 def test_every_route_of_another_server_has_a_schema() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import pages
 import pytest
 import sample_families
 from fake_adapter import WIDTH, toy_entry
@@ -79,6 +80,11 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/find", family="token-classifier", outputs={"entities": 0}))
         # without a worker each request ends with 503, after its body was read
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
+
+
+@pages.WHOLE
+def test_formats_of_all_packages_are_read() -> None:
+    assert len(ROUTES) > 20
 
 
 async def test_dialects_read_the_fields_that_are_declared_and_no_others(

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 import numpy as np
-import orjson
 import pyarrow.ipc
 import pytest
 import torch
 from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
+from format_requests import CHAT, ONE, RERANK, STREAM, timing_comes_last, vectors
 from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_adapter.epilogues import dtypes
@@ -27,14 +27,11 @@ from sie_contracts import __version__
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import messages
 from sie_contracts.wire.configs import ConfigExport
-from sie_contracts.wire.messages import ArraySlice, Failed, Ok, RunOptions, WorkResult
+from sie_contracts.wire.messages import Failed, RunOptions, WorkResult
 from sie_gateway.dialects import dialect, embedding_types, fields, openai, vocabulary
 from sie_gateway.http.app import ClientVersions
 from sie_gateway.inference import reply
 from sie_runtime.feed import ConfigUnavailable
-
-STREAM = "WORK__default"
-ONE = "toy/one"
 
 
 class Silent(Source):
@@ -64,10 +61,6 @@ async def gateway(cluster: InProcess) -> GatewayProcess:
 async def post(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return await gateway.client.post(path, content=content, headers=headers)
-
-
-def vectors(answer: httpx.Response) -> np.ndarray:
-    return np.array([entry["embedding"] for entry in answer.json()["data"]], np.float32)
 
 
 # refusals
@@ -121,15 +114,6 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": "toy/wide", "input": "a"}, "unsupported_output", "model"),
     ({"model": ONE, "input": ["data:image/png;base64,aGk="], "modality": "image"}, "unsupported_modality", "input[0]"),
 ]
-USER = {"role": "user", "content": "a"}
-CHAT: list[tuple[Any, str, str]] = [
-    ({"model": ONE, "messages": []}, "schema", "input"),
-    ({"model": ONE, "messages": ["a"]}, "schema", "messages[0]"),
-    ({"model": ONE, "messages": [USER, {"role": "user"}]}, "schema", "messages[1].content"),
-    ({"model": ONE, "messages": [{"role": "system", "content": "a"}]}, "empty_item", "messages"),
-    ({"model": ONE, "messages": [USER, {"content": [{"type": "x"}]}]}, "schema", "messages[1].content[0].type"),
-    ({"model": ONE, "messages": [USER] * 2049}, "too_many_items", "messages"),
-]
 MULTI_VECTOR: list[tuple[Any, str, str]] = [
     *CHAT,
     ({"model": ONE, "input": "a"}, "unsupported_output", "model"),
@@ -157,36 +141,6 @@ MIXEDBREAD: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "query": "q", "input": ["a", {"title": "b"}]}, "schema", "input[1].text"),
     ({"model": "toy/score", "query": "q", "input": ["a"], "top_k": -1}, "schema", "top_k"),
     ({"model": ONE, "query": "q", "input": ["a"]}, "unsupported_task", "model"),
-]
-RERANK: list[tuple[Any, str, str]] = [
-    ({"model": "toy/score", "documents": ["a"]}, "schema", "query"),
-    ({"model": "toy/score", "query": "q"}, "schema", "documents"),
-    ({"model": "toy/score", "query": "q", "documents": []}, "empty_items", "documents"),
-    ({"model": "toy/score", "query": "q", "documents": ["a", 3]}, "schema", "documents[1]"),
-    ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}]}, "schema", "documents[0].text"),
-    (
-        {"model": "toy/score", "query": "q", "documents": [{"title": "a"}], "rank_fields": ["body"]},
-        "empty_item",
-        "documents[0]",
-    ),
-    (
-        {"model": "toy/score", "query": "q", "documents": [{"title": []}], "rank_fields": ["title"]},
-        "schema",
-        "documents[0]",
-    ),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": -1}, "schema", "top_n"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": -1}, "schema", "top_k"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "schema", "max_tokens_per_doc"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "priority": 1000}, "schema", "priority"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "return_documents": "yes"}, "schema", "return_documents"),
-    ({"model": "toy/score", "query": "q", "documents": [{"image": "aGk="}]}, "unsupported_modality", "documents[0]"),
-    ({"model": "toy/score", "query": "q", "documents": [{"image": []}]}, "schema", "documents[0].image"),
-    (
-        {"model": "toy/score", "query": "q", "documents": [{"image": "ftp://h/a"}]},
-        "invalid_media",
-        "documents[0].image",
-    ),
-    ({"model": ONE, "query": "q", "documents": ["a"]}, "unsupported_task", "model"),
 ]
 RANKING: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "passages": ["a"]}, "schema", "query"),
@@ -327,23 +281,6 @@ async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProces
     assert (await post(gateway, f"{path}e", wrong)).json()["error"]["reason"] == "unsupported_dtype"
 
 
-async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -> httpx.Response:
-    """Answer a request of two inputs as a worker does, in one message with all outputs that a model may have. Return
-    the reply to the client.
-    """
-    stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
-    message = await until(lambda: stream.messages.get(stream.last_sequence), "a message")
-    item = messages.decode_work(message.data)
-    block = np.ones((2, WIDTH), np.float32).tobytes()
-    data = {"classifications": [{"label": "a", "score": 0.9}]}
-    outcomes = tuple(
-        Ok({"dense": ArraySlice("<f4", (WIDTH,), start)}, 3, score=0.5, data=data) for start in (0, 4 * WIDTH)
-    )
-    result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
-    await cluster.send(item.reply, messages.encode(result))
-    return await reply_to
-
-
 async def test_a_late_chunk_without_a_token_is_named_as_the_input_that_it_is(cluster: InProcess) -> None:
     cluster.source.put(toy_entry("toy/chunked", family="text-encoder"))
     gateway = await cluster.gateway()
@@ -380,25 +317,8 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
     body: Any,
     values_of_a_piece: int,
 ) -> None:
-    """The writing counts as postprocessing. Each piece of JSON takes 20 ms here."""
-    dumps, slow_s, written = orjson.dumps, 0.02, []
-
-    def slow(value: Any, *args: Any, **options: Any) -> bytes:
-        time.sleep(slow_s)
-        written.append(dumps(value, *args, **options))
-        return written[-1]
-
     monkeypatch.setattr(reply, "PIECE_VALUES", values_of_a_piece)
-    task = asyncio.create_task(post(gateway, path, body))
-    await until(lambda: (stream := cluster.server.streams.get(STREAM)) and stream.last_sequence, "a message")
-    monkeypatch.setattr(orjson, "dumps", slow)
-    answer = await answered(cluster, task)
-    assert answer.status_code == 200, answer.text
-    content = answer.json()
-    assert list(content)[-1] == "timing"
-    assert b"timing" not in b"".join(written[:-1])
-    assert len(written) > 1
-    assert content["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
+    await timing_comes_last(cluster, asyncio.create_task(post(gateway, path, body)), monkeypatch)
 
 
 async def test_the_total_time_of_a_request_begins_with_its_first_byte(

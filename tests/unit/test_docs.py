@@ -91,13 +91,16 @@ def test_the_site_needs_nothing_from_elsewhere() -> None:
     assert re.search(r"^  font: false", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
-def test_links_from_outside_the_site_lead_to_files(page: str) -> None:
-    links = re.findall(r"\]\(((?!https?:)[^)#]+)", (ROOT / page).read_text("utf-8"))
-    assert links
-    gone = [link for link in links if not (ROOT / link).is_file()]
+OUTSIDE = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("extras/*/*.md"))]
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_from_outside_the_site_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)", page.read_text("utf-8"))
+    assert links or page.parent != ROOT
+    gone = [link for link in links if not (page.parent / link).is_file()]
     # those to the page of an extra that was removed lead nowhere
-    assert [link for link in gone if not link.startswith("extras/") or (ROOT / link).parent.is_dir()] == []
+    assert [link for link in gone if "extras/" not in link or (page.parent / link).parent.is_dir()] == []
 
 
 @pages.WHOLE

@@ -106,7 +106,7 @@ def test_a_reply_of_another_form_is_refused_in_words(name: str, form: str, serve
 
 
 @pytest.mark.parametrize("piece", [bytes(1 << 20), b" "], ids=["huge", "slow"])
-@pytest.mark.parametrize("name", ["cache status", "models list"])
+@pytest.mark.parametrize("name", ["models history", "models list"])
 def test_a_reply_that_never_ends_is_refused_in_words(
     name: str, piece: bytes, server: _Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +134,7 @@ def test_names_in_a_reply_do_not_control_the_terminal(name: str, server: _Server
 
 
 @pytest.mark.parametrize("url", ["http://u:secret@[::1", "http://a\nb", "http://a..b", "http://xn--/", "ftp://a", "x"])
-@pytest.mark.parametrize("command", [["cache", "status"], ["models", "list"]])
+@pytest.mark.parametrize("command", [["models", "load", "m"], ["models", "list"]])
 def test_an_address_that_is_no_url_is_refused_without_its_password(command: list[str], url: str) -> None:
     result = CliRunner().invoke(main, [*command, "--url", url])
     assert isinstance(result.exception, SystemExit), result.exc_info
@@ -143,7 +143,7 @@ def test_an_address_that_is_no_url_is_refused_without_its_password(command: list
 
 
 @pytest.mark.parametrize("value", ["\u00e9", "a\nb", "\x1b"])
-@pytest.mark.parametrize("name", ["cache status", "models list", "models load"])
+@pytest.mark.parametrize("name", ["models history", "models list", "models load"])
 def test_a_token_or_a_pool_that_no_header_can_have_is_refused_in_words(name: str, value: str) -> None:
     arguments, environ = COMMANDS[name][0], {"SIE_API_KEY": value, "SIE_ADMIN_TOKEN": value}
     if name == "models load":

@@ -160,7 +160,6 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
-    # Jobs; every gateway exports the same values
     # Queue of a lane (pool, machine profile and bundle)
     Metric(
         "sie_gateway_queue_oldest_seconds",

@@ -30,8 +30,8 @@ LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SH
 
 
 class AnswerSpace(NamedTuple):
-    """Answers of one model to one API key with the same options. `name`: see `keys.space_of`. `owner`: name of the API
-    key in metrics; empty if all keys share the answers.
+    """Answers of one model to one API key with the same options. `name`: see `answers.space_of`. `owner`: name of the
+    API key in metrics; empty if all keys share the answers.
     """
 
     name: str

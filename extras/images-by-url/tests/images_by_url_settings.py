@@ -1,4 +1,4 @@
-"""Setting of the images at URLs in the tables of the core's tests."""
+"""Rows of this extra in the tables of settings (`of_extras`)."""
 
 DOCUMENTED = {
     "SIE_IMAGE_URL_HOSTS": (

@@ -1,4 +1,4 @@
-"""Metrics of jobs."""
+"""Metrics of jobs. Every gateway exports the same values."""
 
 from __future__ import annotations
 

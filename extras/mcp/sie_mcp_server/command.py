@@ -70,7 +70,7 @@ def mcp(
     The command is a client of the gateway: the scopes of the API key decide what an agent may do. SIE_JOBS_SINKS names
     the databases of the collections. Over HTTP the server has no key of its own.
 
-    An agent starts the command itself: docs/mcp.md has the settings of known agents.
+    An agent starts the command itself: extras/mcp/mcp.md has the settings of known agents.
 
     Status 0: ended. 2: an option or a setting is wrong.
     """

@@ -1,3 +1,1 @@
-"""Routes of operators: status and health, models, pools, configurations, cached answers, dead letters, history, doctor
-checks, and the scopes of a credential.
-"""
+"""Routes of operators: status and health, models, pools, configurations, dead letters, and scopes of a credential."""

@@ -112,10 +112,12 @@ def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
     )
 
 
+# A load compiles the graph: 2 s on a quiet processor, 15 beside the other lanes on a slow one.
+@pytest.mark.timeout(240)
 def test_loading_a_graph_again_takes_no_more_memory(tmp_path: Path) -> None:
-    folder = toys.save(tmp_path / "deep", "bert", num_hidden_layers=12, max_position_embeddings=64)
-    _, first, *later = child("load_cycles.py", folder, folder, 5, timeout_s=100)["resident"]
-    assert max(later) - first < 12e6, "each layer of each load takes less than 0.25 MB"
+    folder = toys.save(tmp_path / "deep", "bert", num_hidden_layers=6, max_position_embeddings=64)
+    _, first, *later = child("load_cycles.py", folder, folder, 5, timeout_s=200)["resident"]
+    assert max(later) - first < 6e6, "each layer of each load takes less than 0.25 MB"
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@
     jobs          jobs on whole files
     models        models and aliases
     residency     loads and unloads of models
-    cache         the cache of answers
     operations    pools, health, scaling
     dead_letters  dead letters, and the scopes of the caller's credential
     configs       routes of the catalogue, which gateways and the config service serve

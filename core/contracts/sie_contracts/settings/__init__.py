@@ -5,9 +5,12 @@ precedence: flag > environment > machine-profile default > documented default
 
 The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. A package adds a group by an
 entry point of `sie.settings`: the heading, and `module:class` of a frozen dataclass of `row` fields, in a module that
-imports nothing large, since all processes read it. `load` is called once per process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
-the process with status 2; only an invalid OTEL_ variable is ignored with a warning. Each setting is one field, one
-variable and one flag: the field `max_batch_cost` is `SIE_MAX_BATCH_COST` and `--max-batch-cost`.
+imports nothing large, since all processes read it.
+
+`load` is called once per process, and does not change the environment. An invalid value raises SettingError, which
+names the variable and ends the process with status 2; only an invalid OTEL_ variable is ignored with a warning. Each
+setting is one field, one variable and one flag: the field `max_batch_cost` is `SIE_MAX_BATCH_COST` and
+`--max-batch-cost`.
 """
 
 from __future__ import annotations

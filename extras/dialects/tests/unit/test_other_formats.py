@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,21 +13,16 @@ import httpx
 import jsonschema_rs
 import msgspec
 import numpy as np
-import orjson
 import pytest
-from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, until
+from fake_adapter import ids_of, toy_entry, vector_of
+from format_requests import CHAT, ONE, RERANK, STREAM, timing_comes_last, vectors
+from inprocess import GatewayProcess, InProcess
 
 from sie_contracts.errors import CODE, InvalidInput, ModelLoading, SIEError, catalogue, envelope
-from sie_contracts.wire import messages
-from sie_contracts.wire.messages import ArraySlice, Ok, WorkResult
 from sie_dialects import cohere, infinity, ollama, tei
 from sie_dialects.api.cohere import EmbedV1
 from sie_gateway.http.routes import TABLE
 from sie_gateway.inference import reply
-
-STREAM = "WORK__default"
-ONE = "toy/one"
 
 
 @pytest.fixture
@@ -38,7 +32,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         cluster.source.put(toy_entry("toy/wide", outputs={"sparse": 10}))
         for name in ("toy/classes", "toy/kinds"):
             cluster.source.put(toy_entry(name, outputs={"classifications": 0}))
-        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="gliner"))
+        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="token-classifier"))
         yield cluster
 
 
@@ -49,10 +43,6 @@ async def gateway(cluster: InProcess) -> GatewayProcess:
 
 async def post(gateway: GatewayProcess, path: str, body: Any) -> httpx.Response:
     return await gateway.client.post(path, content=json.dumps(body).encode())
-
-
-def vectors(answer: httpx.Response) -> np.ndarray:
-    return np.array([entry["embedding"] for entry in answer.json()["data"]], np.float32)
 
 
 # routes and errors
@@ -129,15 +119,6 @@ def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
 
 # refusals
 
-USER = {"role": "user", "content": "a"}
-CHAT: list[tuple[Any, str, str]] = [
-    ({"model": ONE, "messages": []}, "schema", "input"),
-    ({"model": ONE, "messages": ["a"]}, "schema", "messages[0]"),
-    ({"model": ONE, "messages": [USER, {"role": "user"}]}, "schema", "messages[1].content"),
-    ({"model": ONE, "messages": [{"role": "system", "content": "a"}]}, "empty_item", "messages"),
-    ({"model": ONE, "messages": [USER, {"content": [{"type": "x"}]}]}, "schema", "messages[1].content[0].type"),
-    ({"model": ONE, "messages": [USER] * 2049}, "too_many_items", "messages"),
-]
 CONTEXTUAL: list[tuple[Any, str, str]] = [
     ({"model": ONE}, "schema", "inputs"),
     ({"model": ONE, "inputs": []}, "empty_items", "inputs"),
@@ -168,36 +149,6 @@ CONTEXTUAL: list[tuple[Any, str, str]] = [
         ]
     ),
     ({"model": "toy/score", "inputs": [["a"]]}, "unsupported_output", "model"),
-]
-RERANK: list[tuple[Any, str, str]] = [
-    ({"model": "toy/score", "documents": ["a"]}, "schema", "query"),
-    ({"model": "toy/score", "query": "q"}, "schema", "documents"),
-    ({"model": "toy/score", "query": "q", "documents": []}, "empty_items", "documents"),
-    ({"model": "toy/score", "query": "q", "documents": ["a", 3]}, "schema", "documents[1]"),
-    ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}]}, "schema", "documents[0].text"),
-    (
-        {"model": "toy/score", "query": "q", "documents": [{"title": "a"}], "rank_fields": ["body"]},
-        "empty_item",
-        "documents[0]",
-    ),
-    (
-        {"model": "toy/score", "query": "q", "documents": [{"title": []}], "rank_fields": ["title"]},
-        "schema",
-        "documents[0]",
-    ),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": -1}, "schema", "top_n"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": -1}, "schema", "top_k"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "schema", "max_tokens_per_doc"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "priority": 1000}, "schema", "priority"),
-    ({"model": "toy/score", "query": "q", "documents": ["a"], "return_documents": "yes"}, "schema", "return_documents"),
-    ({"model": "toy/score", "query": "q", "documents": [{"image": "aGk="}]}, "unsupported_modality", "documents[0]"),
-    ({"model": "toy/score", "query": "q", "documents": [{"image": []}]}, "schema", "documents[0].image"),
-    (
-        {"model": "toy/score", "query": "q", "documents": [{"image": "ftp://h/a"}]},
-        "invalid_media",
-        "documents[0].image",
-    ),
-    ({"model": ONE, "query": "q", "documents": ["a"]}, "unsupported_task", "model"),
 ]
 COHERE: list[tuple[Any, str, str]] = [
     ({"model": ONE, "texts": ["a"]}, "schema", "input_type"),
@@ -402,23 +353,6 @@ async def test_tei_has_its_own_statuses(cluster: InProcess) -> None:
 # replies
 
 
-async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -> httpx.Response:
-    """Answer a request of two inputs as a worker does, in one message with all outputs that a model may have. Return
-    the reply to the client.
-    """
-    stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
-    message = await until(lambda: stream.messages.get(stream.last_sequence), "a message")
-    item = messages.decode_work(message.data)
-    block = np.ones((2, WIDTH), np.float32).tobytes()
-    data = {"classifications": [{"label": "a", "score": 0.9}]}
-    outcomes = tuple(
-        Ok({"dense": ArraySlice("<f4", (WIDTH,), start)}, 3, score=0.5, data=data) for start in (0, 4 * WIDTH)
-    )
-    result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
-    await cluster.send(item.reply, messages.encode(result))
-    return await reply_to
-
-
 @pytest.mark.parametrize("values_of_a_piece", [reply.PIECE_VALUES, 1])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -440,25 +374,8 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
     body: Any,
     values_of_a_piece: int,
 ) -> None:
-    """The writing counts as postprocessing. Each piece of JSON takes 20 ms here."""
-    dumps, slow_s, written = orjson.dumps, 0.02, []
-
-    def slow(value: Any, *args: Any, **options: Any) -> bytes:
-        time.sleep(slow_s)
-        written.append(dumps(value, *args, **options))
-        return written[-1]
-
     monkeypatch.setattr(reply, "PIECE_VALUES", values_of_a_piece)
-    task = asyncio.create_task(post(gateway, path, body))
-    await until(lambda: (stream := cluster.server.streams.get(STREAM)) and stream.last_sequence, "a message")
-    monkeypatch.setattr(orjson, "dumps", slow)
-    answer = await answered(cluster, task)
-    assert answer.status_code == 200, answer.text
-    content = answer.json()
-    assert list(content)[-1] == "timing"
-    assert b"timing" not in b"".join(written[:-1])
-    assert len(written) > 1
-    assert content["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
+    await timing_comes_last(cluster, asyncio.create_task(post(gateway, path, body)), monkeypatch)
 
 
 async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(

@@ -11,9 +11,9 @@ exactly once, even if a gateway was killed while it led the job. The record of a
 leader that finds the object without a record reads the object and writes the record.
 
 records.py, ledger.py        the buckets of jobs, files and shards
-files.py                    files: their records, and their bytes in the payload store
-file_routes.py              the routes of files, which are uploaded as forms
-slots.py                    bounds of what runs at once
+files.py                     files: their records; their bytes are in the payload store
+file_routes.py               the routes of files, which are uploaded as forms
+slots.py                     bounds of what runs at once
 job_routes.py, service.py    the routes of jobs, and the operations behind them
 results.py                   the output of a job, for the routes that return it
 scheduler.py                 the choice of one gateway (leader) for each job

@@ -172,7 +172,7 @@ def values_in(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str)
 
 
 class StoredAnswers:
-    """Reads the cached answers of one space (`keys.space_of`) for one job, and stores the job's new answers. Call
+    """Reads the cached answers of one space (`answers.space_of`) for one job, and stores the job's new answers. Call
     `open` first.
     """
 

@@ -54,8 +54,8 @@ AGAIN, OTHER_PORTS, BROKER = (
     "starts a broker",
 )
 SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
-REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # tests/system/test_damage.py runs them
-# an operator completes them with a name or a number; tests/unit/test_findings.py looks the commands up
+REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # test_damage.py runs them
+# an operator completes them with a name or a number; test_findings.py looks the commands up
 COMPLETED = (
     "`sie models set {name}`",
     "`sie models load {name}`",
