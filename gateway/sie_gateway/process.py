@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.plugin import PluginContext, Service
+from sie_gateway.plugin import PluginContext
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.offload import Offload, life_s
@@ -71,26 +72,42 @@ _SETTINGS = {
 _logger = logging.getLogger("sie.gateway")
 
 
-async def serve(
+@dataclass(frozen=True, kw_only=True)
+class GatewayProcess:
+    """Objects of a gateway that `serve` starts and ends. `keys`: None if SIE_AUTH_MODE is not `token`. `offload`: None
+    without SIE_PAYLOAD_STORE_URL.
+    """
+
+    gateway: Gateway
+    readiness: GatewayReadiness
+    gate: Gate
+    broker: Broker
+    feed: CatalogueFeed
+    keys: Keys | None
+    offload: Offload | None
+    clock: BrokerClock
+    record: PoolRecord
+    keeper: PoolReconciler
+    inbox: ResultInbox
+    queue: WorkQueue
+    placer: Placer
+    backlog: Backlog
+    lag: Lag
+    admission: Admission
+    demand: DemandRecords
+
+
+def build(
     settings: Settings,
     broker: Broker,
     source: ConfigSource | None,
-    stop: Stop,
     *,
     host: str,
     port: int,
     nats_monitor_url: str | None = None,
-    drain_s: float | None = None,
-    lame_duck_s: float = 0.0,
-    on_listening: Callable[[int], None] | None = None,
     data_dir: Path | None = None,
-) -> int:
-    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
-    `drain_s` seconds, by default `longest_drain_s`. Return the exit status. Raises SettingError.
-
-    `data_dir`: data folder if `sie serve` runs this gateway, else None.
-    """
-    tracer = tracing.start(settings.tracing, "gateway")
+) -> GatewayProcess:
+    """Build the objects of a gateway. Nothing is started or sent. Raises SettingError."""
     metrics = Metrics()
     initial = packaged_catalogue() if source is None else None
     feed = CatalogueFeed(
@@ -212,16 +229,59 @@ async def serve(
         services,
     )
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
-    names = settings.allowed_hosts
+    return GatewayProcess(
+        gateway=gateway,
+        readiness=readiness,
+        gate=gate,
+        broker=broker,
+        feed=feed,
+        keys=keys,
+        offload=offload,
+        clock=clock,
+        record=record,
+        keeper=keeper,
+        inbox=inbox,
+        queue=queue,
+        placer=placer,
+        backlog=backlog,
+        lag=lag,
+        admission=admission,
+        demand=demand,
+    )
+
+
+async def serve(
+    settings: Settings,
+    broker: Broker,
+    source: ConfigSource | None,
+    stop: Stop,
+    *,
+    host: str,
+    port: int,
+    nats_monitor_url: str | None = None,
+    drain_s: float | None = None,
+    lame_duck_s: float = 0.0,
+    on_listening: Callable[[int], None] | None = None,
+    data_dir: Path | None = None,
+) -> int:
+    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
+    `drain_s` seconds, by default `longest_drain_s`. Return the exit status. Raises SettingError.
+
+    `data_dir`: data folder if `sie serve` runs this gateway, else None.
+    """
+    tracer = tracing.start(settings.tracing, "gateway")
+    parts = build(settings, broker, source, host=host, port=port, nats_monitor_url=nats_monitor_url, data_dir=data_dir)
+    gateway, readiness = parts.gateway, parts.readiness
+    names, refused = settings.allowed_hosts, gateway.metrics.count_refused
     main = HttpServer(
-        create_app(gateway, gate, readiness, tracer),
+        create_app(gateway, parts.gate, readiness, tracer),
         host,
         port,
         setting="--port",
         websockets=WebSocketProtocol,
         allowed_hosts=names,
         cors_origins=settings.cors_origins or (),
-        refused=metrics.count_refused,
+        refused=refused,
         min_rate=settings.min_body_rate,
     )
     try:
@@ -231,66 +291,20 @@ async def serve(
             settings.gateway_metrics_port,
             setting="SIE_GATEWAY_METRICS_PORT",
             allowed_hosts=names,
-            refused=metrics.count_refused,
+            refused=refused,
         )
     except SettingError:
         await main.stop()
         raise
     tasks = Tasks(_logger, stop.request)
-    drained_s = 0.0
     # `drained` ends most background tasks. It is set after the drain, because open requests need these tasks. The tasks
     # of plug-ins end at `stop`, before the drain.
     drained = Stop()
+    end_s = 0.0
     measuring: asyncio.Task[None] | None = None
-    owning: asyncio.Task[None] | None = None
     await side.start()
     try:
-        tasks.start(feed.run(drained), "catalogue feed")
-        if keys is not None:
-            tasks.start(keys.run(drained), "keys")
-        if offload is not None:
-            tasks.start(offload.run(drained), "payload clean-up")
-        for listening, purpose in (
-            (fleet.start, "listening for heartbeats"),
-            (inbox.start, "listening for results"),
-            (admission.peers.start, "listening for other gateways"),
-        ):
-            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
-        own = functools.partial(_own_streams, queue, placer, settings, record, services)
-        owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # The operating system accepts connections on the port already. The gateway does not read requests yet, because
-        # it would refuse them while it is not ready. So the first requests wait, at most FIRST_ANSWER_S seconds.
-        loaded = asyncio.create_task(feed.first.wait())
-        await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
-        loaded.cancel()
-        await main.start()
-        await owning
-        tasks.start(queue.consumers.run(drained), "consumers")
-        await clock.begin()
-        measuring = tasks.start(clock.run(), "broker clock")
-        tasks.start(backlog.run(drained), "backlog")
-        tasks.start(lag.run(drained), "age of the queue")
-        tasks.start(admission.run(drained), "admission")
-        tasks.start(admission.peers.run(drained), "announcements")
-        tasks.start(demand.run(drained), "demand")
-        tasks.start(placer.run(drained), "placement")
-        tasks.start(residencies.run(drained), "residencies")
-        tasks.start(keeper.run(drained), "pools")
-        for service in services:
-            service.start(tasks, stop)
-        tasks.start(status.run(drained), "status")
-        tasks.start(status.sockets.run(drained), "status sockets")
-
-        async def on_reconnect() -> None:
-            await retry(
-                queue.reverify,
-                errors=(BrokerError,),
-                stop=drained,
-                logger=_logger,
-                task="verifying the queue after a reconnect",
-            )
-
-        broker.on_reconnect(on_reconnect)
+        measuring = await _begin(parts, main, tasks, stop, drained)
         readiness.started = not stop.requested
         if on_listening is not None:
             on_listening(main.port)
@@ -299,42 +313,109 @@ async def serve(
         readiness.leaving = True
         main.leave()
         side.leave()
-        # a gateway that was never ready gets no traffic, so it needs no lame-duck time
-        if lame_duck_s and readiness.started:
-            _logger.info(
-                "shutdown: the gateway still accepts requests for %g s, %d requests are in progress",
-                lame_duck_s,
-                inference.slots.used,
-            )
-            await stop.lame_duck(lame_duck_s)
-            # idle connections are closed only after the lame-duck time, because requests may arrive on them until then
-            await main.hang_up()
-        readiness.draining = True
-        inference.away.close()
-        await inference.shadows.close()
-        _logger.info("gateway draining, %d requests in progress", inference.slots.used)
-        drained_s = asyncio.get_running_loop().time() + (longest_drain_s(settings) if drain_s is None else drain_s)
+        await _leave(parts, main, stop, lame_duck_s)
+        end_s = asyncio.get_running_loop().time() + (longest_drain_s(settings) if drain_s is None else drain_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(drained_s):
-                await inference.idle.wait()
-        if inference.slots.used:
-            inbox.fail_all(ShuttingDown(SHUTTING_DOWN))
+            async with asyncio.timeout_at(end_s):
+                await gateway.inference.idle.wait()
+        if gateway.inference.slots.used:
+            parts.inbox.fail_all(ShuttingDown(SHUTTING_DOWN))
     finally:
         stop.request()
         drained.request()
-        if owning is not None:
-            await cancel_all([owning])
-        await asyncio.gather(main.stop(max(STOP_S, drained_s - asyncio.get_running_loop().time())), side.stop())
-        await inbox.stop()
+        await asyncio.gather(main.stop(max(STOP_S, end_s - asyncio.get_running_loop().time())), side.stop())
+        await parts.inbox.stop()
         if measuring is not None:
             measuring.cancel()
         await tasks.settle(2.0)
         await tasks.cancel()
-        await queue.close()
-        await backlog.stop()
+        await parts.queue.close()
+        await parts.backlog.stop()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     return 1 if tasks.failed else 0
+
+
+async def _begin(
+    parts: GatewayProcess, main: HttpServer, tasks: Tasks, stop: Stop, drained: Stop
+) -> asyncio.Task[None]:
+    """Follow the catalogue and the other processes, listen, own the streams, then start all background tasks. Return
+    the task that measures the broker's clock, which ends only when it is cancelled.
+    """
+    gateway, queue, peers = parts.gateway, parts.queue, parts.admission.peers
+    tasks.start(parts.feed.run(drained), "catalogue feed")
+    if parts.keys is not None:
+        tasks.start(parts.keys.run(drained), "keys")
+    if parts.offload is not None:
+        tasks.start(parts.offload.run(drained), "payload clean-up")
+    for listening, purpose in (
+        (gateway.fleet.start, "listening for heartbeats"),
+        (parts.inbox.start, "listening for results"),
+        (peers.start, "listening for other gateways"),
+    ):
+        await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
+    own = functools.partial(_own_streams, parts)
+    owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
+    try:
+        # The operating system accepts connections on the port already. The gateway does not read requests yet, because
+        # it would refuse them while it is not ready. So the first requests wait, at most FIRST_ANSWER_S seconds.
+        loaded = asyncio.create_task(parts.feed.first.wait())
+        await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
+        loaded.cancel()
+        await main.start()
+        await owning
+    except BaseException:
+        await cancel_all([owning])
+        raise
+    tasks.start(queue.consumers.run(drained), "consumers")
+    await parts.clock.begin()
+    measuring = tasks.start(parts.clock.run(), "broker clock")
+    for part, name in (
+        (parts.backlog, "backlog"),
+        (parts.lag, "age of the queue"),
+        (parts.admission, "admission"),
+        (peers, "announcements"),
+        (parts.demand, "demand"),
+        (parts.placer, "placement"),
+        (gateway.residencies, "residencies"),
+        (parts.keeper, "pools"),
+    ):
+        tasks.start(part.run(drained), name)
+    for service in gateway.services:
+        service.start(tasks, stop)
+    tasks.start(gateway.status.run(drained), "status")
+    tasks.start(gateway.status.sockets.run(drained), "status sockets")
+
+    async def on_reconnect() -> None:
+        await retry(
+            queue.reverify,
+            errors=(BrokerError,),
+            stop=drained,
+            logger=_logger,
+            task="verifying the queue after a reconnect",
+        )
+
+    parts.broker.on_reconnect(on_reconnect)
+    return measuring
+
+
+async def _leave(parts: GatewayProcess, main: HttpServer, stop: Stop, lame_duck_s: float) -> None:
+    """Serve for the lame-duck time, then refuse new work."""
+    inference, readiness = parts.gateway.inference, parts.readiness
+    # a gateway that was never ready gets no traffic, so it needs no lame-duck time
+    if lame_duck_s and readiness.started:
+        _logger.info(
+            "shutdown: the gateway still accepts requests for %g s, %d requests are in progress",
+            lame_duck_s,
+            inference.slots.used,
+        )
+        await stop.lame_duck(lame_duck_s)
+        # idle connections are closed only after the lame-duck time, because requests may arrive on them until then
+        await main.hang_up()
+    readiness.draining = True
+    inference.away.close()
+    await inference.shadows.close()
+    _logger.info("gateway draining, %d requests in progress", inference.slots.used)
 
 
 def longest_drain_s(settings: Settings) -> float:
@@ -342,20 +423,19 @@ def longest_drain_s(settings: Settings) -> float:
     return settings.gateway_request_timeout + _LATE_S
 
 
-async def _own_streams(
-    queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, services: Sequence[Service]
-) -> None:
+async def _own_streams(parts: GatewayProcess) -> None:
     """Create the buckets of placements, reservations and plug-ins, then the streams of this installation's own pools.
     Raises BrokerError. Raises SettingError if an existing stream has other settings than this gateway, or if the broker
     is a single server and SIE_STREAM_REPLICAS is above 1.
     """
+    settings = parts.gateway.settings
     try:
-        await placer.start()
-        await pools.follow()
-        for service in services:
+        await parts.placer.start()
+        await parts.record.follow()
+        for service in parts.gateway.services:
             await service.prepare()
-        for pool in sorted(pools.own):
-            await queue.ensure_pool(pool)
+        for pool in sorted(parts.record.own):
+            await parts.queue.ensure_pool(pool)
     except TopologyMismatch as error:
         raise SettingError(_SETTINGS.get(error.field, "SIE_POOL"), str(error)) from error
     except BrokerError as error:
