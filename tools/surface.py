@@ -288,6 +288,10 @@ def _at_revision(revision: str, folder: Path) -> Surface:
         subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
+def _reason(line: str) -> str | None:
+    return next((reason for reason in MEANT if any(fnmatchcase(line, each) for each in MEANT[reason])), None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", default=TAG, help=f"the revision to compare with; default: {TAG}")
@@ -300,15 +304,15 @@ def main() -> int:
         folder = Path(name)
         before = _at_revision(options.revision, folder)
         after = of_tree(ROOT, environment(ROOT, folder / "after"))
-    lines = sorted(differences(before, after))
+    lines = sorted(differences(before, after), key=lambda row: (_reason(row[0]) is None, row))
     unmeant = 0
     for line, details in lines:
-        reason = next((reason for reason in MEANT if any(fnmatchcase(line, each) for each in MEANT[reason])), None)
+        reason = _reason(line)
         unmeant += reason is None
         print(f"{line}  (meant: {reason})" if reason else line)
         if details and not reason:
             print(details)
-    print(f"{len(lines)} differences to {options.revision}, of which {unmeant} are not meant")
+    print(f"{len(lines)} differences to {options.revision}, of which {unmeant} are not in MEANT")
     return 1 if unmeant else 0
 
 

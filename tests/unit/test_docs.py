@@ -75,8 +75,9 @@ BLOCKS = {
 
 
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
+    """With `--quiet`, `--strict` would count no warnings."""
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,
         capture_output=True,
         text=True,
