@@ -2,8 +2,9 @@
 
 kinds     small models: KINDS and PUBLISHED of `local_models`
 replies   COMMANDS of test_hostile_replies.py: arguments of commands, and the reply of each of their calls
-routes    scopes and tenants of routes: DOCUMENTED of test_auth.py; OWNED, SHOWS, SILENT and UNFINISHED of
-          test_tenants.py, with SETTINGS of its gateway and a function `make`, which makes objects of its tenant A
+routes    scopes of routes: DOCUMENTED of test_auth.py. Tenants, in test_tenants.py: each route is in OWNED (it reads or
+          changes one object that a key made), SHOWS (it lists such objects) or SILENT (all others); UNFINISHED. With
+          SETTINGS of its gateway and a function `make`, which makes objects of its tenant A
 errors    CASES of test_errors_http.py: code, status, and the function that provokes it
 settings  DOCUMENTED of test_settings.py, by name (default, legal value, illegal values), and SECRETS, the names of
           secret ones; EFFECTS of test_settings_readers.py

@@ -113,7 +113,9 @@ def test_every_route_and_method_has_the_documented_scope() -> None:
     for line in (DOCUMENTED + of_extras.routes("DOCUMENTED")).strip().splitlines():
         scope, method, *paths = line.split()
         documented.update({(method, path): scope for path in paths})
-    assert {(method, path): row.scope or "open" for row, method, path in calls()} == documented
+    assert {(method, path): row.scope or "open" for row, method, path in calls()} == documented, (
+        "rows of the core are above, those of an extra in its tests/*_routes.py: see of_extras"
+    )
 
 
 def test_the_table_refuses_a_second_row_and_a_scope_that_does_not_exist() -> None:

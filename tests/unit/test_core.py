@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 import tomllib
 from collections.abc import Collection, Iterator
@@ -113,6 +114,13 @@ def test_core_imports_no_package_of_an_extra() -> None:
     assert edges == []
 
 
+def test_installed_entry_points_are_those_of_pyproject() -> None:
+    named = {(group, *entry) for group, entries in measure.POINTS.items() for entry in entries.items()}
+    points = importlib.metadata.distribution("sie-cluster").entry_points
+    installed = {(point.group, point.name, point.value) for point in points if point.group.startswith("sie.")}
+    assert installed == named, "`make test` installs those of pyproject.toml"
+
+
 def test_extra_leaves_pyproject_with_its_lines() -> None:
     """tools/without_extras.py removes them, and then starts what is left."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
@@ -123,10 +131,12 @@ def test_extra_leaves_pyproject_with_its_lines() -> None:
 
 def test_extra_has_its_code_its_tests_and_its_page() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    wheel = project["tool"]["hatch"]["build"]
+    wheel, mypy = project["tool"]["hatch"]["build"], project["tool"]["mypy"]
     for folder in EXTRAS:
         place = ROOT / folder
         assert any(place.glob("tests/**/test_*.py")), folder
         assert any(place.glob("*.md")), folder
         assert folder in wheel["dev-mode-dirs"]
         assert f"{folder}/{measure.PACKAGES[folder]}" in wheel["targets"]["wheel"]["packages"]
+        assert f"{folder}/{measure.PACKAGES[folder]}" in mypy["files"]
+        assert folder in mypy["mypy_path"].split(":")

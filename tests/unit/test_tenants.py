@@ -168,7 +168,9 @@ async def tenant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncItera
 
 def test_every_route_has_one_row() -> None:
     kinds = [rows(text) for text in (OWNED, SHOWS, SILENT)]
-    assert set().union(*kinds) == {(route.method, route.path) for route in ROUTES}
+    assert set().union(*kinds) == {(route.method, route.path) for route in ROUTES}, (
+        "rows of the core are above, those of an extra in its tests/*_routes.py: see of_extras"
+    )
     assert sum(map(len, kinds)) == len(ROUTES)
 
 
@@ -190,6 +192,7 @@ async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_
                 if row in rows(SHOWS) - {("GET", "/v1/pools/assignments")}:
                     text = answer.text
                     assert MARK in text or any(secret in text for secret in secrets) or "code=" in text, (
+                        "it shows no object of A: if it never does, its row belongs to SILENT",
                         caller,
                         row,
                         text,
