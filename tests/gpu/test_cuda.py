@@ -35,7 +35,6 @@ MIN_COSINE = {torch.float32: 0.99999, torch.float16: 0.999, torch.bfloat16: 0.99
 # worst of 64 texts a loose one.
 MIN_VECTOR_COSINE = {"float32": 0.9999, "float16": 0.99, "bfloat16": 0.95}
 MIN_MEAN_COSINE = {"float32": 0.9999, "float16": 0.999, "bfloat16": 0.995}
-PADDED = ("mpnet", "deberta-v2", "gemma2")
 OVERFLOWS = "gemma"  # float16 does not hold its activations
 BACKENDS = ["sdpa", *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
 
@@ -127,7 +126,7 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
     served = engine.load(
         folder(name), cast(Precision, precision), width=architecture.width, max_tokens=architecture.max_tokens
     )
-    assert served.attention.endswith("padded") == (name in PADDED)
+    assert served.attention.endswith("padded") == architecture.attention.endswith("padded")
     sentences = texts()
     for pooling in ARCHITECTURES[name].poolings:
         similarities = cosines(

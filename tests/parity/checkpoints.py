@@ -85,7 +85,7 @@ class Architecture:
     `tokenizer`.
 
     `poolings`: those of its published models; the folder stores the first. `causal`: a token attends to no later
-    token.
+    token. `attention`: what it must run; a silent fall-back from packed to padded fails a test.
     """
 
     model_type: str
@@ -93,6 +93,7 @@ class Architecture:
     config: dict[str, Any]
     poolings: tuple[Pooling, ...] = ("mean", "cls")
     causal: bool = False
+    attention: Literal["sdpa", "eager padded"] = "sdpa"
     behind: tuple[Module, ...] = ()  # Dense modules that its published folders list after the pooling
     max_tokens: int = MAX_TOKENS
 
@@ -199,16 +200,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "embeddinggemma": replace(
         _GEMMA3_BIDIRECTIONAL, poolings=("mean",), behind=(dense(WIDTH, 96), dense(96, 48, seed=1))
     ),
-    "gemma2": _decoder(
-        "gemma2",
-        recipes.GEMMA,
-        num_hidden_layers=4,
-        head_dim=32,
-        query_pre_attn_scalar=24,
-        sliding_window=64,
-        attention_bias=True,
-        attn_logit_softcapping=1.5,
-        layer_types=[_LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
+    # its scores are capped, which neither the packed kernels nor sdpa do
+    "gemma2": replace(
+        _decoder(
+            "gemma2",
+            recipes.GEMMA,
+            num_hidden_layers=4,
+            head_dim=32,
+            query_pre_attn_scalar=24,
+            sliding_window=64,
+            attention_bias=True,
+            attn_logit_softcapping=1.5,
+            layer_types=[_LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
+        ),
+        attention="eager padded",
     ),
     "qwen2 causal": _QWEN2,
     "qwen2 bidirectional": _bidirectional(_QWEN2),
@@ -233,7 +238,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_type="dynamic",
         max_tokens=ORIGINAL_TOKENS,
     ),
-    "mpnet": Architecture("mpnet", recipes.MPNET, _SIZES),
+    # position biases: the classes of mpnet and deberta-v2 have no sdpa
+    "mpnet": Architecture("mpnet", recipes.MPNET, _SIZES, attention="eager padded"),
     "deberta-v2": Architecture(
         "deberta-v2",
         recipes.DEBERTA,
@@ -248,6 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "position_biased_input": False,
         },
         ("cls", "mean"),
+        attention="eager padded",
     ),
 }
 

@@ -22,12 +22,6 @@ from support.parity import Folders, References, Serve
 
 from sie_contracts.errors import ModelLoadFailed
 
-# the attention that each architecture must run; a silent fall-back from packed to padded fails a test
-ATTENTION = {
-    **dict.fromkeys(ARCHITECTURES, "sdpa"),
-    **dict.fromkeys(("mpnet", "deberta-v2"), "eager padded"),  # position biases; these classes have no sdpa
-    "gemma2": "eager padded",  # scores are capped, which neither the packed kernels nor sdpa do
-}
 PRECISIONS = ("float32", SIXTEEN)
 MAX_DIFFERENCE = {"float32": 1e-5, SIXTEEN: 0.05}  # of a component, in units of the vector's norm
 MIN_COSINE = {"float32": 0.9999, SIXTEEN: 0.999}
@@ -52,7 +46,7 @@ _ODD = (
 )
 
 
-PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
+PACKED = [name for name, architecture in ARCHITECTURES.items() if architecture.attention == "sdpa"]
 ALL = [(name, precision) for name in ARCHITECTURES for precision in PRECISIONS]
 # beside the backbones: an architecture that scales its embeddings, and one with code of its own
 USUAL = (*BACKBONES, "gemma3 bidirectional", "nomic_bert")
@@ -126,7 +120,7 @@ def test_padded_vectors_equal_the_reference(
     ("name", "precision"), long_but(ALL, [*((name, "float32") for name in USUAL), *OF_BACKBONES[1::2]])
 )
 def test_each_architecture_runs_the_attention_it_should(name: str, precision: str, serve: Serve) -> None:
-    assert serve(name, precision).attention == ATTENTION[name]
+    assert serve(name, precision).attention == ARCHITECTURES[name].attention
 
 
 @pytest.mark.parametrize("name", long_but(ARCHITECTURES, USUAL))
@@ -238,7 +232,7 @@ def test_a_folder_whose_texts_would_depend_on_their_mates_is_refused(tmp_path: P
 
 @pytest.mark.parametrize("name", ["gemma3 bidirectional", "gemma3 causal", "bert", "gemma2"])
 def test_a_direction_that_the_class_has_anyway_may_be_said(name: str, serve: Serve) -> None:
-    assert serve(name, "float32", causal=ARCHITECTURES[name].causal).attention == ATTENTION[name]
+    assert serve(name, "float32", causal=ARCHITECTURES[name].causal).attention == ARCHITECTURES[name].attention
 
 
 @pytest.mark.parametrize("name", ["llama longrope", "llama dynamic"])

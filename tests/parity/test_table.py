@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,23 @@ def test_a_cell_keeps_the_worst_of_each_number() -> None:
     assert f"| dense toy | - | cos 0.9900000, Δ 2e-03 | - | - | - | - | - | {ORACLES['dense']} |" in rows
     assert f"| gliner toy | - | - | Δ 3e-06, tau 0.980 | - | - | - | - | {ORACLES['gliner']} |" in rows
     assert rows[-1] == "| org/model | its code is remote |"
+
+
+def test_the_page_has_the_measurements_of_all_folders(tmp_path: Path) -> None:
+    """The tests of each extra have a conftest.py of their own."""
+    for folder in ("core", "extra"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "conftest.py").write_text("from support.parity import *\n")
+        (tmp_path / folder / f"test_{folder}.py").write_text(
+            "from parity.table import Agreement\n\n\n"
+            f"def test(table):\n    table.record('dense {folder}', 'packed', 'float32', Agreement(1, 0, 0))\n"
+        )
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--parity-table')\n")
+    page = tmp_path / "page.md"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--parity-table={page}", "--rootdir=."]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    kinds = [line.split(" |")[0] for line in page.read_text().splitlines() if line.startswith("| dense")]
+    assert kinds == ["| dense core", "| dense extra"]
 
 
 def test_the_page_has_every_architecture_and_every_kind(page: str) -> None:
