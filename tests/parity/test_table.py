@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def test_the_page_has_the_measurements_of_all_folders(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--parity-table')\n")
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--parity-table={page}", "--rootdir=."]
-    subprocess.run(command, cwd=tmp_path, check=True)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
     kinds = [line.split(" |")[0] for line in page.read_text().splitlines() if line.startswith("| dense")]
     assert kinds == ["| dense core", "| dense extra"]
 
