@@ -13,6 +13,7 @@ from typing import Any
 import chart_settings
 import jsonschema_rs
 import kubernetes_validate
+import pages
 import pytest
 import yaml
 from helm import (
@@ -241,15 +242,31 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
     }
 
 
-def test_the_table_of_settings_is_that_of_today() -> None:
+def test_the_keys_are_those_of_the_schema_and_of_the_defaults() -> None:
     """`python tests/chart_settings.py` writes these files."""
-    assert json.loads(chart_settings.TABLE.read_text()) == chart_settings.readers()
     schema = json.loads(chart_settings.SCHEMA.read_text())
-    assert chart_settings.schema(json.loads(json.dumps(schema))) == schema
     assert json.loads(chart_settings.REQUIRED.read_text()) == chart_settings.required(DEFAULTS)
-    assert chart_settings.keys(schema) == json.loads(chart_settings.KEYS.read_text())
-    names = {row.name for row in ROWS}
-    assert names >= chart_settings.OWN | chart_settings.LEFT_OUT
+    assert json.loads(chart_settings.KEYS.read_text()) == chart_settings.keys(schema)
+
+
+def test_the_chart_accepts_each_setting_that_has_no_key_of_its_own() -> None:
+    """The chart also has the settings of extras that are not installed here."""
+    readers = chart_settings.readers()
+    assert readers.items() <= json.loads(chart_settings.TABLE.read_text()).items()
+    values = json.loads(chart_settings.SCHEMA.read_text())["definitions"]["settings"]["properties"]
+    assert {name: values[name] for name in readers} == {
+        name: chart_settings.value(BY_NAME[name].expected) for name in readers
+    }
+    assert {row.name for row in ROWS} >= chart_settings.OWN | chart_settings.LEFT_OUT
+
+
+@pages.WHOLE
+def test_the_chart_accepts_no_setting_that_nobody_reads() -> None:
+    """`python tests/chart_settings.py` writes these files."""
+    readers = chart_settings.readers()
+    assert json.loads(chart_settings.TABLE.read_text()).keys() == readers.keys()
+    schema = json.loads(chart_settings.SCHEMA.read_text())
+    assert schema["definitions"]["settings"]["properties"].keys() == readers.keys()
 
 
 PARTS = {

@@ -1,6 +1,8 @@
 """The integrations of the public SDK, called as their users do. A Python with one of them installed runs this file.
 
-integrations.py NAME URL PNG ──► one line for each public class and method that was called, or a traceback
+integrations.py NAME URL PNG MODEL... ──► one line for each public class and method that was called, or a traceback
+
+The models are those that the server has. What needs another one is left out.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def is_sorted(scores: Any) -> bool:
     return len(set(scores)) == len(TEXTS) and list(scores) == sorted(scores, reverse=True)
 
 
-def langchain(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def langchain(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     from langchain_core.documents import Document
     from sie_langchain import SIEEmbeddings, SIEExtractor, SIEReranker, SIESparseEncoder
 
@@ -64,37 +66,40 @@ def langchain(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
 
     async def concurrent() -> tuple[Any, ...]:
         embedder = SIEEmbeddings(base_url=url, model=DENSE)
-        reranker, extractor = (
-            SIEReranker(base_url=url, model=CROSS),
-            SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS),
-        )
+        reranker = SIEReranker(base_url=url, model=CROSS)
         results = (
             await embedder.aembed_documents(TEXTS),
             await embedder.aembed_query(TEXTS[0]),
             await reranker.acompress_documents([Document(text) for text in TEXTS], TEXTS[0]),
-            await extractor.ainvoke(TEXTS[0]),
         )
-        for owner in (embedder, reranker, extractor):
+        for owner in (embedder, reranker):
             await owner.async_client.close()
         return results
 
-    documents, query, ranked, entities = asyncio.run(concurrent())
+    async def extracted() -> Any:
+        extractor = SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)
+        results = await extractor.ainvoke(TEXTS[0])
+        await extractor.async_client.close()
+        return results["entities"]
+
+    documents, query, ranked = asyncio.run(concurrent())
     yield "SIEEmbeddings.aembed_documents", all(map(is_vector, documents))
     yield "SIEEmbeddings.aembed_query", is_vector(query)
     yield "SIEReranker.acompress_documents", is_sorted([document.metadata["relevance_score"] for document in ranked])
-    yield "SIEExtractor.ainvoke", are_entities(entities["entities"])
     sparse = SIESparseEncoder(base_url=url, model=SPARSE)
     yield "SIESparseEncoder.encode_documents", all(map(is_sparse, sparse.encode_documents(TEXTS)))
     yield "SIESparseEncoder.encode_queries", all(map(is_sparse, sparse.encode_queries(TEXTS)))
     ranked = SIEReranker(base_url=url, model=CROSS).compress_documents([Document(text) for text in TEXTS], TEXTS[0])
     yield "SIEReranker.compress_documents", is_sorted([document.metadata["relevance_score"] for document in ranked])
-    extractor = SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)
-    yield "SIEExtractor.invoke", are_entities(extractor.invoke(TEXTS[0])["entities"])
+    if ENTITIES in models:
+        yield "SIEExtractor.ainvoke", are_entities(asyncio.run(extracted()))
+        extractor = SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)
+        yield "SIEExtractor.invoke", are_entities(extractor.invoke(TEXTS[0])["entities"])
     classifier = SIEExtractor(base_url=url, model=CLASSES, labels=LABELS)
     yield "SIEExtractor.invoke of classes", are_classes(classifier.invoke(TEXTS[0])["classifications"])
 
 
-def haystack(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def haystack(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import warnings
 
     import sie_haystack as sie
@@ -121,17 +126,20 @@ def haystack(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         "SIEMultivectorDocumentEmbedder",
         all(is_matrix(document.meta["_multivector_embedding"]) for document in tokens),
     )
-    images = sie.SIEImageEmbedder(base_url=url, model=IMAGES).run([str(picture), picture.read_bytes()])["embeddings"]
-    yield "SIEImageEmbedder", all(is_vector(vector, len(images[0])) for vector in images)
+    if IMAGES in models:
+        embedder = sie.SIEImageEmbedder(base_url=url, model=IMAGES)
+        images = embedder.run([str(picture), picture.read_bytes()])["embeddings"]
+        yield "SIEImageEmbedder", all(is_vector(vector, len(images[0])) for vector in images)
     ranked = sie.SIERanker(base_url=url, model=CROSS).run(query=TEXTS[0], documents=documents())["documents"]
     yield "SIERanker", is_sorted([document.meta["score"] for document in ranked])
-    entities = sie.SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS).run(TEXTS[0])["entities"]
-    yield "SIEExtractor", are_entities(entities)
+    if ENTITIES in models:
+        entities = sie.SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS).run(TEXTS[0])["entities"]
+        yield "SIEExtractor", are_entities(entities)
     classes = sie.SIEExtractor(base_url=url, model=CLASSES, labels=LABELS).run(TEXTS[0])["classifications"]
     yield "SIEExtractor of classes", are_classes(classes)
 
 
-def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def llamaindex(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import sie_llamaindex as sie
     from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -139,30 +147,35 @@ def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIEEmbedding.get_query_embedding", is_vector(dense.get_query_embedding(TEXTS[0]))
     yield "SIEEmbedding.get_text_embedding", is_vector(dense.get_text_embedding(TEXTS[0]))
     yield "SIEEmbedding.get_text_embedding_batch", all(map(is_vector, dense.get_text_embedding_batch(TEXTS)))
-    images = sie.SIEMultiModalEmbedding(base_url=url, model_name=IMAGES)
 
     async def concurrent() -> tuple[Any, ...]:
         embedder = sie.SIEEmbedding(base_url=url, model_name=DENSE)
-        every = sie.SIEMultiModalEmbedding(base_url=url, model_name=IMAGES)
-        results = (
-            await embedder.aget_query_embedding(TEXTS[0]),
-            await embedder.aget_text_embedding(TEXTS[0]),
-            await every.aget_image_embedding(str(picture)),
-        )
+        results = await embedder.aget_query_embedding(TEXTS[0]), await embedder.aget_text_embedding(TEXTS[0])
         await embedder.async_client.close()
-        await every.async_client.close()
         return results
 
-    query, text, image = asyncio.run(concurrent())
+    async def embedded() -> Any:
+        embedder = sie.SIEMultiModalEmbedding(base_url=url, model_name=IMAGES)
+        vector = await embedder.aget_image_embedding(str(picture))
+        await embedder.async_client.close()
+        return vector
+
+    query, text = asyncio.run(concurrent())
     yield "SIEEmbedding.aget_query_embedding", is_vector(query)
     yield "SIEEmbedding.aget_text_embedding", is_vector(text)
-    width = len(image)
-    yield "SIEMultiModalEmbedding.aget_image_embedding", is_vector(image, width)
-    yield "SIEMultiModalEmbedding.get_query_embedding", is_vector(images.get_query_embedding("cat"), width)
-    yield "SIEMultiModalEmbedding.get_text_embedding_batch", is_vector(images.get_text_embedding_batch(["a"])[0], width)
-    yield "SIEMultiModalEmbedding.get_image_embedding", is_vector(images.get_image_embedding(str(picture)), width)
-    batch = images.get_image_embedding_batch([str(picture)])
-    yield "SIEMultiModalEmbedding.get_image_embedding_batch", is_vector(batch[0], width)
+    if IMAGES in models:
+        images = sie.SIEMultiModalEmbedding(base_url=url, model_name=IMAGES)
+        image = asyncio.run(embedded())
+        width = len(image)
+        vectors = {
+            "aget_image_embedding": image,
+            "get_query_embedding": images.get_query_embedding("cat"),
+            "get_text_embedding_batch": images.get_text_embedding_batch(["a"])[0],
+            "get_image_embedding": images.get_image_embedding(str(picture)),
+            "get_image_embedding_batch": images.get_image_embedding_batch([str(picture)])[0],
+        }
+        for name, vector in vectors.items():
+            yield f"SIEMultiModalEmbedding.{name}", is_vector(vector, width)
     sparse = sie.SIESparseEmbeddingFunction(base_url=url, model_name=SPARSE)
     for name in ("encode_queries", "encode_documents"):
         indices, values = getattr(sparse, name)(TEXTS)
@@ -174,13 +187,14 @@ def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
     ranked = sie.SIENodePostprocessor(base_url=url, model=CROSS).postprocess_nodes(nodes, query_str=TEXTS[0])
     yield "SIENodePostprocessor.postprocess_nodes", is_sorted([node.score for node in ranked])
-    tool = sie.create_sie_extractor_tool(base_url=url, model=ENTITIES, labels=LABELS)
-    yield "create_sie_extractor_tool", are_entities(tool(text=TEXTS[0]).raw_output["entities"])
+    if ENTITIES in models:
+        tool = sie.create_sie_extractor_tool(base_url=url, model=ENTITIES, labels=LABELS)
+        yield "create_sie_extractor_tool", are_entities(tool(text=TEXTS[0]).raw_output["entities"])
     tool = sie.create_sie_extractor_tool(base_url=url, model=CLASSES, labels=LABELS)
     yield "create_sie_extractor_tool of classes", are_classes(tool(text=TEXTS[0]).raw_output["classifications"])
 
 
-def dspy(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def dspy(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import dspy as library
     import sie_dspy as sie
 
@@ -193,15 +207,16 @@ def dspy(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIESparseEmbedder.embed_documents", all(map(is_sparse, sparse.embed_documents(TEXTS)))
     yield "SIESparseEmbedder.embed_query", is_sparse(sparse.embed_query(TEXTS[0]))
     yield "SIEReranker", is_sorted(sie.SIEReranker(base_url=url, model=CROSS)(query=TEXTS[0], passages=TEXTS).scores)
-    entities = sie.SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)(text=TEXTS[0])
-    yield "SIEExtractor", are_entities(entities.entities) and are_entities(entities.entities_dict)
+    if ENTITIES in models:
+        entities = sie.SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)(text=TEXTS[0])
+        yield "SIEExtractor", are_entities(entities.entities) and are_entities(entities.entities_dict)
     yield (
         "SIEExtractor of classes",
         are_classes(sie.SIEExtractor(base_url=url, model=CLASSES, labels=LABELS)(text=TEXTS[0]).classifications),
     )
 
 
-def crewai(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def crewai(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import sie_crewai as sie
 
     sparse = sie.SIESparseEmbedder(base_url=url, model=SPARSE)
@@ -209,13 +224,14 @@ def crewai(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIESparseEmbedder.embed_query", is_sparse(sparse.embed_query(TEXTS[0]))
     lines = sie.SIERerankerTool(base_url=url, model=CROSS).run(query=TEXTS[0], documents=TEXTS).splitlines()
     yield "SIERerankerTool", all(any(text in line for line in lines[1:]) for text in TEXTS)
-    tool = sie.SIEExtractorTool(base_url=url, model=ENTITIES, labels=LABELS)
-    yield "SIEExtractorTool", "Extracted entities:" in tool.run(text=TEXTS[0], labels=LABELS)
+    if ENTITIES in models:
+        tool = sie.SIEExtractorTool(base_url=url, model=ENTITIES, labels=LABELS)
+        yield "SIEExtractorTool", "Extracted entities:" in tool.run(text=TEXTS[0], labels=LABELS)
     tool = sie.SIEExtractorTool(base_url=url, model=CLASSES, labels=LABELS)
     yield "SIEExtractorTool of classes", "Classifications:" in tool.run(text=TEXTS[0], labels=LABELS)
 
 
-def chroma(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def chroma(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import chromadb
     import sie_chroma as sie
 
@@ -232,7 +248,7 @@ def chroma(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "a collection", nearest["ids"] == [["0"]]
 
 
-def qdrant(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def qdrant(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import sie_qdrant as sie
     from qdrant_client import QdrantClient
     from qdrant_client.models import Distance, PointStruct, SparseVector, VectorParams
@@ -254,7 +270,7 @@ def qdrant(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "a collection", [point.id for point in client.query_points("texts", query, limit=1).points] == [0]
 
 
-def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def weaviate(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import sie_weaviate as sie
 
     dense = sie.SIEVectorizer(base_url=url, model=DENSE)
@@ -263,6 +279,8 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     named = sie.SIENamedVectorizer(base_url=url, model=DENSE, output_types=["dense", "multivector"])
     for name, vector in (("documents", named.embed_documents(TEXTS)[0]), ("query", named.embed_query(TEXTS[0]))):
         yield f"SIENamedVectorizer.embed_{name}", is_vector(vector["dense"]) and is_matrix(vector["multivector"])
+    if ENTITIES not in models:
+        return
     arguments = {"labels": LABELS, "classify_model": CLASSES, "classify_labels": LABELS}
 
     def is_enriched(documents: Any) -> bool:
@@ -291,7 +309,7 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIEDocumentEnricher.aenrich_query", is_vector(query)
 
 
-def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def lancedb(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     import lancedb as library
     import sie_lancedb as sie
     from lancedb.embeddings import get_registry
@@ -334,13 +352,15 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         yield "SIEReranker.rerank_hybrid", is_sorted([row["_relevance_score"] for row in ranked])
         ranked = table.search("cat Ada", query_type="fts").rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
         yield "SIEReranker.rerank_fts", is_sorted([row["_relevance_score"] for row in ranked])
+        if ENTITIES not in models:
+            return
         extractor = sie.SIEExtractor(base_url=url, model=ENTITIES)
         yield "SIEExtractor.extract", are_entities(extractor.extract(TEXTS, labels=LABELS)[0])
         extractor.enrich_table(table, source_column="text", target_column="entities", labels=LABELS, id_column="id")
         yield "SIEExtractor.enrich_table", are_entities(table.to_arrow()["entities"][0].as_py())
 
 
-def mcp(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+def mcp(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     """Call two of eight tools: those that need neither text generation nor a model that the test cluster lacks."""
     models = dict.fromkeys(("ENCODE", "RERANK", "CAPTION", "DOCLING", "VLOCR"), "test/none")
     models |= {"EXTRACT": ENTITIES, "PII": ENTITIES, "ENCODE": DENSE, "RERANK": CROSS, "EMBED": IMAGES}
@@ -373,10 +393,11 @@ def mcp(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
 
     names, results = asyncio.run(called())
     yield "eight tools", names == set(calls)
-    entities = results["extract_entities"]
-    yield "extract_entities", not entities.isError and are_entities(entities.structuredContent["entities"])
-    redacted = results["redact_pii"]
-    yield "redact_pii", not redacted.isError and redacted.structuredContent["redacted_text"] != TEXTS[0]
+    if ENTITIES in models:
+        entities = results["extract_entities"]
+        yield "extract_entities", not entities.isError and are_entities(entities.structuredContent["entities"])
+        redacted = results["redact_pii"]
+        yield "redact_pii", not redacted.isError and redacted.structuredContent["redacted_text"] != TEXTS[0]
     refused = {name: str(result.content) for name, result in results.items() if result.isError}
     for name in ("answer_questions", "summarize_document", "extract_structured", "generate_structured"):
         yield f"{name} is refused: no generation", "this server does not generate text" in refused[name]
@@ -384,15 +405,15 @@ def mcp(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         yield f"{name} is refused: no such model", "no model named 'test/none'" in refused[name]
 
 
-INTEGRATIONS: dict[str, Callable[[str, Path], Iterator[tuple[str, bool]]]] = {
+INTEGRATIONS: dict[str, Callable[[str, Path, Set[str]], Iterator[tuple[str, bool]]]] = {
     function.__name__: function
     for function in (langchain, haystack, llamaindex, dspy, crewai, chroma, qdrant, weaviate, lancedb, mcp)
 }
 
 
-def main(name: str, url: str, picture: str) -> int:
+def main(name: str, url: str, picture: str, *models: str) -> int:
     wrong = 0
-    for case, is_right in INTEGRATIONS[name](url, Path(picture)):
+    for case, is_right in INTEGRATIONS[name](url, Path(picture), {*models}):
         print(f"{'ok' if is_right else 'WRONG'}: {case}", flush=True)
         wrong += not is_right
     return min(wrong, 1)

@@ -88,6 +88,7 @@ async def test_bent_bodies(stack: Stack, count: int) -> None:
     await fuzzed(stack, count, seed=count)
 
 
+@shared.needs("/v1/audio/transcriptions")
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 async def test_forms_with_odd_fields(stack: Stack, count: int) -> None:
     tally = await send_all(stack.urls[0], fuzz.forms(count, count))

@@ -266,7 +266,8 @@ def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Doc
     print("\n", summed(tally))
     succeeded = {label for label, status in tally if status < 300}
     assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded
-    assert sum(label.startswith("POST") for label in succeeded) >= 5  # generated requests do reach the models
+    posts = {label for label, _ in tally if label.startswith("POST")}
+    assert len(posts & succeeded) >= len(posts) / 10  # generated requests do reach the models
 
 
 @pytest.mark.long

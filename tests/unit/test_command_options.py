@@ -93,7 +93,6 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
         "keys list",
         "status",
         "try m text",
-        "jobs list",
         "models list",
         "models show a",
     ],

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from unit.test_public_models import INSTALLED
 
+from sie_contracts import entry_points
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models import bundles, families, options
 from sie_contracts.models.families import FAMILIES, FOREIGN, Family
@@ -26,6 +27,7 @@ Installed = Callable[[str, str], None]
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
     """Install a distribution that names `MODULE:ROWS`, as an installer does."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(entry_points, "FAULTS", {})
     caches, modules = (families.rows, options.known_fields), list[str]()
 
     def install(module: str, code: str) -> None:

@@ -53,6 +53,9 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
         plain = (BUILT / "index.html").read_text("utf-8")
         assert answer.text == plain.replace('"console/', '"/sie/console/')
         assert (await gateway.client.get("/sie")).text == answer.text
+        head = await gateway.client.head("/sie/")
+        assert (head.status_code, head.headers["content-type"]) == (200, answer.headers["content-type"])
+        assert head.content == b""
         assert (await (await cluster.gateway()).client.get("/")).text == plain
         assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|style=", answer.text), "no code in the page itself"
         named = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
