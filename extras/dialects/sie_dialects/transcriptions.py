@@ -32,7 +32,7 @@ from sie_gateway.http.form import Form
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import RequestResult
 from sie_runtime.http.routes import JSON, TEXT
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ transcriptions = functools.partial(_transcribe, "transcribe")
 translations = functools.partial(_transcribe, "translate")
 
 
-async def _read(
-    inference: Inference, call: Call, planned: PlannedRequest, task: str
-) -> tuple[Transcript, RequestResult]:
+async def _read(inference: Inference, call: Call, planned: InferRequest, task: str) -> tuple[Transcript, RequestResult]:
     """Return (transcript of the recording, result of the last part). Raises the errors of `Inference.execute`,
     FailedRequest.
     """

@@ -26,7 +26,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,11 +37,12 @@ from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import FAMILIES, GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.options import Side
+from sie_contracts.models.options import RequestOptions, Side
 from sie_contracts.sdk_versions import NATIVE, Dialect
 from sie_contracts.settings import Settings
 from sie_contracts.stages import STAGES
 from sie_contracts.wire.messages import Operation, Priority, RunOptions
+from sie_contracts.wire.topology import Lane
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_gateway.admission.slots import KeyTurns
@@ -89,7 +90,7 @@ class Call:
     body: bytes = b""  # body of an inference request
     # reader of the body; None for routes without inference, and for calls without an HTTP connection (batch lines)
     reader: BodyReader | None = None
-    infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
+    infer_request: InferRequest | None = None  # request to the model at the last attempt
     attempt: int = 0  # number of earlier attempts of this call
     finished: RequestResult | None = None  # result of the last attempt
     code: str = ""  # code of the error in the reply
@@ -184,13 +185,18 @@ class EncodedReply(msgspec.Struct, frozen=True):
     status: int = 200
 
 
+UNMERGED = RequestOptions(RunOptions())
+UNPLANNED = Lane("", "", "")
+
+
 class InferRequest(msgspec.Struct, frozen=True):
     """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
-    request.
+    request. `Inference.understand` plans a request: it merges `parameters` into `options`, and chooses the lane (pool,
+    machine profile and bundle).
 
-    `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind. For
-    routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
+    `options`: given only for operations without parameters of a model (tokenize, decode); UNMERGED for all others.
+    `side`: the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind.
+    For routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
     model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
     """
 
@@ -199,10 +205,20 @@ class InferRequest(msgspec.Struct, frozen=True):
     items: tuple[RequestItem, ...]
     parameters: Mapping[str, Any]
     query: RequestItem | None = None
-    priority: Priority | None = None  # priority from the body; the header X-SIE-Priority has precedence
-    run: RunOptions | None = None
+    priority: Priority = "interactive"  # the header X-SIE-Priority has precedence
     side: Side = "document"
     inputs_field: str = "items"
+    options: RequestOptions = UNMERGED
+    lane: Lane = UNPLANNED
+
+    def with_run(self, run: RunOptions) -> InferRequest:
+        return msgspec.structs.replace(self, options=replace(self.options, run=run))
+
+    def with_warnings(self, *warnings: str) -> InferRequest:
+        if not warnings:
+            return self
+        options = replace(self.options, warnings=(*self.options.warnings, *warnings))
+        return msgspec.structs.replace(self, options=options)
 
 
 class ClientGone(Exception):

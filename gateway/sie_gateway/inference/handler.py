@@ -47,6 +47,7 @@ from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import (
+    UNMERGED,
     Call,
     ClientGone,
     EncodedReply,
@@ -57,7 +58,7 @@ from sie_gateway.inference.call import (
     route_key,
 )
 from sie_gateway.inference.reattach import Attachments
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import RequestResult
 from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
@@ -288,8 +289,8 @@ class Inference:
             retry_after_s=self._pace.retry_s(now_s),
         )
 
-    def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or has no
+    def understand(self, call: Call, request: InferRequest) -> InferRequest:
+        """Return the request with merged options and a lane. Raises SIEError if the request is not valid or has no
         lane.
         """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
@@ -299,15 +300,14 @@ class Inference:
                 bodies.refuse_links(request.items, request.query)
             else:
                 self._fetcher.check(request.items, request.query)
-        if request.run is None:
+        options = request.options
+        if options is UNMERGED:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
             # if the options select another profile, the lane may differ
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
-        else:
-            options = RequestOptions(request.run)
         if (
             bodies.has_images(request.items, None)
             and families.row(resolved.entry.family).ignores_text_beside_images
@@ -315,18 +315,10 @@ class Inference:
         ):
             options = replace(options, warnings=(*options.warnings, *message))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        return PlannedRequest(
-            request.operation,
-            resolved,
-            options,
-            request.items,
-            request.query,
-            lane,
-            self._priority(headers, request.priority),
-            request.inputs_field,
-        )
+        priority = self._priority(headers, request.priority)
+        return msgspec.structs.replace(request, resolved=resolved, options=options, lane=lane, priority=priority)
 
-    def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
+    def fault_of(self, request: InferRequest) -> ErrorInfo | None:
         """Return the error of the first item that the model cannot run; None if all items pass the gateway's checks."""
         failure = next(iter(self._runner.refused(request).values()), None)
         return None if failure is None else failure.error
@@ -337,7 +329,7 @@ class Inference:
         """
         return await self.execute(call, self.understand(call, request))
 
-    async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
+    async def execute(self, call: Call, request: InferRequest) -> RequestResult:
         """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError,
         EntryChanged.
         """
@@ -351,12 +343,9 @@ class Inference:
             count = len(request.items)
             query = files[count] if request.query else None
             request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
-            # copies of this request to a second model (shadows) use the fetched files too
-            if call.infer_request is not None:
-                call.infer_request = msgspec.structs.replace(call.infer_request, items=request.items, query=query)
             return await self._execute(call, request)
 
-    async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
+    async def _execute(self, call: Call, request: InferRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # QueueFull from the broker lacks the depth of the queue
@@ -408,8 +397,8 @@ class Inference:
         return min(int(raw) / 1000, self.max_budget_s)
 
     @staticmethod
-    def _priority(headers: Mapping[str, str], requested: Priority | None) -> Priority:
-        raw = headers.get("x-sie-priority", requested or "interactive").lower()
+    def _priority(headers: Mapping[str, str], requested: Priority) -> Priority:
+        raw = headers.get("x-sie-priority", requested).lower()
         if raw == "bulk":
             return "bulk"
         if raw == "interactive":

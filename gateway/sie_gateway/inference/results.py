@@ -17,7 +17,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,8 +25,6 @@ import msgspec
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import arrays
 from sie_contracts.errors import UNDECODABLE, AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
-from sie_contracts.models.catalogue import Resolved
-from sie_contracts.models.options import RequestOptions
 from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import (
@@ -35,13 +32,9 @@ from sie_contracts.wire.messages import (
     Failed,
     Fragment,
     Ok,
-    Operation,
-    Priority,
-    RunOptions,
     Stages,
     WorkResult,
 )
-from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.fragments import Assembly, Damaged, Fragments, InboxFull, put_together
@@ -51,6 +44,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 
 if TYPE_CHECKING:
+    from sie_gateway.inference.call import InferRequest
     from sie_gateway.inference.chunk import Chunk
 
 _TIMING_HEADERS = (
@@ -66,34 +60,10 @@ _TIMING_HEADERS = (
 FOUND_VALUES = 20  # an entity or label of a reply takes as long to write as this many numbers
 
 
-class PlannedRequest(msgspec.Struct, frozen=True):
-    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen. `inputs_field`: name
-    of the field with the inputs in the client's body; error messages contain this name.
-    """
-
-    operation: Operation
-    resolved: Resolved
-    options: RequestOptions
-    items: tuple[RequestItem, ...]
-    query: RequestItem | None
-    lane: Lane
-    priority: Priority
-    inputs_field: str = "items"
-
-    def with_run(self, run: RunOptions) -> PlannedRequest:
-        return msgspec.structs.replace(self, options=replace(self.options, run=run))
-
-    def with_warnings(self, *warnings: str) -> PlannedRequest:
-        if not warnings:
-            return self
-        options = replace(self.options, warnings=(*self.options.warnings, *warnings))
-        return msgspec.structs.replace(self, options=options)
-
-
 class RequestResult:
     """Outcomes of a request, in the order of its inputs."""
 
-    def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
+    def __init__(self, request: InferRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished

@@ -34,12 +34,11 @@ from sie_gateway.fleet.capabilities import Able
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
 from sie_gateway.inference.body import RequestItem, has_images, input_of
-from sie_gateway.inference.call import CACHE, Call, EntryChanged, cache_mode
+from sie_gateway.inference.call import CACHE, Call, EntryChanged, InferRequest, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
 from sie_gateway.inference.results import (
     OutcomeCollector,
-    PlannedRequest,
     RequestResult,
     ResultInbox,
     charged_tokens,
@@ -74,7 +73,7 @@ class AnswerCache(Protocol):
     async def run(
         self,
         call: Call,
-        request: PlannedRequest,
+        request: InferRequest,
         refused: Mapping[int, Failed],
         positions: Sequence[int],
         items: Sequence[RequestItem],
@@ -117,7 +116,7 @@ class Runner:
         """Run requests with `cache`. Without one, workers compute all inputs."""
         self._cache = cache
 
-    def refused(self, request: PlannedRequest, takers: _Takers | None = None) -> dict[int, Failed]:
+    def refused(self, request: InferRequest, takers: _Takers | None = None) -> dict[int, Failed]:
         """Return the failures of items that the model cannot run, by index. A worker may reject further items."""
         takers = takers or _Takers(self._feed, request.operation)
         return {
@@ -126,7 +125,7 @@ class Runner:
             if (failure := _unusable(item, request, takers)) is not None
         }
 
-    async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
+    async def run(self, call: Call, request: InferRequest) -> RequestResult:
         """Publish the items that the model can run, wait for their results, and add the failures of the other items.
         Raises SIEError, and EntryChanged if the catalogue or a worker has another entry of the model than the request.
         """
@@ -241,7 +240,7 @@ class Runner:
         return catalogue.revisions.get(entry.id, 0)
 
     async def _results(
-        self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
+        self, call: Call, request: InferRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
         """Wait for all results until the end of the budget. From `load_hold_s` on, or at once if the dialect's requests
         do not wait for a load (`holds`), call `ColdStarts.check` every CHECK_AGAIN_S seconds. `was_hosted`: a worker
@@ -269,7 +268,7 @@ class _Sending:
         self,
         queue: WorkQueue,
         admission: Admission,
-        request: PlannedRequest,
+        request: InferRequest,
         permits: Permits,
         build: Callable[[int], WorkItem],
         collector: OutcomeCollector,
@@ -335,7 +334,7 @@ def not_cached(count: int) -> NotFound:
 
 def _builder(
     call: Call,
-    request: PlannedRequest,
+    request: InferRequest,
     items: Sequence[RequestItem],
     positions: Sequence[int],
     chunks: Sequence[Chunk],
@@ -436,7 +435,7 @@ def _gives_chunks(entry: ModelEntry) -> bool:
     return entry.family == CHUNKED_FAMILY and "dense" in entry.outputs and is_joinable(entry.run.pooling or "")
 
 
-def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
+def _unusable(item: RequestItem, request: InferRequest, takers: _Takers) -> Failed | None:
     """Return the failure of an item that this model cannot run; None if the item passes all checks."""
     if item.modalities and (fault := _foreign(item, request, takers)) is not None:
         return Failed(fault)
@@ -455,7 +454,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     return None
 
 
-def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
+def _foreign(item: RequestItem, request: InferRequest, takers: _Takers) -> ErrorInfo | None:
     """Return the error if the item has a modality that this model does not accept; otherwise None."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
@@ -470,7 +469,7 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
     return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 
 
-def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
+def _fault_of_chunks(chunks: TextChunks, request: InferRequest, takers: _Takers) -> ErrorInfo | None:
     """Return the error if this model returns no vectors of chunks; the error names models that return them. Return None
     if the gateway finds no fault. If the entry has no `pooling`, only the worker can check the pooling.
     """
@@ -492,5 +491,5 @@ def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Taker
     return None
 
 
-def _reads_mentions(request: PlannedRequest) -> bool:
+def _reads_mentions(request: InferRequest) -> bool:
     return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
