@@ -44,7 +44,7 @@ from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
+from sie_gateway.admission.model_queue import LOOK_S, ModelQueue, WaitRefusal
 from sie_gateway.admission.window import KeyWindow, SharedLimit, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
@@ -275,7 +275,7 @@ class Permits:
         self,
         admission: Admission,
         queue: ModelQueue,
-        entered: Entered,
+        ticket: Ticket,
         estimates: Sequence[int],
         size_bytes: int,
         clock: Callable[[], float],
@@ -284,7 +284,7 @@ class Permits:
         self._clock = clock
         self._admission = admission
         self.queue = queue
-        self._ticket = entered.ticket
+        self._ticket = ticket
         # called if the gateway refuses this request after its admission, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
@@ -362,7 +362,7 @@ class Admission:
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
         # requests that ended before all their results arrived, by id: their late results are used to measure the
         # queue's speed
-        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}
+        self._gone: dict[str, tuple[ModelQueue, Ticket]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
         self._pending_queues: dict[ModelQueue, None] = {}
@@ -461,11 +461,11 @@ class Admission:
         if now_s - queue.shed_s <= LOOK_S or not queue.throughput.is_settled(now_s, LOOK_S):
             return
         queue.shed_s = now_s
-        for entered, refusal, cost in queue.shed(now_s):
-            permits = self._open.get(entered.ticket)
+        for ticket, refusal, cost in queue.shed(now_s):
+            permits = self._open.get(ticket)
             if permits is not None and permits.on_refused is not None:
                 self._count_refusal(queue, "late")
-                permits.on_refused(self._late(queue, refusal, cost, entered.deadline_s - now_s, entered.client))
+                permits.on_refused(self._late(queue, refusal, cost, ticket.deadline_s - now_s, ticket.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Return the number of queued messages of a lane (pool, machine profile and bundle). For each priority, count
@@ -549,18 +549,26 @@ class Admission:
         window = queue.window
         window.shares.saw(key, now_s)
         self._refresh(queue, now_s)
-        ticket = Ticket(key, queue.costs(costs, squares or [0] * len(costs)), queue.tokens(costs))
-        entered = Entered(ticket, now_s, budget_s, client, request, queue.scale)
-        permits = Permits(self, queue, entered, costs, size_bytes, self._clock)
+        ticket = Ticket(
+            key,
+            queue.costs(costs, squares or [0] * len(costs)),
+            queue.tokens(costs),
+            queue.scale or 1.0,
+            request,
+            client,
+            budget_s,
+            now_s + budget_s,
+        )
+        permits = Permits(self, queue, ticket, costs, size_bytes, self._clock)
         is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, self._key_limit(queue))
         waiting = self._waiting
         if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
             message = f"the inputs that wait in this gateway take {waiting.usage(key)}"
             wait = queue.wait(now_s, window.ahead(key, 0.0), 0.0)
-            retry_s = queue.turns.book(now_s, client(), entered.cost, wait.likely_s)
+            retry_s = queue.turns.book(now_s, client(), ticket.cost, wait.likely_s)
             self._count_refusal(queue, "gateway_full")
             raise QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)})
-        queue.entered[ticket] = entered
+        queue.entered[ticket] = None
         self._open[ticket] = permits
         if is_small:
             window.admit(ticket)
@@ -578,8 +586,8 @@ class Admission:
         """Measure the speed of the queue by a result that arrived after its request had ended (`_gone`)."""
         entry = self._gone.get(result.request)
         if entry is not None:
-            queue, entered = entry
-            queue.left(entered, result, self._clock())
+            queue, ticket = entry
+            queue.left(ticket, result, self._clock())
             queue.freed(self._clock(), is_result=True)
 
     def _queue(self, lane: Lane, priority: Priority, residency: str) -> ModelQueue:
@@ -647,12 +655,12 @@ class Admission:
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         self._open.pop(ticket, None)
-        entered = permits.queue.ended(ticket)
-        if entered is not None and entered.queued_s:
-            # `client`, a function that is not called after the end of a request, refers to the request's body. `bytes`
-            # replaces it, so that Python can free the body
-            entered.client = bytes
-            self._gone[entered.request] = permits.queue, entered
+        permits.queue.ended(ticket)
+        # `client`, a function that is not called after the end of a request, refers to the request's body. `bytes`
+        # replaces it, so that Python can free the body
+        ticket.client = bytes
+        if ticket.queued_s:
+            self._gone[ticket.request] = permits.queue, ticket
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
         if self._queueing.pop(ticket, None) is not None:

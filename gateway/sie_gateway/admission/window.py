@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sie_contracts.wire.heartbeats import Heartbeat
@@ -134,21 +134,34 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Chunks of one request. Chunks with numbers below `next` have had a permit; chunks in `held` are in the queue.
+    """Request from its admission to its end. Chunks with numbers below `next` have had a permit; chunks in `held` are
+    in the queue.
 
     `costs`: time of each chunk, expressed as the number of tokens of short texts that take as long (`models.costs` of
     the contracts). The costs set the order of keys and the predicted waits. `tokens`: tokens of each chunk, which count
-    towards the limits of workers and of keys; by default `costs`.
+    towards the limits of workers and of keys; by default `costs`. `scale`: actual tokens per estimated token, as
+    assumed for the costs. `request`: id of the request. `client` returns a digest that identifies the client's next
+    attempt. `queued_s`: for each chunk in the queue, the time when the chunk was queued, and whether more work waited
+    in this gateway at that time. A chunk stays in `queued_s` after the request has ended, until its result arrives.
     """
 
     key: str
     costs: Sequence[int]
     tokens: Sequence[int] = ()
+    scale: float = 1.0
+    request: str = ""
+    client: Callable[[], bytes] = bytes
+    budget_s: float = math.inf
+    deadline_s: float = math.inf
+    cost: int = 0
     next: int = 0
+    is_decided: bool = False  # true after the request has a result, or was refused after its admission
     held: set[int] = field(default_factory=set)
+    queued_s: dict[int, tuple[float, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or self.costs
+        self.cost = sum(self.costs)
 
     @property
     def waiting(self) -> bool:
