@@ -323,7 +323,10 @@ class Permits:
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
-        return sum(self._ticket.tokens[chunk] for chunk in chunks)
+        tokens = 0
+        for chunk in chunks:
+            tokens += self._ticket.tokens[chunk]
+        return tokens
 
     def close(self) -> None:
         """End the request: release its permits, and remove its waiting chunks."""

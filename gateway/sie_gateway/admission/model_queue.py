@@ -197,7 +197,13 @@ class Throughput:
         `device_s`: time of the batch on the device. `chunks`: number of chunks in the batch. `lanes`: number of batches
         that run at the same time. `pipeline`: largest number of batches that a worker forms before its device is free.
         """
-        entry = next((candidate for candidate in self._since(queued_s) if candidate.name == batch), None)
+        entry = None
+        for candidate in reversed(self._batches):
+            if candidate.at_s < queued_s:
+                break
+            if candidate.name == batch:
+                entry = candidate
+                break
         if entry is None:
             formed_s = now_s - pipeline * device_s  # a worker may form `pipeline` batches before the device is free
             is_sample = device_s < math.inf
@@ -223,13 +229,11 @@ class Throughput:
         """Set `left_work` on each earlier batch that was formed after `queued_s`, the time when the work of `later` was
         queued. The queue is first in, first out, so these batches had no space for this work.
         """
-        for batch in self._since(queued_s):
-            if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
+        for batch in reversed(self._batches):
+            if batch.at_s < queued_s:
+                break
+            if queued_s < batch.formed_s < later.formed_s:
                 batch.left_work = True
-
-    def _since(self, queued_s: float) -> Iterator[_BatchResults]:
-        """Return the batches whose first result arrived after `queued_s`, the newest first."""
-        return itertools.takewhile(lambda batch: batch.at_s >= queued_s, reversed(self._batches))
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
         """Return the samples of the latest batches, the newest first. Leave out batches whose results still arrive,
@@ -519,7 +523,9 @@ class ModelQueue:
         self.batches.note(
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
         )
-        tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+        tokens = 0
+        for outcome in result.outcomes:
+            tokens += outcome.tokens if isinstance(outcome, Ok) else 0
         # tokenize and decode run without a batch; their estimate is 1 for any number of tokens, so the ratio is useless
         if tokens and ran.tokens:
             ratio = tokens / estimate

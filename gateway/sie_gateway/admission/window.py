@@ -115,21 +115,10 @@ class Shares:
             }
         return len(self._seen_s) > 1
 
-    def count_grant(self) -> None:
-        self.grants += 1
-
     def fits(self, key: str, cost: int, limit: float) -> bool:
         """Return True if a key has no tokens in the queue, or if its tokens plus `cost` are at most `limit`."""
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
-
-    def add(self, key: str, cost: int) -> None:
-        self.total += cost
-        left = self.tokens.get(key, 0) + cost
-        if left:
-            self.tokens[key] = left
-        else:
-            self.tokens.pop(key, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,13 +155,6 @@ class Ticket:
     @property
     def waiting(self) -> bool:
         return self.next < len(self.costs)
-
-    def advance(self) -> int:
-        """Return the number of the next chunk, and mark the chunk as in the queue."""
-        chunk = self.next
-        self.held.add(chunk)
-        self.next += 1
-        return chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -339,32 +321,42 @@ class KeyWindow:
         self._drop_if_empty(flow)
 
     def admit(self, ticket: Ticket) -> None:
-        chunk = ticket.advance()
+        """Put the next chunk of a request into the queue."""
+        chunk, shares = ticket.next, self.shares
+        tokens = ticket.tokens[chunk]
+        ticket.held.add(chunk)
+        ticket.next += 1
         self.cost += ticket.costs[chunk]
-        self.tokens += ticket.tokens[chunk]
+        self.tokens += tokens
         self.items += 1
-        self.shares.count_grant()
-        self.shares.add(ticket.key, ticket.tokens[chunk])
+        shares.grants += 1
+        shares.total += tokens
+        shares.tokens[ticket.key] = shares.tokens.get(ticket.key, 0) + tokens
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
         """Return True if a request of one chunk may enter the queue immediately: no request waits for a permit, the
         queue has space, and the key stays within its token limit.
         """
-        tokens = ticket.tokens[0]
-        if self._flows or not self._has_room(tokens, most):
+        if self._flows:
             return False
-        return self._fits(ticket.key, tokens, key_limit)
+        if not self.items and ticket.key not in self.shares.tokens:  # neither limit applies to the first chunk
+            return True
+        tokens = ticket.tokens[0]
+        return self._has_room(tokens, most) and self._fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
         """Record that a chunk has left the queue. Return False if the chunk was not in the queue."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)
-        tokens = ticket.tokens[chunk]
+        tokens, shares = ticket.tokens[chunk], self.shares
         self.cost -= ticket.costs[chunk]
         self.tokens -= tokens
         self.items -= 1
-        self.shares.add(ticket.key, -tokens)
+        shares.total -= tokens
+        shares.tokens[ticket.key] -= tokens
+        if not shares.tokens[ticket.key]:
+            del shares.tokens[ticket.key]
         return True
 
     def leave(self, ticket: Ticket) -> None:

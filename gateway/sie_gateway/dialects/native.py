@@ -27,7 +27,8 @@ from sie_runtime.http.routes import ARROW, JSON, MSGPACK, RAW, Content
 async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
     """Answer `POST /v1/{operation}/{model}`. Accept selects JSON or msgpack, for encode also Arrow or raw bytes."""
     assert call.resolved is not None
-    items = await beside(call, inference.body_threads, lambda: bodies.items(body, limit=inference.max_items(call)))
+    read = functools.partial(bodies.items, body, limit=inference.max_items(call))
+    items = await beside(call, inference.body_threads, read)
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=call.is_msgpack, raw=operation == "encode"

@@ -271,9 +271,6 @@ class BodyIntake:
         self.small = 0  # number of small requests in progress: those whose bodies are not counted in `memory`
         self._paced_until_s = 0.0
 
-    def count_small(self, more: int) -> None:
-        self.small += more
-
     def reader(self, key: str, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
         """Return a reader of one body of at most `limit` bytes. The memory of the body is counted until `close`. Raises
         PayloadTooLarge if the client announces a larger body.
@@ -321,7 +318,7 @@ class BodyReader:
         self._size = self._values = 0
         self._counted = 0
         self._is_small = True
-        intake.count_small(1)
+        intake.small += 1
 
     async def read(self) -> bytes:
         """Read the whole body and count its memory. Raises PayloadTooLarge, QueueFull, ClientGone."""
@@ -336,7 +333,8 @@ class BodyReader:
             if size > self._limit:
                 raise _too_large(f"more than {self._limit} bytes", self._limit)
             self._size = size
-            self._count()
+            if COPIES * size > FREE_BYTES:
+                self._count()
             if not (size > len(piece) or message.get("more_body")):
                 return piece
             body.write(piece)
@@ -363,18 +361,17 @@ class BodyReader:
                 param="body",
                 retry_after_s=2,
             )
-        self._leave_small()
+        self._intake.small -= self._is_small
+        self._is_small = False
         memory.use(self._key, more)
         self._counted += more
 
-    def _leave_small(self) -> None:
-        self._intake.count_small(-self._is_small)
-        self._is_small = False
-
     def close(self) -> None:
-        self._leave_small()
-        self._intake.memory.use(self._key, -self._counted)
-        self._counted = 0
+        self._intake.small -= self._is_small
+        self._is_small = False
+        if self._counted:
+            self._intake.memory.use(self._key, -self._counted)
+            self._counted = 0
 
 
 def check_length(headers: Mapping[str, str], limit: int) -> None:

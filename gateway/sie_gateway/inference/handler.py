@@ -63,12 +63,14 @@ from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http.asgi import Send, reply
 from sie_runtime.http.routes import FORM
 
 BODY_THREADS = 2  # threads that read large bodies
 WATCH_AFTER_S = 1.0  # a run must take this many seconds before the gateway checks whether its client disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a catalogue entry that a worker has and this gateway lacks
+MAX_NAMES = 1024  # largest number of names of models that are cached with their entries
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -115,6 +117,7 @@ class Inference:
         # capability, such as `embed` -> model for requests that need this capability and name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
+        self._resolved: dict[str, Resolved] = {}  # models of the present catalogue by the names of requests
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
@@ -156,11 +159,13 @@ class Inference:
         in `_FOREIGN`, the error suggests loaded models. Otherwise it suggests models with similar names. Raises
         NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
+        if (resolved := self._resolved.get(spec)) is not None:
+            return resolved
         catalogue = self.catalogue
         if ".." in spec.split("/"):
             raise InvalidInput.at("model", "'..' is not part of any name")
         try:
-            return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
+            resolved = catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
         except ModelNotFound as error:
             if "suggestions" in error.extras:
                 name = spec.rpartition(":/")[2].partition("@")[0].partition(":")[0]
@@ -169,6 +174,11 @@ class Inference:
                 error.extras["suggestions"] = like
                 error.message += _foreign(name, owner, like) if owner else _remedy(name, like)
             raise
+        if not resolved.alias:
+            if len(self._resolved) >= MAX_NAMES:
+                self._resolved.clear()
+            self._resolved[spec] = resolved
+        return resolved
 
     def _loaded(self, catalogue: Catalogue, able: Able) -> list[str]:
         loaded = {status.model for beat in self._fleet.healthy() for status in beat.models if status.state == "loaded"}
@@ -180,10 +190,10 @@ class Inference:
         call: Call,
         route: InferenceRoute,
         read: Callable[[], Awaitable[bytes]],
-        send: Callable[[EncodedReply], Awaitable[None]],
+        send: Send,
     ) -> None:
-        """Handle a request of an inference route. If the path names a model, resolve the name before the body is read,
-        so that a client with a wrong name need not upload its body.
+        """Handle a request of an inference route, and send the reply. If the path names a model, resolve the name
+        before the body is read, so that a client with a wrong name need not upload its body.
 
         The request counts as in progress until its reply is sent, because its results occupy memory until that time. To
         limit slow uploads, the budget of the request includes the time to read its body.
@@ -195,7 +205,8 @@ class Inference:
         self._check_concurrency(call)
         self._enter(call.key, 1)
         try:
-            await send(await self._answer(call, route, read))
+            answer = await self._answer(call, route, read)
+            await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
         finally:
             self._enter(call.key, -1)
 
@@ -333,19 +344,10 @@ class Inference:
         """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError,
         EntryChanged.
         """
-        reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
-        if not reads or self._fetcher is None or not bodies.has_links(request.items, request.query):
-            return await self._execute(call, request)
-        left_s = call.received_s + call.budget_s - time.perf_counter()
-        items = [*request.items, *([request.query] if request.query else ())]
-        until_s = asyncio.get_running_loop().time() + left_s
-        async with self._fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
-            count = len(request.items)
-            query = files[count] if request.query else None
-            request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
-            return await self._execute(call, request)
-
-    async def _execute(self, call: Call, request: InferRequest) -> RequestResult:
+        if self._fetcher is not None and bodies.has_links(request.items, request.query):
+            reads = "image" in request.resolved.entry.inputs
+            if reads and request.operation in ("encode", "score", "extract"):
+                return await self._fetched(call, request, self._fetcher)
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # QueueFull from the broker lacks the depth of the queue
@@ -356,6 +358,16 @@ class Inference:
             self.shadows.after(call, finished)
         return finished
 
+    async def _fetched(self, call: Call, request: InferRequest, fetcher: ImageFetcher) -> RequestResult:
+        left_s = call.received_s + call.budget_s - time.perf_counter()
+        items = [*request.items, *([request.query] if request.query else ())]
+        until_s = asyncio.get_running_loop().time() + left_s
+        async with fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
+            count = len(request.items)
+            query = files[count] if request.query else None
+            request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
+            return await self.execute(call, request)
+
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
@@ -364,10 +376,9 @@ class Inference:
         request.
         """
         body = request.parameters
-        if any(
-            value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
-        ):
-            return run_options(resolved, body, request.operation, on_item_error, strict=strict, side=request.side)
+        for name, value in body.items():
+            if value != {} if name in ("params", "options") else name not in _NO_PARAMETERS:
+                return run_options(resolved, body, request.operation, on_item_error, strict=strict, side=request.side)
         key = resolved.canonical, request.operation, on_item_error, request.side
         cached = self._plain.get(key)
         if cached is None or cached[0] is not resolved.entry:
@@ -376,8 +387,9 @@ class Inference:
         return resolved, cached[1]
 
     def _on_catalogue(self) -> None:
-        """Drop the cached options, and the measurements of aliases that the new catalogue does not have."""
+        """Drop what is cached of the catalogue, and the measurements of aliases that the new one does not have."""
         self._plain.clear()
+        self._resolved.clear()
         self.shadows.drop_deleted()
 
     def _enter(self, key: str, change: int) -> None:
@@ -411,7 +423,7 @@ class Inference:
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
-        pool = _pool_name(pool_header)
+        pool = _pool_name(pool_header) if pool_header else ""
         if "/" in machine_profile:
             before, _, machine_profile = machine_profile.partition("/")
             named = _pool_name(before)
