@@ -287,7 +287,7 @@ class Permits:
         self._ticket = ticket
         # called if the gateway refuses this request after its admission, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
-        self._granted: list[int] = []
+        self.granted: list[int] = []  # chunks with a permit that `pop` has not returned
         self._wake: asyncio.Event | None = None
         self.size_bytes = size_bytes  # bytes of the inputs; `Admission._waiting` counts them while chunks wait
         self.is_cold = not queue.hosts
@@ -295,22 +295,22 @@ class Permits:
     @property
     def complete(self) -> bool:
         """Return True if every chunk has got its permit and was returned by `pop` or `more`."""
-        return not self._ticket.waiting and not self._granted
+        return not self._ticket.waiting and not self.granted
 
     def pop(self) -> list[int]:
         """Return the chunks that may be published now. No chunk is returned twice."""
-        granted, self._granted = self._granted, []
+        granted, self.granted = self.granted, []
         return granted
 
     async def more(self) -> list[int]:
         """Wait until a further chunk has a permit, then return the chunks like `pop`."""
-        while not self._granted:
+        while not self.granted:
             self._wake = asyncio.Event()
             await self._wake.wait()
         return self.pop()
 
     def grant(self, chunk: int) -> None:
-        self._granted.append(chunk)
+        self.granted.append(chunk)
         if self._wake is not None:
             self._wake.set()
 
@@ -319,7 +319,8 @@ class Permits:
         self.queue.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.queue.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.queue, is_result=True)
-        self._admission.refuse_late(self.queue)
+        if not self.queue.window.idle:
+            self._admission.refuse_late(self.queue)
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
@@ -524,6 +525,27 @@ class Admission:
 
     # ---- permits
 
+    def admit(
+        self,
+        key: str,
+        lane: Lane,
+        priority: Priority,
+        residency: str,
+        costs: Sequence[int],
+        size_bytes: int,
+        budget_s: float,
+        client: Callable[[], bytes],
+        request: str,
+        squares: Sequence[int],
+    ) -> Permits:
+        """Admit a request and return its permits (see `enter`). Raises QueueFull, also if its response would be late
+        (see `check`). While the queue of the model is idle, no wait is predicted.
+        """
+        queue = self._queues.get((lane, priority, residency))
+        if queue is not None and not queue.window.idle:
+            self.check(key, lane, priority, residency, sum(costs), budget_s, client, sum(squares))
+        return self.enter(key, lane, priority, residency, costs, size_bytes, budget_s, client, request, squares)
+
     def enter(
         self,
         key: str,
@@ -547,11 +569,12 @@ class Admission:
         permit at once.
         """
         now_s = self._clock()
-        queue = self._queue(lane, priority, residency)
+        queue = self._queues.get((lane, priority, residency)) or self._queue(lane, priority, residency)
         queue.used_s = now_s
         window = queue.window
         window.shares.saw(key, now_s)
-        self._refresh(queue, now_s)
+        if queue.version != self._fleet.version or now_s >= queue.until_s:
+            self._refresh(queue, now_s)
         ticket = Ticket(
             key,
             queue.costs(costs, squares or [0] * len(costs)),
@@ -563,7 +586,7 @@ class Admission:
             now_s + budget_s,
         )
         permits = Permits(self, queue, ticket, costs, size_bytes, self._clock)
-        is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, self._key_limit(queue))
+        is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, queue.key_limit)
         waiting = self._waiting
         if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
             message = f"the inputs that wait in this gateway take {waiting.usage(key)}"
@@ -576,7 +599,7 @@ class Admission:
         if is_small:
             window.admit(ticket)
             queue.queued(ticket, 0, now_s)
-            permits.grant(0)
+            permits.granted.append(0)
             return permits
         window.join(ticket)
         self._queueing[ticket] = permits
@@ -601,18 +624,16 @@ class Admission:
             self._queues[lane, priority, residency] = queue
         return queue
 
-    def _key_limit(self, queue: ModelQueue) -> float:
-        return self._settings.key_window_tokens / queue.gateways
-
     def _refresh(self, queue: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a queue (workers that have the model loaded) and its bound (`QueueBound`, the largest
-        amount of work in the queue), if a heartbeat has arrived or SWEEP_S seconds have passed since the last update.
+        """Update the hosts of a queue (workers that have the model loaded) and its limits, if a heartbeat has arrived
+        or SWEEP_S seconds have passed since the last update.
         """
         if queue.version == self._fleet.version and now_s < queue.until_s:
             return
         queue.version, queue.until_s = self._fleet.version, now_s + SWEEP_S
         queue.hosted_by(self._fleet.hosts(queue.lane, queue.residency))
         queue.gateways = self.peers.count()
+        queue.key_limit = self._settings.key_window_tokens / queue.gateways
         queue.crossover_tokens = self._fleet.crossover_tokens(queue.residency)
         queue.bound = bound(
             queue.hosts,
@@ -638,7 +659,7 @@ class Admission:
         """Grant the permits of this queue that are possible now. Return True if a permit was granted."""
         now_s = self._clock()
         self._refresh(queue, now_s)
-        granted = queue.window.grant(queue.bound, self._key_limit(queue))
+        granted = queue.window.grant(queue.bound, queue.key_limit)
         for ticket, chunk in granted:
             queue.queued(ticket, chunk, now_s)
             self._queueing[ticket].grant(chunk)

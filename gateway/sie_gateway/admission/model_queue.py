@@ -462,7 +462,8 @@ class ModelQueue:
         self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
         # length of a text in tokens at which attention takes as long as all other computation; 0 while unknown
         self.crossover_tokens = 0
-        self.bound = QueueBound()
+        self.bound = QueueBound()  # largest amount of work in the queue
+        self.key_limit = math.inf  # largest number of tokens of one key in the queue
         self.hosts: list[Heartbeat] = []  # heartbeats of the workers that have the model loaded
         self._lanes = 1  # number of batches that the hosts run at the same time
         self._pipeline = 1

@@ -259,13 +259,22 @@ class Runner:
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         deadline_s = call.received_s + call.budget_s
         left_s = deadline_s - time.perf_counter()
-        queue_key = call.key, lane, priority, resolved.residency
-        self._admission.check(*queue_key, sum(costs), left_s, call.digest, sum(squares))
         if call.charge is not None:
             shared = request.query.least_charge if request.query else 0
             least = [item.least_charge + shared for item in items]
             call.charge.spend(max(sum(costs), sum(least)), request.inputs_field)
-        permits = self._admission.enter(*queue_key, costs, size_bytes, left_s, call.digest, call.work_id, squares)
+        permits = self._admission.admit(
+            call.key,
+            lane,
+            priority,
+            resolved.residency,
+            costs,
+            size_bytes,
+            left_s,
+            call.digest,
+            call.work_id,
+            squares,
+        )
         published_s = time.perf_counter()
         try:
             if permits.is_cold:
