@@ -123,6 +123,22 @@ async def test_a_line_says_what_the_reply_says_of_stages_and_tokens(cluster: InP
     )
 
 
+async def test_headers_say_the_stages_where_the_body_does_not_and_on_request(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    plain, explained, raw = (
+        await gateway.encode("one"),
+        await gateway.encode("one", X_SIE_Explain="1"),
+        await gateway.encode("one", Accept="application/octet-stream"),
+    )
+    for answer, timed in ((plain, False), (explained, True), (raw, True)):
+        times = {name for name in answer.headers if name.endswith("-time")}
+        assert ({"x-total-time", "x-inference-time", "x-queue-time"} <= times, bool(times)) == (timed, timed)
+    assert float(explained.headers["x-total-time"]) == pytest.approx(
+        explained.json()["timing"]["total_time"], abs=0.006
+    )
+
+
 async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProcess, lines: Lines) -> None:
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN=TOKEN)
     adapter = await cluster.adapter()

@@ -121,7 +121,7 @@ def _answer(
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
     late = finished.late(call.received_s, began_s)
     content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
-    return EncodedReply(content, "application/json", finished.headers(call.received_s))
+    return EncodedReply(content, "application/json", finished.headers(call))
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:

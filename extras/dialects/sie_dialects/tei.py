@@ -122,7 +122,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
-    headers = finished.headers(call.received_s)
+    headers = finished.headers(call, timed=True)
     headers["X-Queue-Time"] = str(finished.reported_times["queue_ms"])
     headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
     headers["X-Compute-Time"] = headers["X-Total-Time"]

@@ -116,7 +116,7 @@ async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Bod
             call, InferRequest("extract", resolved, (item,), parameters, inputs_field="file")
         )
     transcript, finished = await _read(inference, call, planned, task)
-    headers = finished.headers(call.received_s) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
+    headers = finished.headers(call, timed=True) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
     content, content_type = write(transcript)
     return EncodedReply(content, content_type, headers)
 

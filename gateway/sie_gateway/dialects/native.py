@@ -83,7 +83,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
-    headers = finished.headers(call.received_s) | {"Content-Length": str(body.nbytes)}
+    headers = finished.headers(call, timed=True) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
     return EncodedReply(body, RAW, headers)
 
@@ -94,7 +94,7 @@ def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     return EncodedReply(
         arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
         ARROW,
-        finished.headers(call.received_s),
+        finished.headers(call, timed=True),
     )
 
 
@@ -145,7 +145,7 @@ def written(
     """
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, late, msgpack=msgpack, name=name, row=row)
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return EncodedReply(data, content_type, finished.headers(call))
 
 
 def route(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:

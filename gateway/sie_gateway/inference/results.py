@@ -44,7 +44,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.call import InferRequest
+    from sie_gateway.inference.call import Call, InferRequest
     from sie_gateway.inference.chunk import Chunk
 
 _TIMING_HEADERS = (
@@ -265,11 +265,11 @@ class RequestResult:
             ]
         return fields
 
-    def headers(self, received_s: float) -> dict[str, str]:
-        """Return the headers of the reply. If the body is sent in pieces, the gateway sends the headers first, so the
-        times in the headers exclude the time to write the body.
+    def headers(self, call: Call, *, timed: bool = False) -> dict[str, str]:
+        """Return the headers of the reply. `timed`: the body has no `timing`, so the headers have the times of the
+        stages; they also have them if the client requests explanations. If the body is sent in pieces, the gateway
+        sends the headers first, so these times exclude the time to write the body.
         """
-        timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed, workers = 0, set[str]()
         for _, outcome in self.outcomes:
@@ -297,6 +297,9 @@ class RequestResult:
             headers["X-SIE-Failed-Items"] = str(failed)
         if truncated:
             headers["X-SIE-Truncated-Items"] = str(truncated)
+        if not timed and not call.explains:
+            return headers
+        timing = self.reported_times or self.timing(call.received_s)
         for header, name in _TIMING_HEADERS:
             headers[header] = f"{timing[name]:.2f}"
         if self.publish_ms:
