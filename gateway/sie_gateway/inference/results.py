@@ -440,7 +440,9 @@ class OutcomeCollector:
         self.missing = chunks
         self.arrivals_s = [0.0] * chunks  # time when the result of each chunk was accepted
         self.on_taken: Callable[[WorkResult], None] | None = None  # function to call with each accepted result
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_over = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def awaits(self, chunk: int) -> bool:
         """Return True if the chunk exists and has no result yet."""
@@ -455,28 +457,39 @@ class OutcomeCollector:
         self.arrivals_s[result.chunk] = time.perf_counter()
         if self.on_taken is not None:
             self.on_taken(result)
-        if not self.missing and not self._done.done():
-            self._done.set_result(None)
+        if not self.missing:
+            self._end(None)
         return True
 
     def fail(self, error: Exception) -> None:
         """End the request with an error. Does nothing if all results have arrived."""
-        if not self._done.done():
-            self._done.set_exception(error)
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._is_over:
+            self._is_over, self._error = True, error
+            _wake(self._waiter)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`."""
-        done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
-        if not done:
+        """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`. One task may wait."""
+        if not self._is_over:
+            # `asyncio.wait` and `asyncio.timeout` take 4 to 6 us more
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        if not self._is_over:
             raise TimeoutError
-        self._done.result()
+        if self._error is not None:
+            raise self._error
 
-    def close(self) -> None:
-        if self._done.done() and not self._done.cancelled():
-            # marks the exception as retrieved, because asyncio logs an exception that nobody retrieves
-            self._done.exception()
-        else:
-            self._done.cancel()
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 class ResultInbox:
@@ -530,7 +543,6 @@ class ResultInbox:
         self._open.pop(collector.request, None)
         if self._fragments.held.used:
             self._fragments.drop_request(collector.request)
-        collector.close()
 
     @property
     def unfinished_bytes(self) -> int:
