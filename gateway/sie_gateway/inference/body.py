@@ -147,7 +147,9 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
     """Return the inputs of a request body from its field `items`, `inputs` or `input`. Raises InvalidInput, for example
     with the reason `empty_items`, `too_many_items`, `too_many_chunks` or `schema`.
     """
-    name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
+    name = "items"
+    if body.get(name) is None:
+        name = next((alias for alias in ("inputs", "input") if body.get(alias) is not None), name)
     raw = body.get(name)
     if isinstance(raw, str | dict):
         raw = [raw]

@@ -209,8 +209,12 @@ def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[Item
     each input, because the model reads the query with each input.
     """
     shared = len(query.files) if query else 0
-    if not shared and not any(item.files for item in items):
-        return []
+    for item in items:
+        if item.images or item.audio or item.document is not None:
+            break
+    else:
+        if not shared:
+            return []
     return [
         ItemFiles(
             len(item.images) + bool(item.audio) + shared,
