@@ -434,10 +434,9 @@ class World:
         gateway = self.random.randrange(case.gateways)
         admission = self.gateways[gateway][0]
         try:
-            admission.check("key", LANE, "interactive", MODEL, tokens, case.budget_s, lambda: token)
             number = str(len(self.report.tries))
-            permits = admission.enter(
-                "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number
+            permits = admission.admit(
+                "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number, judge=True
             )
         except QueueFull as error:
             attempt.outcome, attempt.end_s, attempt.retry_s = "refused", self.now_s, error.retry_after_s

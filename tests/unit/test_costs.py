@@ -115,6 +115,6 @@ def test_a_gateway_knows_the_crossover_length_by_a_heartbeat() -> None:
     fleet = Fleet(broker, settings, lambda: now_s)
     admission = Admission(settings, broker, fleet, Backlog(broker, {"_default"}), Metrics(), lambda: now_s)
     fleet.note(HOST)
-    permits = admission.enter("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
+    permits = admission.admit("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
     assert permits.tokens([0]) == LONG
     assert permits.queue.window.cost == round(text_cost(LONG, LONG**2, CROSSOVER))

@@ -533,35 +533,17 @@ class Admission:
         residency: str,
         costs: Sequence[int],
         size_bytes: int,
-        budget_s: float,
-        client: Callable[[], bytes],
-        request: str,
-        squares: Sequence[int],
-    ) -> Permits:
-        """Admit a request and return its permits (see `enter`). Raises QueueFull, also if its response would be late
-        (see `check`). While the queue of the model is idle, no wait is predicted.
-        """
-        queue = self._queues.get((lane, priority, residency))
-        if queue is not None and not queue.window.idle:
-            self.check(key, lane, priority, residency, sum(costs), budget_s, client, sum(squares))
-        return self.enter(key, lane, priority, residency, costs, size_bytes, budget_s, client, request, squares)
-
-    def enter(
-        self,
-        key: str,
-        lane: Lane,
-        priority: Priority,
-        residency: str,
-        costs: Sequence[int],
-        size_bytes: int,
         budget_s: float = math.inf,
         client: Callable[[], bytes] = bytes,
         request: str = "",
         squares: Sequence[int] = (),
+        *,
+        judge: bool = False,
     ) -> Permits:
         """Admit a request and return its permits. Chunks that may enter the queue now get a permit at once, the other
         chunks get it later. `costs`: estimated tokens of each chunk. `request`: id of the request, which its results
-        contain. `squares`: for each chunk, the sum of the squared token counts of its rows.
+        contain. `squares`: for each chunk, the sum of the squared token counts of its rows. `judge`: also refuse a
+        request whose response would be late (`check`). No wait is predicted while the queue of the model is idle.
 
         Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
         MAX_WAITING_BYTES. Also raises QueueFull if little of MAX_WAITING_BYTES would be left and this key already uses
@@ -570,8 +552,10 @@ class Admission:
         """
         now_s = self._clock()
         queue = self._queues.get((lane, priority, residency)) or self._queue(lane, priority, residency)
-        queue.used_s = now_s
         window = queue.window
+        if judge and not window.idle:
+            self.check(key, lane, priority, residency, sum(costs), budget_s, client, sum(squares))
+        queue.used_s = now_s
         window.shares.saw(key, now_s)
         if queue.version != self._fleet.version or now_s >= queue.until_s:
             self._refresh(queue, now_s)

@@ -274,6 +274,7 @@ class Runner:
             call.digest,
             call.work_id,
             squares,
+            judge=True,
         )
         published_s = time.perf_counter()
         try:
