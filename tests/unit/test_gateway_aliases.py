@@ -26,8 +26,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import chunk, shadow
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EntryChanged, InferRequest, route_key
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import Call, EntryChanged, route_key
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
 from sie_runtime.ranks import spearman

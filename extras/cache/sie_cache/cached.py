@@ -31,8 +31,8 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference import answers
 from sie_gateway.inference.answers import CachePolicy, digests_of
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import LARGE_BYTES, Call, InferRequest, cache_mode
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import LARGE_BYTES, Call, cache_mode
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.inference.runner import Compute, not_cached
 
 CACHED_OPERATIONS = ("encode", "score", "extract")

@@ -38,8 +38,8 @@ from sie_gateway.dialects.selection import Capability, checked, model_for, unabl
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import Call, EncodedReply
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -122,7 +122,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
-    headers = finished.headers(call, timed=True)
+    headers = finished.headers(call.received_s, timed=True)
     headers["X-Queue-Time"] = str(finished.reported_times["queue_ms"])
     headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
     headers["X-Compute-Time"] = headers["X-Total-Time"]

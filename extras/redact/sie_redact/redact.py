@@ -31,9 +31,9 @@ from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.call import Call, EncodedReply, beside
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.plugin import Plugin
 from sie_redact.patterns import KINDS, Proceed, is_region, pattern_of, ranges_of
 from sie_redact.replacements import Replacer, redacted

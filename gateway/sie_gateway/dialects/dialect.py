@@ -19,9 +19,9 @@ from sie_contracts.models.options import RequestOptions
 from sie_contracts.wire.messages import RunOptions
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.selection import Capability, checked, model_for
-from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest, cache_mode
+from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, cache_mode
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import FailedRequest, RequestResult
+from sie_gateway.inference.results import FailedRequest, InferRequest, RequestResult
 
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 

@@ -18,9 +18,9 @@ from sie_gateway.http.route_kinds import HEADERS
 from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.call import Call, EncodedReply, beside
 from sie_gateway.inference.handler import Handler, Inference, InferenceRoute
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_runtime.http.routes import ARROW, JSON, MSGPACK, RAW, Content
 
 
@@ -83,7 +83,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
-    headers = finished.headers(call, timed=True) | {"Content-Length": str(body.nbytes)}
+    headers = finished.headers(call.received_s, timed=True) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
     return EncodedReply(body, RAW, headers)
 
@@ -94,7 +94,7 @@ def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     return EncodedReply(
         arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
         ARROW,
-        finished.headers(call, timed=True),
+        finished.headers(call.received_s, timed=True),
     )
 
 
@@ -145,7 +145,7 @@ def written(
     """
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, late, msgpack=msgpack, name=name, row=row)
-    return EncodedReply(data, content_type, finished.headers(call))
+    return EncodedReply(data, content_type, finished.headers(call.received_s, timed=call.explains))
 
 
 def route(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:

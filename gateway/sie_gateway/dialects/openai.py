@@ -23,8 +23,8 @@ from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestV
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import FailedRequest, RequestResult
+from sie_gateway.inference.call import Call, EncodedReply
+from sie_gateway.inference.results import FailedRequest, InferRequest, RequestResult
 
 MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models

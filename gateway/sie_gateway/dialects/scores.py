@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sie_contracts.models.options import altered
-from sie_gateway.inference.call import InferRequest
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 
 def scaled(*, raw: bool, document_tokens: int = 0) -> Callable[[InferRequest], InferRequest]:

@@ -26,7 +26,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,12 +37,9 @@ from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import FAMILIES, GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.options import RequestOptions, Side
 from sie_contracts.sdk_versions import NATIVE, Dialect
 from sie_contracts.settings import Settings
 from sie_contracts.stages import STAGES
-from sie_contracts.wire.messages import Operation, Priority, RunOptions
-from sie_contracts.wire.topology import Lane
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_gateway.admission.slots import KeyTurns
@@ -52,8 +49,7 @@ from sie_runtime import control_group
 from sie_runtime.http.asgi import Body, Receive
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.body import RequestItem
-    from sie_gateway.inference.results import RequestResult
+    from sie_gateway.inference.results import InferRequest, RequestResult
     from sie_runtime.spans import Span
 
 ROUTE_KEY = "X-SIE-Route-Key"
@@ -185,42 +181,6 @@ class EncodedReply(msgspec.Struct, frozen=True):
     status: int = 200
 
 
-UNMERGED = RequestOptions(RunOptions())
-UNPLANNED = Lane("", "", "")
-
-
-class InferRequest(msgspec.Struct, frozen=True):
-    """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
-    request. `Inference.understand` plans a request: it merges `parameters` into `options`, and chooses the lane (pool,
-    machine profile and bundle).
-
-    `options`: given only for operations without parameters of a model (tokenize, decode); UNMERGED for all others.
-    `side`: the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind.
-    For routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
-    model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
-    """
-
-    operation: Operation
-    resolved: Resolved
-    items: tuple[RequestItem, ...]
-    parameters: Mapping[str, Any]
-    query: RequestItem | None = None
-    priority: Priority = "interactive"  # the header X-SIE-Priority has precedence
-    side: Side = "document"
-    inputs_field: str = "items"
-    options: RequestOptions = UNMERGED
-    lane: Lane = UNPLANNED
-
-    def with_run(self, run: RunOptions) -> InferRequest:
-        return msgspec.structs.replace(self, options=replace(self.options, run=run))
-
-    def with_warnings(self, *warnings: str) -> InferRequest:
-        if not warnings:
-            return self
-        options = replace(self.options, warnings=(*self.options.warnings, *warnings))
-        return msgspec.structs.replace(self, options=options)
-
-
 class ClientGone(Exception):
     """Raised if the client has disconnected, so that no client would read the reply."""
 
@@ -271,6 +231,9 @@ class BodyIntake:
         self.small = 0  # number of small requests in progress: those whose bodies are not counted in `memory`
         self._paced_until_s = 0.0
 
+    def count_small(self, more: int) -> None:
+        self.small += more
+
     def reader(self, key: str, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
         """Return a reader of one body of at most `limit` bytes. The memory of the body is counted until `close`. Raises
         PayloadTooLarge if the client announces a larger body.
@@ -318,7 +281,7 @@ class BodyReader:
         self._size = self._values = 0
         self._counted = 0
         self._is_small = True
-        intake.small += 1
+        intake.count_small(1)
 
     async def read(self) -> bytes:
         """Read the whole body and count its memory. Raises PayloadTooLarge, QueueFull, ClientGone."""
@@ -361,13 +324,13 @@ class BodyReader:
                 param="body",
                 retry_after_s=2,
             )
-        self._intake.small -= self._is_small
+        self._intake.count_small(-self._is_small)
         self._is_small = False
         memory.use(self._key, more)
         self._counted += more
 
     def close(self) -> None:
-        self._intake.small -= self._is_small
+        self._intake.count_small(-self._is_small)
         self._is_small = False
         if self._counted:
             self._intake.memory.use(self._key, -self._counted)

@@ -46,19 +46,9 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import (
-    UNMERGED,
-    Call,
-    ClientGone,
-    EncodedReply,
-    EntryChanged,
-    InferRequest,
-    cache_mode,
-    decode_body,
-    route_key,
-)
+from sie_gateway.inference.call import Call, ClientGone, EncodedReply, EntryChanged, cache_mode, decode_body, route_key
 from sie_gateway.inference.reattach import Attachments
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import UNMERGED, InferRequest, RequestResult
 from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics

@@ -17,6 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -25,6 +26,8 @@ import msgspec
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import arrays
 from sie_contracts.errors import UNDECODABLE, AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.options import RequestOptions, Side
 from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import (
@@ -32,9 +35,13 @@ from sie_contracts.wire.messages import (
     Failed,
     Fragment,
     Ok,
+    Operation,
+    Priority,
+    RunOptions,
     Stages,
     WorkResult,
 )
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.slots import KeyTurns
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.fragments import Assembly, Damaged, Fragments, InboxFull, put_together
@@ -44,7 +51,6 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.call import Call, InferRequest
     from sie_gateway.inference.chunk import Chunk
 
 _TIMING_HEADERS = (
@@ -58,6 +64,42 @@ _TIMING_HEADERS = (
     ("X-Device-Wait-Time", "device_wait_time"),
 )
 FOUND_VALUES = 20  # an entity or label of a reply takes as long to write as this many numbers
+
+
+UNMERGED = RequestOptions(RunOptions())
+UNPLANNED = Lane("", "", "")
+
+
+class InferRequest(msgspec.Struct, frozen=True):
+    """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
+    request. `Inference.understand` plans a request: it merges `parameters` into `options`, and chooses the lane (pool,
+    machine profile and bundle).
+
+    `options`: given only for operations without parameters of a model (tokenize, decode); UNMERGED for all others.
+    `side`: the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind.
+    For routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
+    model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
+    """
+
+    operation: Operation
+    resolved: Resolved
+    items: tuple[RequestItem, ...]
+    parameters: Mapping[str, Any]
+    query: RequestItem | None = None
+    priority: Priority = "interactive"  # the header X-SIE-Priority has precedence
+    side: Side = "document"
+    inputs_field: str = "items"
+    options: RequestOptions = UNMERGED
+    lane: Lane = UNPLANNED
+
+    def with_run(self, run: RunOptions) -> InferRequest:
+        return msgspec.structs.replace(self, options=replace(self.options, run=run))
+
+    def with_warnings(self, *warnings: str) -> InferRequest:
+        if not warnings:
+            return self
+        options = replace(self.options, warnings=(*self.options.warnings, *warnings))
+        return msgspec.structs.replace(self, options=options)
 
 
 class RequestResult:
@@ -265,10 +307,10 @@ class RequestResult:
             ]
         return fields
 
-    def headers(self, call: Call, *, timed: bool = False) -> dict[str, str]:
-        """Return the headers of the reply. `timed`: the body has no `timing`, so the headers have the times of the
-        stages; they also have them if the client requests explanations. If the body is sent in pieces, the gateway
-        sends the headers first, so these times exclude the time to write the body.
+    def headers(self, received_s: float, *, timed: bool) -> dict[str, str]:
+        """Return the headers of the reply. `timed`: with the times of the stages, because the body has no `timing`, or
+        because the client requests explanations. If the body is sent in pieces, the gateway sends the headers first, so
+        these times exclude the time to write the body.
         """
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed, workers = 0, set[str]()
@@ -297,9 +339,9 @@ class RequestResult:
             headers["X-SIE-Failed-Items"] = str(failed)
         if truncated:
             headers["X-SIE-Truncated-Items"] = str(truncated)
-        if not timed and not call.explains:
+        if not timed:
             return headers
-        timing = self.reported_times or self.timing(call.received_s)
+        timing = self.reported_times or self.timing(received_s)
         for header, name in _TIMING_HEADERS:
             headers[header] = f"{timing[name]:.2f}"
         if self.publish_ms:

@@ -34,10 +34,11 @@ from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
 from sie_gateway.inference.body import RequestItem, has_images, input_of
-from sie_gateway.inference.call import CACHE, Call, EntryChanged, InferRequest, cache_mode
+from sie_gateway.inference.call import CACHE, Call, EntryChanged, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
 from sie_gateway.inference.results import (
+    InferRequest,
     OutcomeCollector,
     RequestResult,
     ResultInbox,
@@ -282,7 +283,7 @@ class Runner:
                 self._cold.requested(lane)
             collector = self._inbox.open(call.work_id, len(chunks), lane.pool, call.key)
             try:
-                collector.on_taken = partial(_take, permits, collector, resolved.entry, chunks, on_chunk)
+                collector.on_taken = partial(_release_permit, permits, collector, resolved.entry, chunks, on_chunk)
                 permits.on_refused = collector.fail
                 reply = self._inbox.address(call.work_id)
                 query = None if request.query is None else input_of(request.query)
@@ -443,7 +444,7 @@ def _work_item(
     )
 
 
-def _take(
+def _release_permit(
     permits: Permits,
     collector: OutcomeCollector,
     entry: ModelEntry,

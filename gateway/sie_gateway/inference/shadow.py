@@ -33,9 +33,9 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.call import UNMERGED, Call, EntryChanged, InferRequest
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.reply import array_of
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import UNMERGED, InferRequest, RequestResult
 from sie_gateway.metrics import Metrics
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.ranks import spearman

@@ -37,9 +37,9 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference import reply
 from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EntryChanged, InferRequest
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.inference.runner import OnChunk
 
 LANE = Lane("_default", "cpu", "default")
@@ -194,7 +194,7 @@ async def test_inputs_that_are_cached_are_not_computed_and_answers_stay_in_order
     }
     third = await cluster.run("a", "d")
     assert (third.cache_status, third.fingerprint, third.worker_results) == ("hit", signed, [])
-    assert third.headers(Call("id", 0.0, {}))["X-SIE-Cache-Status"] == "hit"
+    assert third.headers(0.0, timed=False)["X-SIE-Cache-Status"] == "hit"
 
 
 async def test_equal_inputs_at_the_same_time_are_computed_once() -> None:

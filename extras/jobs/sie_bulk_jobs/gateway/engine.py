@@ -31,8 +31,9 @@ from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
 from sie_contracts.settings import Secret
 from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, InferRequest
+from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.results import InferRequest
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

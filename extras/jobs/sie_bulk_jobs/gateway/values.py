@@ -24,10 +24,10 @@ from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Operation
 from sie_gateway.inference.answers import digests_of
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import InferRequest
 from sie_gateway.inference.chunk_fields import MAX_TEXT
 from sie_gateway.inference.images import read_document
 from sie_gateway.inference.reply import Placed, array_of, chunks_missing
+from sie_gateway.inference.results import InferRequest
 from sie_runtime.process import task_group
 
 MODEL_CHANGED = "MODEL_CHANGED"

@@ -20,7 +20,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.wire.messages import Failed, Ok, WorkResult
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import InferRequest
+from sie_gateway.inference.results import InferRequest
 
 REFUSED = InvalidInput("document: undecodable", reason="invalid_media").info()
 

@@ -46,10 +46,9 @@ from sie_contracts.wire.messages import ChunkRule, Failed, Ok, RunOptions, TextC
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.answers import space_of
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
-from sie_gateway.inference.results import FailedRequest
+from sie_gateway.inference.results import FailedRequest, InferRequest
 from sie_store.object_stores import opened
 
 
