@@ -434,9 +434,10 @@ class World:
         gateway = self.random.randrange(case.gateways)
         admission = self.gateways[gateway][0]
         try:
+            admission.check("key", LANE, "interactive", MODEL, tokens, case.budget_s, lambda: token)
             number = str(len(self.report.tries))
             permits = admission.admit(
-                "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number, judge=True
+                "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number
             )
         except QueueFull as error:
             attempt.outcome, attempt.end_s, attempt.retry_s = "refused", self.now_s, error.retry_after_s
