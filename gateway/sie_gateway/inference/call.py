@@ -1,7 +1,7 @@
-"""Objects of a call: the HTTP request, its body, the request to a model, and the reply.
+"""Objects of a call: the HTTP request, its body, and the reply.
 
-    Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
-    ──► EncodedReply
+    Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values
+    ──► InferRequest of `results` ──► EncodedReply
 
 The gateway counts the memory of a body when its bytes arrive, not when Content-Length announces them, so a client
 cannot occupy memory by announcements. The gateway counts the values of a body of more than `plain.SMALL_BYTES` before

@@ -1,4 +1,4 @@
-"""Results that workers send, from their arrival to the data of a reply.
+"""A request to a model, and the results that workers send, from their arrival to the data of a reply.
 
     part of a result ──► `fragments` ──► whole result
     whole result ──► ResultInbox ──► OutcomeCollector of its request: the first outcome of a chunk counts
