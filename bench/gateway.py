@@ -41,7 +41,7 @@ if os.environ.get("{PREPARED}"):
     body = bytes(int(os.environ["{PREPARED}"]))
     def prepared(call, finished, **_):
         finished.check()
-        return EncodedReply(body, "application/octet-stream", finished.headers(call.received_s))
+        return EncodedReply(body, "application/octet-stream", finished.headers(call.received_s, timed=True))
     native._answer = prepared
 """
 

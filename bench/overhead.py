@@ -170,7 +170,7 @@ class Cluster:
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             argv = process.cmdline()
-            role = "nats-server" if argv[0].endswith("nats-server") else argv[2] if argv[2] != "-m" else argv[3]
+            role = "nats-server" if argv[0].endswith("nats-server") else argv[3 if argv[1] == "-m" else 2]
             times = process.cpu_times()
             cpu_by_role[role] = cpu_by_role.get(role, 0.0) + times.user + times.system
         return cpu_by_role

@@ -436,7 +436,7 @@ class World:
         try:
             admission.check("key", LANE, "interactive", MODEL, tokens, case.budget_s, lambda: token)
             number = str(len(self.report.tries))
-            permits = admission.enter(
+            permits = admission.admit(
                 "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number
             )
         except QueueFull as error:

@@ -115,10 +115,10 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
     await until(lambda: [member.peers.count() for member in both] == [2, 2], "two gateways")
     first, second = (member._queue(LANE, "bulk", "toy/one") for member in both)
     for admission, queue in zip(both, (first, second), strict=True):
-        admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
+        admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
         for number in range(8):
             queue.throughput.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
-    both[0].enter("key", LANE, "bulk", "toy/one", [300], 100)
+    both[0].admit("key", LANE, "bulk", "toy/one", [300], 100)
     assert first.turns.book(now_s, b"client", 50, 10.0) >= 10
     await announce()
     await until(lambda: second.turns.promised(now_s) == 50, "the turn is known")
@@ -147,25 +147,25 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     queue = admission._queue(LANE, "bulk", "toy/one")
     for number in range(8):
         queue.throughput.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
-    stalled = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    stalled = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     now_s += 3
     stalled.close()
     admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
-    probe = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    probe = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     with pytest.raises(QueueFull, match="stands still") as refused:
         admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
     assert refused.value.retry_after_s >= 10
     probe.result_arrived(WorkResult("r", 0, "ghost", (), batch=BatchNote("9", 1, 1, 100)))
-    admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
 
 
 def test_a_queue_learns_the_ratio_of_actual_to_estimated_tokens_only_from_results_of_batches() -> None:
     settings = settings_of()
     admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics())
-    ran = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    ran = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     ran.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 150),), batch=BatchNote("1", 1, 1, 150)))
-    without_batch = admission.enter("key", LANE, "bulk", "toy/one", [1], 100)
+    without_batch = admission.admit("key", LANE, "bulk", "toy/one", [1], 100)
     without_batch.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 40_000),)))
     assert admission._queue(LANE, "bulk", "toy/one").scale == 1.5
 
@@ -266,8 +266,8 @@ def test_a_key_whose_work_for_one_model_fills_its_window_gets_work_for_another_i
     admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: 100.0)
     models = tuple(ModelStatus(model, "loaded") for model in ("toy/one", "toy/two"))
     fleet.note(replace(beat(credit_cost=400, credit_items=20), models=models))
-    permits = admission.enter("key", LANE, "bulk", "toy/one", [100] * 50, 100)
-    other_permits = admission.enter("key", LANE, "bulk", "toy/two", [100] * 2, 100)
+    permits = admission.admit("key", LANE, "bulk", "toy/one", [100] * 50, 100)
+    other_permits = admission.admit("key", LANE, "bulk", "toy/two", [100] * 2, 100)
     turns = []
     for chunk in range(6):
         permits.result_arrived(WorkResult("r", chunk, "ghost", ()))
@@ -281,7 +281,7 @@ def test_waiting_inputs_of_one_key_leave_memory_to_other_keys() -> None:
     admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics())
 
     def enter(key: str, sixteenths: int) -> Permits:
-        return admission.enter(key, LANE, "bulk", "toy/one", [100] * 20, sixteenths * (MAX_WAITING_BYTES >> 4))
+        return admission.admit(key, LANE, "bulk", "toy/one", [100] * 20, sixteenths * (MAX_WAITING_BYTES >> 4))
 
     waiting = [enter("bulk", 13)]
     with pytest.raises(QueueFull, match="256 MiB are allowed, shared by the active keys"):

@@ -17,8 +17,9 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.output_schemas import Decision
 from sie_contracts.wire.messages import ArraySlice, ChunkRule, Ok, Operation, RunOptions, TextChunks, WorkResult
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import chunk, chunk_fields, reply, runner
+from sie_gateway.inference import chunk, chunk_fields, reply
 from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 TEXT = "0123456789" * 10
@@ -188,6 +189,11 @@ def test_many_chunks_are_written_in_pieces() -> None:
     assert msgspec.json.decode(b"".join(pieces))["items"][0]["chunks"][199]["dense"]["values"] == [0.0] * 1000
 
 
+def runner_of(entries: Any) -> Runner:
+    feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=entries), on_change=Mock()))
+    return Runner(feed, *(Mock(),) * 5, load_hold_s=0.0)
+
+
 @pytest.mark.parametrize(
     ("family", "operation", "run", "reason"),
     [
@@ -204,25 +210,22 @@ def test_a_model_that_gives_no_vectors_of_chunks_is_refused_with_those_that_do(
 ) -> None:
     entries = {model: entry(id=model, outputs={"dense": 4}, run={"pooling": "mean"}) for model in ("b/b", "a/a")}
     models = {"org/cls": entry(id="org/cls", outputs={"dense": 4}, run={"pooling": "cls"}), **entries}
-    feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=models)))
     resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m", family=family, inputs=("text",), outputs={"dense": 4}))
-    request = cast(Any, SimpleNamespace(resolved=resolved, operation=operation, options=SimpleNamespace(run=run)))
-    refused = runner._unusable(read([[0, 5]]), request, runner._Takers(feed, operation))
-    assert (refused.error.reason if refused else "") == reason
+    items, options = [read([[0, 5]])], SimpleNamespace(run=run)
+    request = cast(Any, SimpleNamespace(resolved=resolved, operation=operation, options=options, items=items))
+    refused = runner_of(models).refused(request)
+    assert [failure.error.reason for failure in refused.values()] == ([reason] if reason else [])
     if refused and reason != "unsupported_task":
-        assert "models that support chunks: a/a, b/b" in refused.error.message
+        assert "models that support chunks: a/a, b/b" in refused[0].error.message
 
 
 def test_the_catalogue_is_searched_once_for_all_refused_inputs_of_a_request() -> None:
     """The search runs in the event loop, and a request may have a thousand inputs."""
     entries = Mock(**{"values.return_value": ()})
-    feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=entries)))
     resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m", family="sample-towers", inputs=(), outputs={}))
-    request = cast(
-        Any, SimpleNamespace(resolved=resolved, operation="encode", options=SimpleNamespace(run=RunOptions()))
-    )
-    takers = runner._Takers(feed, "encode")
-    assert all(runner._unusable(read([[0, 5]]), request, takers) is not None for _ in range(3))
+    items, options = [read([[0, 5]])] * 3, SimpleNamespace(run=RunOptions())
+    request = cast(Any, SimpleNamespace(resolved=resolved, operation="encode", options=options, items=items))
+    assert len(runner_of(entries).refused(request)) == 3
     assert entries.values.call_count == 1
 
 

@@ -13,7 +13,7 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import Entered, ModelQueue
+from sie_gateway.admission.model_queue import ModelQueue
 from sie_gateway.admission.window import KeyWindow, QueueBound, Shares, Ticket
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
@@ -59,7 +59,7 @@ def expected_s(of: ModelQueue, tokens: int, length: int) -> float:
     """
     for number in range(8):
         ticket = Ticket("k", of.costs([16384], [16384 * SHORT]), [16384])
-        of.entered[ticket] = Entered(ticket, -1.0, math.inf, bytes, "r", 1.0)
+        of.entered[ticket] = None
         of.window.admit(ticket)
         of.queued(ticket, 0, -1.0)
         of.answered(ticket, result(number, 16384, SHORT, 0.5), 16384, 0.5 * (number + 1))
@@ -115,6 +115,6 @@ def test_a_gateway_knows_the_crossover_length_by_a_heartbeat() -> None:
     fleet = Fleet(broker, settings, lambda: now_s)
     admission = Admission(settings, broker, fleet, Backlog(broker, {"_default"}), Metrics(), lambda: now_s)
     fleet.note(HOST)
-    permits = admission.enter("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
+    permits = admission.admit("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
     assert permits.tokens([0]) == LONG
     assert permits.queue.window.cost == round(text_cost(LONG, LONG**2, CROSSOVER))

@@ -612,7 +612,8 @@ def test_a_vocabulary_that_is_not_installed_is_refused_with_what_to_install() ->
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(None, None), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")]
+    ("number", "expected"),
+    [(None, "interactive"), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")],
 )
-def test_low_numbers_are_served_first(number: int | None, expected: str | None) -> None:
+def test_low_numbers_are_served_first(number: int | None, expected: str) -> None:
     assert fields.priority({"priority": number}) == expected

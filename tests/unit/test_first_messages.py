@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,17 +119,17 @@ def test_a_failure_without_a_text_is_logged_by_its_class(caplog: pytest.LogCaptu
 
 async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
     """Other processes log while they drain, so the line of the failed process is far above the end."""
-    log_lines: list[tuple[str, str]] = []
-    supervisor = Supervisor(lambda child, line, level: log_lines.append((child, line)))
-    code = "import sys; print('error: SIE_DEVICE: there is none'); sys.exit(2)"
+    log_lines: list[tuple[str, Sequence[str]]] = []
+    supervisor = Supervisor(lambda child, lines, level: log_lines.append((child, lines)))
+    code = "import sys; print('error: SIE_DEVICE: there is none\\nmore', end=''); sys.exit(2)"
     await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
     assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
-    assert log_lines == [("adapter", "error: SIE_DEVICE: there is none")]
+    assert [line for _, lines in log_lines for line in lines] == ["error: SIE_DEVICE: there is none", "more"]
 
 
 async def test_a_first_start_that_fails_is_refused_with_the_name_of_the_child(tmp_path: Path) -> None:
     (program := tmp_path / "nats-server").write_text("")
-    supervisor = Supervisor(lambda child, line, level: None)
+    supervisor = Supervisor(lambda child, lines, level: None)
     child = Child("nats-server", [str(program)], os.environ)
     with pytest.raises(CommandRefused, match="nats-server cannot be started: "):
         await supervisor.start(child)
@@ -137,9 +138,9 @@ async def test_a_first_start_that_fails_is_refused_with_the_name_of_the_child(tm
 
 def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.CaptureFixture[str]) -> None:
     output = LineOutput(json=True)
-    output("sidecar", "was killed by signal 9; starting again in 1 s", "WARNING")
-    output("nats-server", "[1] 2026/11/26 08:00:00 [ERR] JetStream has no room")
-    output("nats-server", "[1] 2026/11/26 08:00:00 [INF] Server is ready")
+    output("sidecar", "was killed by signal 9; starting again in 1 s", level="WARNING")
+    told = ("[ERR] JetStream has no room", "[INF] Server is ready")
+    output("nats-server", *(f"[1] 2026/11/26 08:00:00 {line}" for line in told))
     output("adapter", "a line that is not JSON")
     entries = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
     assert [(entry["logger"], entry["level"]) for entry in entries] == [
@@ -205,7 +206,7 @@ def greeting(folder: Path, environ: dict[str, str], *args: str, has_page: bool =
     async def greeted(run: Any) -> int:
         run._set_defaults()
         run._children()
-        run._say = lambda _name, line, _level="INFO": lines.append(line)
+        run._say = lambda _name, line, level="INFO": lines.append(line)
         run._greet(has_page=has_page)
         return 0
 

@@ -26,8 +26,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import chunk, shadow
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EntryChanged, InferRequest, route_key
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.call import Call, EntryChanged, route_key
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
 from sie_runtime.ranks import spearman
@@ -293,7 +293,7 @@ def finished(
     items = tuple(RequestItem(text=f"text {number}") for number in range(count))
     options = RequestOptions(RunOptions(**run))
     request_result = RequestResult(
-        PlannedRequest("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {}
+        InferRequest("encode", CATALOGUE.resolve(model), items, {}, options=options, lane=LANE), {}
     )
     outcomes: list[Any] = [Ok({}, score=score) for score in scores]
     block = b""
@@ -351,11 +351,7 @@ class Harness:
     ) -> dict[str, float]:
         """Return the counts of shadows by their result after one more request."""
         request_result = request_result or finished()
-        request = InferRequest("encode", request_result.request.resolved, request_result.request.items, {"items": []})
-        self.shadows.after(
-            Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"infer_request": request, **call}),
-            request_result,
-        )
+        self.shadows.after(Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **call), request_result)
         if settle:
             await until(lambda: not self.shadows._tasks, "the copies to end")
         samples = [
@@ -492,9 +488,10 @@ async def test_what_is_not_copied() -> None:
     harness = Harness()
     assert await harness.after(finished("toy/one")) == {}
     assert await harness.after(grant=Grant(shadow.KEY)) == {}
-    assert await harness.after(infer_request=None) == {}
-    score = InferRequest("score", CATALOGUE.resolve("search"), (), {})
-    assert await harness.after(infer_request=score) == {"unsuited": 1}
+    for operation, counts in (("tokenize", {}), ("score", {"unsuited": 1})):
+        other = finished()
+        other.request = msgspec.structs.replace(other.request, operation=operation)
+        assert await harness.after(other) == counts
     big = np.ones(shadow.MAX_VALUES // 2 + 8, "<f4")
     assert await harness.after(finished(values=(big, big))) == {"unsuited": 1, "large": 1}
     assert await harness.after(finished(values=(ErrorInfo("INFERENCE_ERROR", "x"),))) == {"unsuited": 1, "large": 1}
@@ -520,10 +517,13 @@ async def test_what_is_not_copied() -> None:
 async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
     """A copy holds its inputs until it is done, and the budget of bodies does not count them."""
     harness, request_result = Harness(), finished()
-    items, query = large.get("items", request_result.request.items), large.get("query")
-    request = InferRequest("encode", request_result.request.resolved, items, {}, query)
-    assert await harness.after(request_result, infer_request=request, body=large.get("body", b"")) == {"large": 1}
+    own = request_result.request
+    assert len(request_result.outcomes) == 2, "they are computed before the request changes"
+    inputs = {name: value for name, value in large.items() if name != "body"}
+    request_result.request = msgspec.structs.replace(own, **inputs)
+    assert await harness.after(request_result, body=large.get("body", b"")) == {"large": 1}
     assert harness.ran == []
+    request_result.request = own
     assert await harness.after(request_result) == {"large": 1, "done": 1}
 
 

@@ -23,7 +23,6 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, result_bytes
 from sie_gateway.inference.results import RequestResult
-from sie_gateway.inference.results import placed as placed_of
 
 ENTRY = parse_entry(
     {
@@ -141,9 +140,11 @@ def test_an_input_that_failed_has_its_error_in_its_slot() -> None:
 def test_outcomes_stand_at_the_places_of_their_inputs() -> None:
     first = WorkResult("r", 0, "w", (Ok({}, score=1.0), Ok({}, score=2.0)))
     second = WorkResult("r", 1, "w", (Ok({}, score=3.0),))
-    outcomes = placed_of(4, [WorkResult("", -1, "", (REFUSED,)), first, second], [[1], [0, 3], [2]])
-    assert [outcome.score if isinstance(outcome, Ok) else None for _, outcome in outcomes] == [1.0, None, 3.0, 2.0]
-    assert outcomes[1][1] is REFUSED
+    finished = RequestResult(SimpleNamespace(items=(None,) * 4), {1: REFUSED})  # type: ignore[arg-type]
+    finished.add_results([0, 3, 2], [Chunk(0, 2, 1), Chunk(2, 3, 1)], [first, second], [1.0, 1.0])
+    outcomes = [outcome for _, outcome in finished.outcomes]
+    assert [outcome.score if isinstance(outcome, Ok) else None for outcome in outcomes] == [1.0, None, 3.0, 2.0]
+    assert outcomes[1] is REFUSED
 
 
 # score

@@ -24,6 +24,7 @@ from sie_contracts.stages import STAGES
 from sie_contracts.wire.trace_context import Context
 from sie_gateway.inference import call as calls
 from sie_gateway.inference.call import Call, RequestLogger, log_request
+from sie_runtime import process
 from sie_runtime.current_trace import set_current
 from sie_runtime.process import WORKER, configure_logging
 
@@ -69,6 +70,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "stderr", written)
 
     def read() -> list[dict[str, Any]]:
+        logging.getLogger().handlers[0].flush()
         entries = [msgspec.json.decode(line) for line in written.getvalue().splitlines()]
         written.seek(0)
         written.truncate()
@@ -118,6 +120,22 @@ async def test_a_line_says_what_the_reply_says_of_stages_and_tokens(cluster: InP
     assert (embeddings["endpoint"], embeddings["told"]["inference_time"]) == (
         "embeddings",
         str(openai["timing"]["inference_time"]),
+    )
+
+
+async def test_headers_say_the_stages_where_the_body_does_not_and_on_request(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    plain, explained, raw = (
+        await gateway.encode("one"),
+        await gateway.encode("one", X_SIE_Explain="1"),
+        await gateway.encode("one", Accept="application/octet-stream"),
+    )
+    for answer, timed in ((plain, False), (explained, True), (raw, True)):
+        times = {name for name in answer.headers if name.endswith("-time")}
+        assert ({"x-total-time", "x-inference-time", "x-queue-time"} <= times, bool(times)) == (timed, timed)
+    assert float(explained.headers["x-total-time"]) == pytest.approx(
+        explained.json()["timing"]["total_time"], abs=0.006
     )
 
 
@@ -258,6 +276,33 @@ def test_a_plain_line_names_the_request_and_its_model(capsys: pytest.CaptureFixt
     assert first == "gateway: score 503 in 2.1 ms code=QUEUE_FULL model=toy/one request_id=the-id"
     assert traced == f"other: a trouble trace_id={TRACE}"
     assert second == "other: 100 % of it"
+
+
+async def test_lines_of_an_event_loop_are_written_together_and_warnings_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, writes = io.StringIO(), list[str]()
+    monkeypatch.setattr(stream, "write", writes.append)
+    monkeypatch.setattr(sys, "stderr", stream)
+
+    def counts() -> list[int]:
+        return [text.count("\n") for text in writes]
+
+    logger = logging.getLogger("sie.x")
+    with configured(json=False):
+        for number in range(3):
+            logger.info("line %d", number)
+        assert counts() == []
+        await until(lambda: counts() == [3], "the lines of one moment")
+        logger.info("before")
+        logger.warning("trouble")
+        assert counts() == [3, 2]
+        await asyncio.to_thread(logger.info, "from a thread")
+        assert counts() == [3, 2, 1]
+        monkeypatch.setattr(process, "MAX_LINES", 2)
+        logger.info("one")
+        logger.info("two")
+        assert counts() == [3, 2, 1, 2]
 
 
 def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixture) -> None:

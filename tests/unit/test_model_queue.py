@@ -53,7 +53,7 @@ class LoneGateway:
             self.queue.throughput.left(at_s, str(number), 96, queued_s, is_crowded=is_crowded, device_s=0.5)
 
     def enter(self, number: int, cost: int = 8) -> Any:
-        return self.admission.enter(
+        return self.admission.admit(
             "key", LANE, "interactive", "toy/one", [cost], 100, 1.0, lambda: b"%d" % number, f"r{number}"
         )
 
@@ -96,7 +96,7 @@ def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> Non
 
 def test_all_chunks_of_a_request_that_finds_an_empty_queue_run() -> None:
     gateway = LoneGateway()
-    gateway.admission.enter("key", LANE, "interactive", "toy/one", [8, 8, 8], 100, 1.0)
+    gateway.admission.admit("key", LANE, "interactive", "toy/one", [8, 8, 8], 100, 1.0)
     gateway.now_s += 0.1
     assert gateway.queue.wait(gateway.now_s, 24, 8, 1.0).likely_s == pytest.approx(0.9)
 

@@ -468,13 +468,13 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         adapter.let_go()
         answer = await task
         assert answer.status_code == 200, answer.text
-        prefix = await gateway.encode(WORDS * 100)
+        prefix = await gateway.encode(WORDS * 100, X_SIE_Explain="1")
         vectors = [slot["dense"]["values"] for slot in answer.json()["items"]]
         assert vectors[0] == pytest.approx(vector_of(ids_of("hello")))
         assert vectors[1] == prefix.json()["items"][0]["dense"]["values"]
         assert answer.headers["x-sie-truncated-items"] == "1"
         assert "x-payload-fetch-time" not in prefix.headers
-        alone = await gateway.encode(text)
+        alone = await gateway.encode(text, X_SIE_Explain="1")
         assert float(alone.headers["x-payload-fetch-time"]) > 0
         timing = alone.json()["timing"]
         assert sum(timing[name] for name in STAGES) == pytest.approx(timing["total_time"], abs=1.1), (

@@ -120,6 +120,7 @@ def json_logs() -> Iterator[None]:
     try:
         yield
     finally:
+        root.handlers[0].flush()
         root.handlers = before
         root.setLevel(level)
 

@@ -21,16 +21,19 @@ def _matters(line: str) -> bool:
 
 
 class LineOutput:
-    """Printer for the lines of all processes, each with its process's name; with --log-json, each as a JSON object."""
+    """Printer for the lines of all processes, each with its process's name; with --log-json, each as a JSON object.
+    Lines that a process has written together are printed by one write.
+    """
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
 
-    def __call__(self, name: str, line: str, level: str = "INFO") -> None:
-        if name == "nats-server" and not _matters(line):
+    def __call__(self, name: str, *lines: str, level: str = "INFO") -> None:
+        shown = [self._shown(name, line, level) for line in lines if name != "nats-server" or _matters(line)]
+        if not shown:
             return
         try:
-            print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
+            print("\n".join(shown), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return  # the disk of the log is full: later lines are written when it has space again

@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,10 @@ class LocalCluster:
                 ) from error
             return await self._supervised(supervisor, *groups)
 
-    def _printed(self, name: str, line: str, level: str) -> None:
-        if name == BROKER and "for stream" in line:
-            self._restores.append(line)
-        self._say(name, line, level)
+    def _printed(self, name: str, lines: Sequence[str], level: str) -> None:
+        if name == BROKER:
+            self._restores.extend(line for line in lines if "for stream" in line)
+        self._say(name, *lines, level=level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
         broker, config, gateways, sidecars, adapters = groups
@@ -146,10 +146,10 @@ class LocalCluster:
             for group in (gateways, sidecars, adapters, config, broker):
                 await supervisor.stop(group)
         if supervisor.fatal.done():
-            self._say("serve", supervisor.fatal.result(), "ERROR")
+            self._say("serve", supervisor.fatal.result(), level="ERROR")
             return 2
         if self._lacking:
-            self._say("serve", self._lacking, "ERROR")
+            self._say("serve", self._lacking, level="ERROR")
             return 1
         self._say("serve", "stopped")
         return int(tasks.failed)
@@ -309,7 +309,7 @@ class LocalCluster:
                         return
                     if failed is not None and failed != failures.get(model.name):
                         failures[model.name] = failed
-                        self._say("serve", f"{model.name}: {failed}; Ctrl-C ends this command", "WARNING")
+                        self._say("serve", f"{model.name}: {failed}; Ctrl-C ends this command", level="WARNING")
                 if not waiting:
                     break
                 name = next(iter(waiting))  # report only the first process: later ones usually wait for it
@@ -347,7 +347,9 @@ class LocalCluster:
         try:
             access.publish(self._plan.data_dir, written)
         except OSError as error:
-            self._say("serve", f"{self._plan.data_dir / access.FILE} was not written: {error.strerror}", "WARNING")
+            self._say(
+                "serve", f"{self._plan.data_dir / access.FILE} was not written: {error.strerror}", level="WARNING"
+            )
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
         """Restart the broker when a full disk has space again. The broker refuses all writes until this restart."""
@@ -367,7 +369,7 @@ class LocalCluster:
                     supervisor.restart(broker)
                 elif not is_reported:
                     reason = f"the queue cannot be written: free some space on the disk of {self._plan.data_dir}"
-                    self._say("serve", reason, "ERROR")
+                    self._say("serve", reason, level="ERROR")
                     is_reported = True
 
     def _access(self) -> Access:
@@ -427,7 +429,7 @@ class LocalCluster:
             self._say(
                 "serve",
                 f"warning: anyone who reaches {plan.host} port {plan.port} can use this server: SIE_AUTH_MODE is none",
-                "WARNING",
+                level="WARNING",
             )
 
 

@@ -25,8 +25,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # the supervisor gives up if one child fails this number of times in a row before all processes are ready
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
-# largest size of a line of a child's output, in bytes; a longer line is printed without its start, or not at all
-MAX_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20  # largest size of a line of a child's output, in bytes; a longer line is printed in parts
 # A child that ran for more than this number of seconds is restarted after FIRST_PAUSE_S, and its failures are counted
 # from 0 again.
 STEADY_S = 30.0
@@ -79,14 +78,14 @@ class Child:
 
 
 class Supervisor:
-    """Owner of the child processes. `say(child, line, level)` gets each line that a child prints, and the supervisor's
-    own reports about the child.
+    """Owner of the child processes. `say(child, lines, level)` gets the lines that a child has written together, and
+    each report of the supervisor itself about the child.
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
     in a row while `is_up` is False. The owner of this object sets `is_up` once all processes are ready.
     """
 
-    def __init__(self, say: Callable[[str, str, str], None]) -> None:
+    def __init__(self, say: Callable[[str, Sequence[str], str], None]) -> None:
         self._say = say
         self._children: list[Child] = []
         self.is_up = False
@@ -114,17 +113,20 @@ class Supervisor:
         reader.add_done_callback(child.output.discard)
 
     async def _relay(self, child: Child, stream: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:
-                continue  # the line exceeded MAX_LINE_BYTES; its remainder is read as further lines
-            if not line:
-                return
-            text = line.decode("utf-8", "replace").rstrip("\n")
-            if text.startswith("error: "):
-                child.refusal = text
-            self._say(child.name, text, "INFO")
+        rest = b""
+        while data := await stream.read(MAX_LINE_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                lines.append(rest)
+                rest = b""
+            self._relayed(child, lines)
+        self._relayed(child, [rest] if rest else [])
+
+    def _relayed(self, child: Child, lines: Sequence[bytes]) -> None:
+        texts = [line.decode("utf-8", "replace") for line in lines]
+        child.refusal = next((text for text in reversed(texts) if text.startswith("error: ")), child.refusal)
+        if texts:
+            self._say(child.name, texts, "INFO")
 
     async def _keep(self, child: Child) -> None:
         pause_s, failures = FIRST_PAUSE_S, 0
@@ -149,7 +151,7 @@ class Supervisor:
                     "its last lines above say why"
                 )
                 return
-            self._say(child.name, f"{how}; starting again in {pause_s:g} s", "WARNING")
+            self._say(child.name, [f"{how}; starting again in {pause_s:g} s"], "WARNING")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             while not child.ending:
@@ -157,7 +159,7 @@ class Supervisor:
                     await self._spawn(child)
                     break
                 except OSError as error:  # for example, too many processes or too little memory at the moment
-                    self._say(child.name, f"cannot be started: {error}", "ERROR")
+                    self._say(child.name, [f"cannot be started: {error}"], "ERROR")
                     await asyncio.sleep(LONGEST_PAUSE_S)
 
     def _give_up(self, reason: str) -> None:
@@ -177,7 +179,7 @@ class Supervisor:
             try:
                 await asyncio.wait_for(process.wait(), child.grace_s)
             except TimeoutError:
-                self._say(child.name, f"did not end within {child.grace_s:g} s and is killed", "WARNING")
+                self._say(child.name, [f"did not end within {child.grace_s:g} s and is killed"], "WARNING")
                 _signal(child, signal.SIGKILL)
                 await process.wait()
         if child.keeper is not None:

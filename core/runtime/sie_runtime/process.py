@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -39,6 +39,8 @@ SWITCH_INTERVAL_S = 0.0005
 START_S = 30.0
 # seconds that a failure must last before it is logged at level info: shorter failures occur at every start
 QUIET_S = 10.0
+FLUSH_S = 0.1  # longest time in seconds from a log line of an event loop to its writing
+MAX_LINES = 1000  # largest number of lines that wait to be written
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _SHOWN = ("model", "worker", "key", "request_id", "trace_id")  # fields that a text log line shows (`_Plain`)
 # id of the worker to which the current task belongs; tasks that this task starts inherit the value
@@ -84,15 +86,22 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 class _Plain(logging.Formatter):
     """Formats log lines as text for people. The fields in _SHOWN follow the message."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    _second = 0  # time of the last line, in whole seconds since 1970, and its text
+    _stamp = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._stamp = second, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(second))
+        line = f"{self._stamp},{int(record.msecs):03d} {record.levelname} {record.name}: {record.getMessage()}"
         fields = _fields(record)
-        return super().formatMessage(record) + "".join(f" {name}={fields[name]}" for name in _SHOWN if fields[name])
+        for name in _SHOWN:
+            if fields[name]:
+                line += f" {name}={fields[name]}"
+        return f"{line}\n{traceback_of(record.exc_info[1])}" if record.exc_info else line
 
-    def formatException(self, ei: Any) -> str:
-        return traceback_of(ei[1])
 
-
-class _Json(_Plain):
+class _Json(logging.Formatter):
     """Formats log lines as JSON objects, one per line, with only the documented keys. The fields in _FIELDS come from
     `extra={...}` of the logging call. `worker`: worker id for lines that have none.
     """
@@ -113,18 +122,50 @@ class _Json(_Plain):
         line.update(_fields(record))
         line["worker"] = line["worker"] or WORKER.get() or self._worker
         if record.exc_info:
-            line["message"] += "\n" + self.formatException(record.exc_info)
+            line["message"] += "\n" + traceback_of(record.exc_info[1])
         # file names in a message may contain bytes that are not valid UTF-8
         line["message"] = line["message"].encode(errors="backslashreplace").decode()
         return msgspec.json.encode(line).decode()
 
 
+class LineWriter(logging.Handler):
+    """Handler that writes lines to a stream. A line that the event loop logs is written after FLUSH_S, together with
+    all lines of this time: each write wakes the reader of the stream. A line of level WARNING or above, and a line of a
+    thread without an event loop, is written at once, with all earlier lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: list[str] = []
+        self._flushing: asyncio.AbstractEventLoop | None = None  # event loop that will call `flush`
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write or keep a line. `logging` calls this method under the handler's lock."""
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # noqa: BLE001  arguments that do not fit the message: `handleError` prints where it is
+            self.handleError(record)
+        loop = asyncio._get_running_loop()
+        if loop is None or record.levelno >= logging.WARNING or len(self._lines) >= MAX_LINES:
+            self.flush()
+        elif loop is not self._flushing:
+            self._flushing = loop
+            loop.call_later(FLUSH_S, self.flush)
+
+    def flush(self) -> None:
+        assert self.lock is not None
+        with self.lock, contextlib.suppress(OSError):  # the reader has closed the pipe, or the disk is full
+            lines, self._lines, self._flushing = self._lines, [], None
+            if lines:
+                self._stream.write("\n".join(lines) + "\n")
+                self._stream.flush()
+
+
 def configure_logging(*, json: bool, worker: str | None = None) -> None:
     """Log to standard error, as text or as JSON. `worker`: id of this process's worker, which only JSON lines show."""
-    handler = logging.StreamHandler(sys.stderr)
-    plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    plain.converter = time.gmtime
-    handler.setFormatter(_Json(worker) if json else plain)
+    handler = LineWriter(sys.stderr)
+    handler.setFormatter(_Json(worker) if json else _Plain())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # The lines show no source, thread or process, so `logging` need not collect these fields. This saves a fifth of the
     # time of a line (logging HOWTO, section Optimization).
@@ -251,6 +292,7 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
             if not stop.requested:
                 stop.request()
             elif not stop.cut_short():
+                logging.shutdown()
                 os._exit(128 + number)
 
         for number in end_signals():

@@ -32,7 +32,7 @@ from sie_gateway.inference import answers
 from sie_gateway.inference.answers import CachePolicy, digests_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import LARGE_BYTES, Call, cache_mode
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.inference.runner import Compute, not_cached
 
 CACHED_OPERATIONS = ("encode", "score", "extract")
@@ -78,7 +78,7 @@ class CachedRuns:
     async def run(
         self,
         call: Call,
-        request: PlannedRequest,
+        request: InferRequest,
         refused: Mapping[int, Failed],
         positions: Sequence[int],
         items: Sequence[RequestItem],
@@ -100,7 +100,7 @@ class CachedRuns:
         run = _CachedRun(self, call, finished, refused, positions, items, space, signed, compute)
         return await run.results()
 
-    def _fingerprint(self, request: PlannedRequest) -> str:
+    def _fingerprint(self, request: InferRequest) -> str:
         """Return the fingerprint that the workers of the lane report for answers of this request. Return an empty text
         if no worker reports a fingerprint, if fingerprints differ, or if answers of the operation are not cached.
         """
@@ -111,7 +111,7 @@ class CachedRuns:
         signed = {self._signed(resolved, status, request) for status in statuses}
         return signed.pop() if len(signed) == 1 else ""
 
-    def _signed(self, resolved: Resolved, status: ModelStatus, request: PlannedRequest) -> str:
+    def _signed(self, resolved: Resolved, status: ModelStatus, request: InferRequest) -> str:
         run = request.options.run
         lora = next((lora.digest for lora in status.loras if lora.name == run.lora), "")
         if status.precision is None or status.engine is None or (run.lora and not lora):
@@ -128,7 +128,7 @@ class CachedRuns:
             cached = self._fingerprints[key] = entry, own
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
-    def patience_s(self, request: PlannedRequest, left_s: float) -> float:
+    def patience_s(self, request: InferRequest, left_s: float) -> float:
         """Return the longest time, in seconds, for which a request waits for answers that other requests compute. This
         time is as long as the expected wait in the queue, but at least SHORTEST_WAIT_S, and at most LONGEST_WAIT times
         `left_s` (seconds until the request's deadline). If the expected wait is unknown, return this maximum.

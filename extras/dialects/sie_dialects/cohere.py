@@ -19,9 +19,9 @@ from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply
 from sie_gateway.inference.images import header
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_runtime.http.asgi import Body
 
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
@@ -121,7 +121,7 @@ def _answer(
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
     late = finished.late(call.received_s, began_s)
     content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
-    return EncodedReply(content, "application/json", finished.headers(call.received_s))
+    return EncodedReply(content, "application/json", finished.headers(call.received_s, timed=call.explains))
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from sie_gateway.dialects import embedding_types, fields, joined_texts, openai
 from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference import chunk_fields, reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import Call, EncodedReply
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 # limits of a request: documents, chunks, and tokens of all documents; Voyage has the same limits
 MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000

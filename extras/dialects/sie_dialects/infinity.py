@@ -16,8 +16,8 @@ from sie_dialects import tei
 from sie_gateway.dialects import fields, native
 from sie_gateway.dialects import rerank as reranks
 from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
-from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import Call, EncodedReply, ErrorShape
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.operations import handlers
 
 if TYPE_CHECKING:

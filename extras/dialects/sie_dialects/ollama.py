@@ -22,8 +22,8 @@ from sie_gateway.dialects import rerank as reranks
 from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import Call, EncodedReply
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 PREFIX = "/api/"
 TAG = ":latest"
@@ -90,7 +90,7 @@ def _embedded(name: str, call: Call, finished: RequestResult) -> EncodedReply:
         return {"total_duration": _nanoseconds(timing["timing"]["total_time"]), **timing}
 
     data, content_type = reply.body_of(content, finished.values, durations, msgpack=False, name="embeddings")
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return EncodedReply(data, content_type, finished.headers(call.received_s, timed=call.explains))
 
 
 async def _embeddings(view: RequestView, body: fields.Body) -> ParsedRequest | EncodedReply:
@@ -106,7 +106,7 @@ async def _embeddings(view: RequestView, body: fields.Body) -> ParsedRequest | E
 def _embedding(call: Call, finished: RequestResult) -> EncodedReply:
     (vector,) = finished.arrays("prompt", "dense")
     data = orjson.dumps({"embedding": vector}, option=orjson.OPT_SERIALIZE_NUMPY)
-    return EncodedReply(data, "application/json", finished.headers(call.received_s))
+    return EncodedReply(data, "application/json", finished.headers(call.received_s, timed=True))
 
 
 def _bare_name(catalogue: Catalogue, body: fields.Body) -> object:

@@ -30,6 +30,7 @@ from sie_contracts.errors import (
 from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry, classifies, widths
 from sie_contracts.models.option_values import bad
+from sie_contracts.models.options import RequestOptions
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestView
 from sie_gateway.dialects.scores import ranked, scaled
@@ -37,8 +38,8 @@ from sie_gateway.dialects.selection import Capability, checked, model_for, unabl
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.call import Call, EncodedReply
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -121,7 +122,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
-    headers = finished.headers(call.received_s)
+    headers = finished.headers(call.received_s, timed=True)
     headers["X-Queue-Time"] = str(finished.reported_times["queue_ms"])
     headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
     headers["X-Compute-Time"] = headers["X-Total-Time"]
@@ -149,7 +150,7 @@ def _encode(
     if capability == "embed":
         merged["normalize"] = fields.flag(params, "normalize", default=True) or is_cosine
 
-    def adjust(planned: PlannedRequest) -> PlannedRequest:
+    def adjust(planned: InferRequest) -> InferRequest:
         if capability != "embed_all":
             return planned
         return planned.with_run(options.unpooled(view.resolved.entry, planned.options.run))
@@ -307,7 +308,7 @@ async def _tokenize(view: RequestView, body: fields.Body) -> ParsedRequest:
         size = MAP_VALUES * sum(len(entry["ids"]) for entry in replies)
         return _answer(call, finished, reply.listed(replies, size, row=_tokens))
 
-    request = InferRequest("tokenize", view.resolved, items, {}, run=run, inputs_field=name)
+    request = InferRequest("tokenize", view.resolved, items, {}, options=RequestOptions(run), inputs_field=name)
     return ParsedRequest(request=request, render=render)
 
 
@@ -337,7 +338,7 @@ async def _decode(view: RequestView, body: fields.Body) -> ParsedRequest:
     def render(call: Call, finished: RequestResult) -> EncodedReply:
         return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
 
-    request = InferRequest("decode", view.resolved, items, {}, run=run, inputs_field="ids")
+    request = InferRequest("decode", view.resolved, items, {}, options=RequestOptions(run), inputs_field="ids")
     return ParsedRequest(request=request, render=render)
 
 

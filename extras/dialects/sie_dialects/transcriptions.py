@@ -31,8 +31,8 @@ from sie_gateway.dialects.selection import able
 from sie_gateway.http.form import Form
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.call import Call, EncodedReply, beside
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_runtime.http.routes import JSON, TEXT
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Bod
             call, InferRequest("extract", resolved, (item,), parameters, inputs_field="file")
         )
     transcript, finished = await _read(inference, call, planned, task)
-    headers = finished.headers(call.received_s) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
+    headers = finished.headers(call.received_s, timed=True) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
     content, content_type = write(transcript)
     return EncodedReply(content, content_type, headers)
 
@@ -125,9 +125,7 @@ transcriptions = functools.partial(_transcribe, "transcribe")
 translations = functools.partial(_transcribe, "translate")
 
 
-async def _read(
-    inference: Inference, call: Call, planned: PlannedRequest, task: str
-) -> tuple[Transcript, RequestResult]:
+async def _read(inference: Inference, call: Call, planned: InferRequest, task: str) -> tuple[Transcript, RequestResult]:
     """Return (transcript of the recording, result of the last part). Raises the errors of `Inference.execute`,
     FailedRequest.
     """

@@ -31,9 +31,9 @@ from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.call import Call, EncodedReply, beside
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.plugin import Plugin
 from sie_redact.patterns import KINDS, Proceed, is_region, pattern_of, ranges_of
 from sie_redact.replacements import Replacer, redacted
@@ -126,7 +126,7 @@ def _plan(
     items: tuple[RequestItem, ...],
     rules: RedactionRules,
     parameters: Mapping[str, Any],
-) -> tuple[Call, PlannedRequest]:
+) -> tuple[Call, InferRequest]:
     """Return the call and the request with which a model reads the texts. Raises SIEError."""
     takes_labels = needs_labels(resolved.entry)
     labels = list(rules.kinds) if takes_labels else None

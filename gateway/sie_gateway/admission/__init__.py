@@ -11,7 +11,7 @@ The two tables list every place that refuses a request for lack of room: the cla
 the code of the error, and the resource that is used up. `docs/errors.md` has the codes. `docs/security.md` has the
 limits, under "What a client may hold". Places in the gateway:
 
-    admission/admission.Admission   QUEUE_FULL          time (`check`, `refuse_late`), or bytes of inputs (`enter`)
+    admission/admission.Admission   QUEUE_FULL          time (`check`, `refuse_late`), or bytes of inputs (`admit`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
     fleet/demand.ColdStarts         MODEL_LOADING       workers that have loaded the model
     fleet/demand.ColdStarts         PROVISIONING        workers of the lane

@@ -44,7 +44,7 @@ from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
+from sie_gateway.admission.model_queue import LOOK_S, ModelQueue, WaitRefusal
 from sie_gateway.admission.window import KeyWindow, SharedLimit, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
@@ -275,7 +275,7 @@ class Permits:
         self,
         admission: Admission,
         queue: ModelQueue,
-        entered: Entered,
+        ticket: Ticket,
         estimates: Sequence[int],
         size_bytes: int,
         clock: Callable[[], float],
@@ -284,10 +284,10 @@ class Permits:
         self._clock = clock
         self._admission = admission
         self.queue = queue
-        self._ticket = entered.ticket
+        self._ticket = ticket
         # called if the gateway refuses this request after its admission, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
-        self._granted: list[int] = []
+        self.granted: list[int] = []  # chunks with a permit that `pop` has not returned
         self._wake: asyncio.Event | None = None
         self.size_bytes = size_bytes  # bytes of the inputs; `Admission._waiting` counts them while chunks wait
         self.is_cold = not queue.hosts
@@ -295,22 +295,22 @@ class Permits:
     @property
     def complete(self) -> bool:
         """Return True if every chunk has got its permit and was returned by `pop` or `more`."""
-        return not self._ticket.waiting and not self._granted
+        return not self._ticket.waiting and not self.granted
 
     def pop(self) -> list[int]:
         """Return the chunks that may be published now. No chunk is returned twice."""
-        granted, self._granted = self._granted, []
+        granted, self.granted = self.granted, []
         return granted
 
     async def more(self) -> list[int]:
         """Wait until a further chunk has a permit, then return the chunks like `pop`."""
-        while not self._granted:
+        while not self.granted:
             self._wake = asyncio.Event()
             await self._wake.wait()
         return self.pop()
 
     def grant(self, chunk: int) -> None:
-        self._granted.append(chunk)
+        self.granted.append(chunk)
         if self._wake is not None:
             self._wake.set()
 
@@ -319,11 +319,15 @@ class Permits:
         self.queue.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.queue.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.queue, is_result=True)
-        self._admission.refuse_late(self.queue)
+        if not self.queue.window.idle:
+            self._admission.refuse_late(self.queue)
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
-        return sum(self._ticket.tokens[chunk] for chunk in chunks)
+        tokens = 0
+        for chunk in chunks:
+            tokens += self._ticket.tokens[chunk]
+        return tokens
 
     def close(self) -> None:
         """End the request: release its permits, and remove its waiting chunks."""
@@ -362,7 +366,7 @@ class Admission:
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
         # requests that ended before all their results arrived, by id: their late results are used to measure the
         # queue's speed
-        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}
+        self._gone: dict[str, tuple[ModelQueue, Ticket]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
         self._pending_queues: dict[ModelQueue, None] = {}
@@ -461,11 +465,11 @@ class Admission:
         if now_s - queue.shed_s <= LOOK_S or not queue.throughput.is_settled(now_s, LOOK_S):
             return
         queue.shed_s = now_s
-        for entered, refusal, cost in queue.shed(now_s):
-            permits = self._open.get(entered.ticket)
+        for ticket, refusal, cost in queue.shed(now_s):
+            permits = self._open.get(ticket)
             if permits is not None and permits.on_refused is not None:
                 self._count_refusal(queue, "late")
-                permits.on_refused(self._late(queue, refusal, cost, entered.deadline_s - now_s, entered.client))
+                permits.on_refused(self._late(queue, refusal, cost, ticket.deadline_s - now_s, ticket.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Return the number of queued messages of a lane (pool, machine profile and bundle). For each priority, count
@@ -521,7 +525,7 @@ class Admission:
 
     # ---- permits
 
-    def enter(
+    def admit(
         self,
         key: str,
         lane: Lane,
@@ -533,10 +537,13 @@ class Admission:
         client: Callable[[], bytes] = bytes,
         request: str = "",
         squares: Sequence[int] = (),
+        *,
+        judge: bool = False,
     ) -> Permits:
         """Admit a request and return its permits. Chunks that may enter the queue now get a permit at once, the other
         chunks get it later. `costs`: estimated tokens of each chunk. `request`: id of the request, which its results
-        contain. `squares`: for each chunk, the sum of the squared token counts of its rows.
+        contain. `squares`: for each chunk, the sum of the squared token counts of its rows. `judge`: also refuse a
+        request whose response would be late (`check`). No wait is predicted while the queue of the model is idle.
 
         Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
         MAX_WAITING_BYTES. Also raises QueueFull if little of MAX_WAITING_BYTES would be left and this key already uses
@@ -544,28 +551,39 @@ class Admission:
         permit at once.
         """
         now_s = self._clock()
-        queue = self._queue(lane, priority, residency)
-        queue.used_s = now_s
+        queue = self._queues.get((lane, priority, residency)) or self._queue(lane, priority, residency)
         window = queue.window
+        if judge and not window.idle:
+            self.check(key, lane, priority, residency, sum(costs), budget_s, client, sum(squares))
+        queue.used_s = now_s
         window.shares.saw(key, now_s)
-        self._refresh(queue, now_s)
-        ticket = Ticket(key, queue.costs(costs, squares or [0] * len(costs)), queue.tokens(costs))
-        entered = Entered(ticket, now_s, budget_s, client, request, queue.scale)
-        permits = Permits(self, queue, entered, costs, size_bytes, self._clock)
-        is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, self._key_limit(queue))
+        if queue.version != self._fleet.version or now_s >= queue.until_s:
+            self._refresh(queue, now_s)
+        ticket = Ticket(
+            key,
+            queue.costs(costs, squares or [0] * len(costs)),
+            queue.tokens(costs),
+            queue.scale or 1.0,
+            request,
+            client,
+            budget_s,
+            now_s + budget_s,
+        )
+        permits = Permits(self, queue, ticket, costs, size_bytes, self._clock)
+        is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, queue.key_limit)
         waiting = self._waiting
         if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
             message = f"the inputs that wait in this gateway take {waiting.usage(key)}"
             wait = queue.wait(now_s, window.ahead(key, 0.0), 0.0)
-            retry_s = queue.turns.book(now_s, client(), entered.cost, wait.likely_s)
+            retry_s = queue.turns.book(now_s, client(), ticket.cost, wait.likely_s)
             self._count_refusal(queue, "gateway_full")
             raise QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)})
-        queue.entered[ticket] = entered
+        queue.entered[ticket] = None
         self._open[ticket] = permits
         if is_small:
             window.admit(ticket)
             queue.queued(ticket, 0, now_s)
-            permits.grant(0)
+            permits.granted.append(0)
             return permits
         window.join(ticket)
         self._queueing[ticket] = permits
@@ -578,8 +596,8 @@ class Admission:
         """Measure the speed of the queue by a result that arrived after its request had ended (`_gone`)."""
         entry = self._gone.get(result.request)
         if entry is not None:
-            queue, entered = entry
-            queue.left(entered, result, self._clock())
+            queue, ticket = entry
+            queue.left(ticket, result, self._clock())
             queue.freed(self._clock(), is_result=True)
 
     def _queue(self, lane: Lane, priority: Priority, residency: str) -> ModelQueue:
@@ -590,18 +608,16 @@ class Admission:
             self._queues[lane, priority, residency] = queue
         return queue
 
-    def _key_limit(self, queue: ModelQueue) -> float:
-        return self._settings.key_window_tokens / queue.gateways
-
     def _refresh(self, queue: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a queue (workers that have the model loaded) and its bound (`QueueBound`, the largest
-        amount of work in the queue), if a heartbeat has arrived or SWEEP_S seconds have passed since the last update.
+        """Update the hosts of a queue (workers that have the model loaded) and its limits, if a heartbeat has arrived
+        or SWEEP_S seconds have passed since the last update.
         """
         if queue.version == self._fleet.version and now_s < queue.until_s:
             return
         queue.version, queue.until_s = self._fleet.version, now_s + SWEEP_S
         queue.hosted_by(self._fleet.hosts(queue.lane, queue.residency))
         queue.gateways = self.peers.count()
+        queue.key_limit = self._settings.key_window_tokens / queue.gateways
         queue.crossover_tokens = self._fleet.crossover_tokens(queue.residency)
         queue.bound = bound(
             queue.hosts,
@@ -627,7 +643,7 @@ class Admission:
         """Grant the permits of this queue that are possible now. Return True if a permit was granted."""
         now_s = self._clock()
         self._refresh(queue, now_s)
-        granted = queue.window.grant(queue.bound, self._key_limit(queue))
+        granted = queue.window.grant(queue.bound, queue.key_limit)
         for ticket, chunk in granted:
             queue.queued(ticket, chunk, now_s)
             self._queueing[ticket].grant(chunk)
@@ -647,12 +663,12 @@ class Admission:
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         self._open.pop(ticket, None)
-        entered = permits.queue.ended(ticket)
-        if entered is not None and entered.queued_s:
-            # `client`, a function that is not called after the end of a request, refers to the request's body. `bytes`
-            # replaces it, so that Python can free the body
-            entered.client = bytes
-            self._gone[entered.request] = permits.queue, entered
+        permits.queue.ended(ticket)
+        # `client`, a function that is not called after the end of a request, refers to the request's body. `bytes`
+        # replaces it, so that Python can free the body
+        ticket.client = bytes
+        if ticket.queued_s:
+            self._gone[ticket.request] = permits.queue, ticket
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
         if self._queueing.pop(ticket, None) is not None:

@@ -197,7 +197,13 @@ class Throughput:
         `device_s`: time of the batch on the device. `chunks`: number of chunks in the batch. `lanes`: number of batches
         that run at the same time. `pipeline`: largest number of batches that a worker forms before its device is free.
         """
-        entry = next((candidate for candidate in self._since(queued_s) if candidate.name == batch), None)
+        entry = None
+        for candidate in reversed(self._batches):
+            if candidate.at_s < queued_s:
+                break
+            if candidate.name == batch:
+                entry = candidate
+                break
         if entry is None:
             formed_s = now_s - pipeline * device_s  # a worker may form `pipeline` batches before the device is free
             is_sample = device_s < math.inf
@@ -223,13 +229,11 @@ class Throughput:
         """Set `left_work` on each earlier batch that was formed after `queued_s`, the time when the work of `later` was
         queued. The queue is first in, first out, so these batches had no space for this work.
         """
-        for batch in self._since(queued_s):
-            if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
+        for batch in reversed(self._batches):
+            if batch.at_s < queued_s:
+                break
+            if queued_s < batch.formed_s < later.formed_s:
                 batch.left_work = True
-
-    def _since(self, queued_s: float) -> Iterator[_BatchResults]:
-        """Return the batches whose first result arrived after `queued_s`, the newest first."""
-        return itertools.takewhile(lambda batch: batch.at_s >= queued_s, reversed(self._batches))
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
         """Return the samples of the latest batches, the newest first. Leave out batches whose results still arrive,
@@ -440,28 +444,6 @@ class WaitRefusal(NamedTuple):
     is_stalled: bool
 
 
-class Entered:
-    """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when the chunk was
-    queued, and whether more work waited in this gateway at that time. `scale`: actual tokens per estimated token, as
-    assumed for the costs of the request.
-    """
-
-    __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
-
-    def __init__(
-        self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str, scale: float
-    ) -> None:
-        self.ticket = ticket
-        self.scale = scale or 1.0
-        self.request = request
-        self.cost = sum(ticket.costs)
-        self.budget_s = budget_s
-        self.deadline_s = now_s + budget_s
-        self.client = client
-        self.is_decided = False  # true after the request has a result, or was refused after its admission
-        self.queued_s: dict[int, tuple[float, bool]] = {}
-
-
 class ModelQueue:
     """Queue of one model at one priority. `hosts`: workers that have the model loaded; the admission looks them up
     again after a heartbeat, or after a second. `residency`: name of the model, or name of the profile if the profile
@@ -476,11 +458,12 @@ class ModelQueue:
         self.batches = BatchTimes()
         self.throughput = Throughput()
         self.turns = RetrySlots()
-        self.entered: dict[Ticket, Entered] = {}  # in order of admission
+        self.entered: dict[Ticket, None] = {}  # requests in order of admission; the values are unused
         self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
         # length of a text in tokens at which attention takes as long as all other computation; 0 while unknown
         self.crossover_tokens = 0
-        self.bound = QueueBound()
+        self.bound = QueueBound()  # largest amount of work in the queue
+        self.key_limit = math.inf  # largest number of tokens of one key in the queue
         self.hosts: list[Heartbeat] = []  # heartbeats of the workers that have the model loaded
         self._lanes = 1  # number of batches that the hosts run at the same time
         self._pipeline = 1
@@ -533,7 +516,7 @@ class ModelQueue:
         if self.window.items <= 1 and now_s >= self._stalled_until_s:
             self._busy_s = now_s
         self._busy_s = min(self._busy_s, now_s)
-        self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
+        ticket.queued_s[chunk] = now_s, self.window.is_waiting
 
     def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
         """Update the measurements by a result: actual tokens per estimated token, batch time, and throughput."""
@@ -541,27 +524,27 @@ class ModelQueue:
         self.batches.note(
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
         )
-        tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+        tokens = 0
+        for outcome in result.outcomes:
+            tokens += outcome.tokens if isinstance(outcome, Ok) else 0
         # tokenize and decode run without a batch; their estimate is 1 for any number of tokens, so the ratio is useless
         if tokens and ran.tokens:
             ratio = tokens / estimate
             self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
-        entered = self.entered.get(ticket)
-        if entered is not None:
-            entered.is_decided = True
-            self.left(entered, result, now_s)
+        ticket.is_decided = True
+        self.left(ticket, result, now_s)
 
-    def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
+    def left(self, ticket: Ticket, result: WorkResult, now_s: float) -> None:
         """Update the measured throughput by the result of a chunk. The request of the chunk may have ended."""
-        if result.chunk not in entered.queued_s:
+        if result.chunk not in ticket.queued_s:
             return
-        queued_s, is_crowded = entered.queued_s.pop(result.chunk)
+        queued_s, is_crowded = ticket.queued_s.pop(result.chunk)
         if not result.batch.id:  # a failed chunk, or a tokenize request, ran in no batch: no speed can be measured
             return
         self.throughput.left(
             now_s,
             f"{result.worker} {result.batch.id}",
-            entered.ticket.costs[result.chunk],
+            ticket.costs[result.chunk],
             queued_s,
             is_crowded=is_crowded,
             device_s=result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf,
@@ -584,30 +567,27 @@ class ModelQueue:
         else:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
-    def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove an ended request and return its entry; None for an unknown request. A chunk that may be in a running
-        batch keeps the device busy, so `_gone` includes the chunk's cost until the next result.
+    def ended(self, ticket: Ticket) -> None:
+        """Remove an ended request. A chunk that may be in a running batch keeps the device busy, so `_gone` includes
+        the chunk's cost until the next result.
         """
-        entered = self.entered.get(ticket)
-        if entered is None:
-            return None
-        if entered.queued_s:
+        if ticket.queued_s:
             if self._taken_s is None:
                 self._taken_s = self._last_taken_s()
-            queued = entered.queued_s.items()
+            queued = ticket.queued_s.items()
             self._gone += sum(ticket.costs[chunk] for chunk, (queued_s, _) in queued if queued_s <= self._taken_s)
-        return self.entered.pop(ticket)
+        del self.entered[ticket]
 
     def _last_taken_s(self) -> float:
         """Return the time when the newest chunk of the running batches was queued, on the assumption that these batches
         are full. Return -inf if no chunk can be in a batch.
         """
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
-        for entered in self.entered.values():
-            for chunk, (queued_s, _) in entered.queued_s.items():
+        for ticket in self.entered:
+            for chunk, (queued_s, _) in ticket.queued_s.items():
                 if left <= 0 or queued_s > self.throughput.last_s:
                     return last_s
-                left -= entered.ticket.costs[chunk]
+                left -= ticket.costs[chunk]
                 last_s = queued_s
         return last_s
 
@@ -755,7 +735,7 @@ class ModelQueue:
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
-    def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
+    def late(self, now_s: float) -> list[tuple[Ticket, ExpectedWait]]:
         """Return the requests that have no result yet and will miss their deadlines, each with its expected wait."""
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
@@ -766,60 +746,60 @@ class ModelQueue:
         usual = batch.tokens * self._lanes
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
-        late_candidates: list[tuple[Entered, float]] = []
+        late_candidates: list[tuple[Ticket, float]] = []
         # (request, cost of the queue up to and including the request). The request is in a running batch only if that
         # batch is larger than earlier batches.
-        growing: list[tuple[Entered, float]] = []
-        waiting: dict[str, list[Entered]] = {}
-        for entered in self.entered.values():
-            if entered.is_decided and not entered.queued_s:
+        growing: list[tuple[Ticket, float]] = []
+        waiting: dict[str, list[Ticket]] = {}
+        for ticket in self.entered:
+            if ticket.is_decided and not ticket.queued_s:
                 continue
-            held = sum(entered.ticket.costs[chunk] for chunk in entered.queued_s)
-            if not entered.ticket.next:
-                if entered.is_decided:
+            held = sum(ticket.costs[chunk] for chunk in ticket.queued_s)
+            if not ticket.next:
+                if ticket.is_decided:
                     continue
-                waiting.setdefault(entered.ticket.key, []).append(entered)
-            elif inside >= at_workers and not entered.is_decided:
-                late_candidates.append((entered, inside))
-            elif inside >= usual and not entered.is_decided and evidence < MIN_SAMPLES * self._lanes:
-                growing.append((entered, inside + held))
+                waiting.setdefault(ticket.key, []).append(ticket)
+            elif inside >= at_workers and not ticket.is_decided:
+                late_candidates.append((ticket, inside))
+            elif inside >= usual and not ticket.is_decided and evidence < MIN_SAMPLES * self._lanes:
+                growing.append((ticket, inside + held))
             inside += held
         late_candidates += self._behind(waiting)
         late = [
-            (entered, self.wait(now_s, at_workers, entered.cost, entered.budget_s))
-            for entered, tokens in growing
-            if self._ends_s(tokens, entered) > entered.deadline_s
+            (ticket, self.wait(now_s, at_workers, ticket.cost, ticket.budget_s))
+            for ticket, tokens in growing
+            if self._ends_s(tokens, ticket) > ticket.deadline_s
         ]
-        for entered, ahead in late_candidates:
-            wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
-            if wait.belief * wait.min_s > entered.deadline_s - now_s:
-                late.append((entered, wait))
+        for ticket, ahead in late_candidates:
+            wait = self.wait(now_s, ahead, ticket.cost, ticket.budget_s)
+            if wait.belief * wait.min_s > ticket.deadline_s - now_s:
+                late.append((ticket, wait))
         return late
 
-    def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """Return the time when the work up to and including `entered` ends, if it runs in one batch on each device and
-        these batches began at the last result. `tokens`: cost of this work, computed with `entered.scale`. Until
+    def _ends_s(self, tokens: float, ticket: Ticket) -> float:
+        """Return the time when the work up to and including `ticket` ends, if it runs in one batch on each device and
+        these batches began at the last result. `tokens`: cost of this work, computed with `ticket.scale`. Until
         measurements show whether batches grow, return minus infinity, so that no request counts as late.
         """
         if not self.batches.is_growth_known:
             return -math.inf
-        return self.throughput.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
+        return self.throughput.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / ticket.scale)
 
-    def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
+    def shed(self, now_s: float) -> Iterator[tuple[Ticket, WaitRefusal, float]]:
         """Yield each request that `late` returns, its refusal, and its cost at the present `scale`. The retry time in
         the refusal is the time that the queue needs for all work that stays, and for this request.
         """
         late = self.late(now_s)
-        for entered, _ in late:
-            entered.is_decided = True
-        refused = sum(entered.cost for entered, _ in late)
+        for ticket, _ in late:
+            ticket.is_decided = True
+        refused = sum(ticket.cost for ticket, _ in late)
         stays, share = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - refused)
-        for entered, wait in late:
-            cost = entered.cost * (self.scale or 1.0) / entered.scale
+        for ticket, wait in late:
+            cost = ticket.cost * (self.scale or 1.0) / ticket.scale
             longest_s = wait.likely_s + wait.stalled_s
-            yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
+            yield ticket, self._refusal(now_s, wait, longest_s, stays + cost, share, ticket.budget_s), cost
 
-    def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
+    def _behind(self, waiting: dict[str, list[Ticket]]) -> Iterator[tuple[Ticket, float]]:
         """Yield each request that waits in this gateway, and the cost of the work that runs before it. For this cost,
         assume that the queue takes equal amounts of work from all keys that have work left.
         """
@@ -828,11 +808,11 @@ class ModelQueue:
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, requests in waiting.items():
             own, mine = costs[key], 0.0
-            for entered in requests:
-                most = mine + entered.cost
+            for ticket in requests:
+                most = mine + ticket.cost
                 smaller = bisect.bisect_right(sizes, most)
                 ahead_of_key = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
-                yield entered, self.window.cost + mine + ahead_of_key
+                yield ticket, self.window.cost + mine + ahead_of_key
                 mine = most
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sie_contracts.wire.heartbeats import Heartbeat
@@ -115,51 +115,46 @@ class Shares:
             }
         return len(self._seen_s) > 1
 
-    def count_grant(self) -> None:
-        self.grants += 1
-
     def fits(self, key: str, cost: int, limit: float) -> bool:
         """Return True if a key has no tokens in the queue, or if its tokens plus `cost` are at most `limit`."""
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
 
-    def add(self, key: str, cost: int) -> None:
-        self.total += cost
-        left = self.tokens.get(key, 0) + cost
-        if left:
-            self.tokens[key] = left
-        else:
-            self.tokens.pop(key, None)
-
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Chunks of one request. Chunks with numbers below `next` have had a permit; chunks in `held` are in the queue.
+    """Request from its admission to its end. Chunks with numbers below `next` have had a permit; chunks in `held` are
+    in the queue.
 
     `costs`: time of each chunk, expressed as the number of tokens of short texts that take as long (`models.costs` of
     the contracts). The costs set the order of keys and the predicted waits. `tokens`: tokens of each chunk, which count
-    towards the limits of workers and of keys; by default `costs`.
+    towards the limits of workers and of keys; by default `costs`. `scale`: actual tokens per estimated token, as
+    assumed for the costs. `request`: id of the request. `client` returns a digest that identifies the client's next
+    attempt. `queued_s`: for each chunk in the queue, the time when the chunk was queued, and whether more work waited
+    in this gateway at that time. A chunk stays in `queued_s` after the request has ended, until its result arrives.
     """
 
     key: str
     costs: Sequence[int]
     tokens: Sequence[int] = ()
+    scale: float = 1.0
+    request: str = ""
+    client: Callable[[], bytes] = bytes
+    budget_s: float = math.inf
+    deadline_s: float = math.inf
+    cost: int = 0
     next: int = 0
+    is_decided: bool = False  # true after the request has a result, or was refused after its admission
     held: set[int] = field(default_factory=set)
+    queued_s: dict[int, tuple[float, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or self.costs
+        self.cost = sum(self.costs)
 
     @property
     def waiting(self) -> bool:
         return self.next < len(self.costs)
-
-    def advance(self) -> int:
-        """Return the number of the next chunk, and mark the chunk as in the queue."""
-        chunk = self.next
-        self.held.add(chunk)
-        self.next += 1
-        return chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -326,32 +321,42 @@ class KeyWindow:
         self._drop_if_empty(flow)
 
     def admit(self, ticket: Ticket) -> None:
-        chunk = ticket.advance()
+        """Put the next chunk of a request into the queue."""
+        chunk, shares = ticket.next, self.shares
+        tokens = ticket.tokens[chunk]
+        ticket.held.add(chunk)
+        ticket.next += 1
         self.cost += ticket.costs[chunk]
-        self.tokens += ticket.tokens[chunk]
+        self.tokens += tokens
         self.items += 1
-        self.shares.count_grant()
-        self.shares.add(ticket.key, ticket.tokens[chunk])
+        shares.grants += 1
+        shares.total += tokens
+        shares.tokens[ticket.key] = shares.tokens.get(ticket.key, 0) + tokens
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
         """Return True if a request of one chunk may enter the queue immediately: no request waits for a permit, the
         queue has space, and the key stays within its token limit.
         """
-        tokens = ticket.tokens[0]
-        if self._flows or not self._has_room(tokens, most):
+        if self._flows:
             return False
-        return self._fits(ticket.key, tokens, key_limit)
+        if not self.items and ticket.key not in self.shares.tokens:  # neither limit applies to the first chunk
+            return True
+        tokens = ticket.tokens[0]
+        return self._has_room(tokens, most) and self._fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
         """Record that a chunk has left the queue. Return False if the chunk was not in the queue."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)
-        tokens = ticket.tokens[chunk]
+        tokens, shares = ticket.tokens[chunk], self.shares
         self.cost -= ticket.costs[chunk]
         self.tokens -= tokens
         self.items -= 1
-        self.shares.add(ticket.key, -tokens)
+        shares.total -= tokens
+        shares.tokens[ticket.key] -= tokens
+        if not shares.tokens[ticket.key]:
+            del shares.tokens[ticket.key]
         return True
 
     def leave(self, ticket: Ticket) -> None:

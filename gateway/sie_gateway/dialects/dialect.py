@@ -15,12 +15,13 @@ import msgspec
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models import options
 from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.options import RequestOptions
 from sie_contracts.wire.messages import RunOptions
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.selection import Capability, checked, model_for
-from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest, cache_mode
+from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, cache_mode
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import FailedRequest, PlannedRequest, RequestResult
+from sie_gateway.inference.results import FailedRequest, InferRequest, RequestResult
 
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 
@@ -49,7 +50,7 @@ class ParsedRequest:
     request: InferRequest
     render: Callable[[Call, RequestResult], EncodedReply]
     names: Mapping[str, str] = field(default_factory=dict)
-    adjust: Callable[[PlannedRequest], PlannedRequest] = lambda planned: planned
+    adjust: Callable[[InferRequest], InferRequest] = lambda planned: planned
     max_tokens: int = 0
     rename: Callable[[SIEError], None] = lambda error: None
 
@@ -102,7 +103,7 @@ def too_many_tokens(tokens: int, name: str, limit: int) -> InvalidInput:
     return InvalidInput.at(name, message, reason="too_many_tokens", extras={"limit": limit})
 
 
-async def _check_tokens(inference: Inference, call: Call, request: PlannedRequest, limit: int) -> None:
+async def _check_tokens(inference: Inference, call: Call, request: InferRequest, limit: int) -> None:
     """Refuse a request whose inputs have more than `limit` tokens in total, before its work is queued. A request
     that allows only cached answers is not checked, because it queues no work. Raises InvalidInput, and the errors of
     `Inference.run`.
@@ -122,7 +123,7 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
     whole = tuple(msgspec.structs.replace(item, chunks=None) for item in texts)
     run = options.counting(run)
     counted = await inference.run(
-        counting, InferRequest("tokenize", request.resolved, whole, {}, run=run, inputs_field=name)
+        counting, InferRequest("tokenize", request.resolved, whole, {}, options=RequestOptions(run), inputs_field=name)
     )
     counted.check(name)
     total = counted.usage["total_tokens"]

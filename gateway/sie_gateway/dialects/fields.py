@@ -101,10 +101,10 @@ def error_shape(body: Body) -> ErrorShape | None:
     return FAMILIES["voyage"] if is_flag else None
 
 
-def priority(body: Body) -> Priority | None:
-    """Return the priority from Cohere's field `priority`, a number from 0 to 999; None if the field is missing."""
+def priority(body: Body) -> Priority:
+    """Return the priority from Cohere's field `priority`, a number from 0 to 999."""
     value = whole(body, "priority", 0, 999)
-    return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
+    return "interactive" if value is None or value < FIRST_BULK else "bulk"
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:

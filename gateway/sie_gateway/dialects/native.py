@@ -18,16 +18,17 @@ from sie_gateway.http.route_kinds import HEADERS
 from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.call import Call, EncodedReply, beside
 from sie_gateway.inference.handler import Handler, Inference, InferenceRoute
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_runtime.http.routes import ARROW, JSON, MSGPACK, RAW, Content
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
     """Answer `POST /v1/{operation}/{model}`. Accept selects JSON or msgpack, for encode also Arrow or raw bytes."""
     assert call.resolved is not None
-    items = await beside(call, inference.body_threads, lambda: bodies.items(body, limit=inference.max_items(call)))
+    read = functools.partial(bodies.items, body, limit=inference.max_items(call))
+    items = await beside(call, inference.body_threads, read)
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=call.is_msgpack, raw=operation == "encode"
@@ -82,7 +83,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
-    headers = finished.headers(call.received_s) | {"Content-Length": str(body.nbytes)}
+    headers = finished.headers(call.received_s, timed=True) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
     return EncodedReply(body, RAW, headers)
 
@@ -93,7 +94,7 @@ def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     return EncodedReply(
         arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
         ARROW,
-        finished.headers(call.received_s),
+        finished.headers(call.received_s, timed=True),
     )
 
 
@@ -144,7 +145,7 @@ def written(
     """
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, late, msgpack=msgpack, name=name, row=row)
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return EncodedReply(data, content_type, finished.headers(call.received_s, timed=call.explains))
 
 
 def route(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:

@@ -23,8 +23,8 @@ from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestV
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
-from sie_gateway.inference.results import FailedRequest, PlannedRequest, RequestResult
+from sie_gateway.inference.call import Call, EncodedReply
+from sie_gateway.inference.results import FailedRequest, InferRequest, RequestResult
 
 MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models
@@ -51,7 +51,7 @@ async def _embeddings(view: RequestView, body: fields.Body) -> ParsedRequest:
         raise InvalidInput.at("Accept", message, reason="unsupported_output")
     parameters = {**cut, **_parameters(body), **_task(body, view.resolved.entry)}
 
-    def adjust(planned: PlannedRequest) -> PlannedRequest:
+    def adjust(planned: InferRequest) -> InferRequest:
         if format_ == "raw":
             native.check_raw(planned.options.run)
         if is_late and planned.options.run.is_query:
@@ -123,7 +123,7 @@ async def _parsed(
     parameters: Mapping[str, Any],
     output: str,
     render: Callable[[Call, RequestResult], EncodedReply],
-    adjust: Callable[[PlannedRequest], PlannedRequest] = lambda planned: planned,
+    adjust: Callable[[InferRequest], InferRequest] = lambda planned: planned,
     *,
     encoding: str = "",
     is_late: bool = False,

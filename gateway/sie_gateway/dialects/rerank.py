@@ -17,8 +17,8 @@ from sie_gateway.dialects.dialect import DialectHandler, ParsedRequest, RequestV
 from sie_gateway.dialects.scores import ranked, scaled
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, ErrorShape, InferRequest
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.call import Call, EncodedReply, ErrorShape
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20

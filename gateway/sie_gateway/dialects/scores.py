@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sie_contracts.models.options import altered
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 
 
-def scaled(*, raw: bool, document_tokens: int = 0) -> Callable[[PlannedRequest], PlannedRequest]:
+def scaled(*, raw: bool, document_tokens: int = 0) -> Callable[[InferRequest], InferRequest]:
     """Return a function for `ParsedRequest.adjust` of a score request. If `raw` is false, the worker maps scores to
     numbers from 0 to 1, because only the worker knows the meaning of the checkpoint's scores. `document_tokens`:
     largest number of tokens that the model reads of a document; 0: as many as the model accepts.
     """
 
-    def adjust(planned: PlannedRequest) -> PlannedRequest:
+    def adjust(planned: InferRequest) -> InferRequest:
         run = planned.options.run
         parameters = {**run.parameters, "raw_scores" if raw else "relevance": True}
         most = document_tokens if document_tokens < planned.resolved.entry.max_tokens else 0

@@ -142,6 +142,7 @@ class Fleet:
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
+        self._configured = tuple(name.strip() for name in settings.gateway_configured_gpus or ())
         self.version = 0  # number of heartbeats; `Admission` looks up the workers again if this number has changed
         self.listeners: list[Callable[[], None]] = []  # functions to call at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
@@ -359,7 +360,7 @@ class Fleet:
         raises NotFound, or NotProvisioned if the pool has no ready worker with the bundle.
         """
         pool, bundle = pool or self._settings.pool, resolved.bundle
-        configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
+        configured = self._configured
         default = self._settings.machine_profile or ""
         spec = None
         if pool not in self._own_pools:
@@ -385,7 +386,7 @@ class Fleet:
             if not _permits(resolved, machine_profile):
                 raise _excluded(resolved, "X-SIE-MACHINE-PROFILE", f"not on {machine_profile}")
             return Lane(pool, machine_profile, bundle)
-        order = [name.lower() for name in configured]
+        order = list(map(str.lower, configured))
         if resolved.entry.machine_profiles:
             order = _in_order(resolved, order)
             if not order:
@@ -394,10 +395,12 @@ class Fleet:
             serving = {name: workers for name, workers in serving.items() if _permits(resolved, name)}
         elif default in order and bundle == bundling.DEFAULT:
             return Lane(pool, default, bundle)
-        ranks = {name: rank for rank, name in enumerate(order)}
         names = self._with(serving, resolved.residency) or serving
         if not names:
             return Lane(pool, order[0] if order else self._settings.profile, bundle)
+        if len(names) == 1:
+            return Lane(pool, next(iter(names)), bundle)
+        ranks = {name: rank for rank, name in enumerate(order)}
         return Lane(pool, min(names, key=lambda name: (ranks.get(name, len(ranks)), name)), bundle)
 
     @staticmethod

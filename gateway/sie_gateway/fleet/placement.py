@@ -149,7 +149,10 @@ class Placer:
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
         """Record published work of one model. If workers exist, but none hosts the model, `step` runs at once."""
-        self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
+        cost = 0
+        for item in items:
+            cost += item.cost
+        self._note(lane, items[0].model, len(items), cost)
 
     def want(self, lane: Lane, model: str) -> None:
         """Request a host for a model, even without work. If workers exist, but none hosts it, `step` runs at once."""

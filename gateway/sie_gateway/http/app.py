@@ -42,7 +42,6 @@ from sie_gateway.inference.call import (
     BodyIntake,
     Call,
     ClientGone,
-    EncodedReply,
     body_memory,
     bounded,
     check_length,
@@ -66,7 +65,6 @@ from sie_runtime.http.asgi import (
     documented,
     error_headers,
     headers_of,
-    reply,
     reply_to_options,
 )
 from sie_runtime.http.coding import decoded
@@ -223,7 +221,8 @@ class Edge:
         if self._tracer is not None or "traceparent" in headers or current_trace.TRACE_ID.get() is not None:
             telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
             connection[TRACE_ID] = call.span.trace_id if call.span is not None else None
-        self._versions.met(headers.get(_SDK) or headers.get(sdk_versions.OWN_HEADER, ""))
+        if version := headers.get(_SDK) or headers.get(sdk_versions.OWN_HEADER):
+            self._versions.met(version)
         status, is_whole = 0, False
 
         async def observed(message: Any) -> None:
@@ -295,7 +294,13 @@ class Edge:
             call.model = scope["path_params"].get("model")
             if "content-encoding" in call.headers:
                 receive = decoded(scope["method"], call.headers, receive)
-            await self._infer(call, route, receive, send)
+            most = self._gateway.settings.max_body_bytes
+            most = min(most, call.grant.limits.body_bytes or most)
+            call.reader = self._intake.reader(call.key, call.headers, receive, most)
+            try:
+                await self._gateway.inference.answer(call, route, call.reader.read, send)
+            finally:
+                call.reader.close()
             return
         check_length(call.headers, route.body_bytes)
         plain = self._intake.paced(receive)
@@ -308,19 +313,6 @@ class Edge:
             return
         response = await route.handler(self._gateway, Request(scope, receive))
         await response(scope, receive, send)
-
-    async def _infer(self, call: Call, route: InferenceRoute, receive: Receive, send: Send) -> None:
-        most = self._gateway.settings.max_body_bytes
-        most = min(most, call.grant.limits.body_bytes or most)
-        body = call.reader = self._intake.reader(call.key, call.headers, receive, most)
-
-        async def send_answer(answer: EncodedReply) -> None:
-            await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
-
-        try:
-            await self._gateway.inference.answer(call, route, body.read, send_answer)
-        finally:
-            body.close()
 
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))

@@ -41,7 +41,10 @@ HEADERS = (
         "For an alias with several models: requests with the same key get the same model.",
     ),
     Parameter(
-        "X-SIE-Explain", "header", Literal["1", "0"], "1: the reply has `explain`: the worker and times of each chunk."
+        "X-SIE-Explain",
+        "header",
+        Literal["1", "0"],
+        "1: the reply has `explain`, the worker and times of each chunk, and headers with the times of the stages.",
     ),
     Parameter(
         "X-SIE-Strict",

@@ -66,7 +66,9 @@ class RequestItem(msgspec.Struct, frozen=True):
     size: int = 0
 
     def __post_init__(self) -> None:
-        size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "") + self.file_bytes
+        size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "")
+        if self.images or self.audio or self.document is not None:
+            size += self.file_bytes
         if self.tokens is not None:
             size += ID_BYTES * len(self.tokens)
         if self.mentions:
@@ -145,7 +147,9 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
     """Return the inputs of a request body from its field `items`, `inputs` or `input`. Raises InvalidInput, for example
     with the reason `empty_items`, `too_many_items`, `too_many_chunks` or `schema`.
     """
-    name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
+    name = "items"
+    if body.get(name) is None:
+        name = next((alias for alias in ("inputs", "input") if body.get(alias) is not None), name)
     raw = body.get(name)
     if isinstance(raw, str | dict):
         raw = [raw]
@@ -158,17 +162,16 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
         raise InvalidInput.at(
             name, f"got {len(raw)} items, at most {limit} are allowed", reason="too_many_items", extras={"limit": limit}
         )
-    inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
-    _check_chunks(inputs, name)
-    return inputs
-
-
-def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
-    spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
+    inputs, spans = list[RequestItem](), 0
+    for index, value in enumerate(raw):
+        item = _item(value, f"{name}[{index}]")
+        inputs.append(item)
+        spans += len(item.chunks.spans) // 8 if item.chunks is not None else 0
     if spans > chunk_fields.MAX_REQUEST_CHUNKS:
         limit = chunk_fields.MAX_REQUEST_CHUNKS
         message = f"they have {spans} chunks in all, at most {limit} are allowed: send fewer items"
         raise InvalidInput.at(name, message, reason="too_many_chunks", extras={"limit": limit})
+    return tuple(inputs)
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
@@ -296,9 +299,9 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
     have the field. At most MAX_KEYS names are compared. Other unknown fields cause no warning, because they may be the
     client's own data.
     """
-    places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
     hints: dict[str, str] = {}  # unknown field -> warning; empty if no known field has a similar name
-    for path, item in itertools.chain((("query", query),) if query else (), places):
+    for index, item in enumerate((*filter(None, (query,)), *items), -1 if query else 0):
+        path = f"items[{index}]" if index >= 0 else "query"
         for name in item.unknown:
             if name not in hints and len(hints) < MAX_KEYS:
                 hint = did_you_mean(name, _ITEM)

@@ -1,7 +1,7 @@
-"""Objects of a call: the HTTP request, its body, the request to a model, and the reply.
+"""Objects of a call: the HTTP request, its body, and the reply.
 
-    Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
-    ──► EncodedReply
+    Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values
+    ──► InferRequest of `results` ──► EncodedReply
 
 The gateway counts the memory of a body when its bytes arrive, not when Content-Length announces them, so a client
 cannot occupy memory by announcements. The gateway counts the values of a body of more than `plain.SMALL_BYTES` before
@@ -37,11 +37,9 @@ from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import FAMILIES, GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.options import Side
 from sie_contracts.sdk_versions import NATIVE, Dialect
 from sie_contracts.settings import Settings
 from sie_contracts.stages import STAGES
-from sie_contracts.wire.messages import Operation, Priority, RunOptions
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_gateway.admission.slots import KeyTurns
@@ -51,8 +49,7 @@ from sie_runtime import control_group
 from sie_runtime.http.asgi import Body, Receive
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.body import RequestItem
-    from sie_gateway.inference.results import RequestResult
+    from sie_gateway.inference.results import InferRequest, RequestResult
     from sie_runtime.spans import Span
 
 ROUTE_KEY = "X-SIE-Route-Key"
@@ -89,7 +86,7 @@ class Call:
     body: bytes = b""  # body of an inference request
     # reader of the body; None for routes without inference, and for calls without an HTTP connection (batch lines)
     reader: BodyReader | None = None
-    infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
+    infer_request: InferRequest | None = None  # request to the model at the last attempt
     attempt: int = 0  # number of earlier attempts of this call
     finished: RequestResult | None = None  # result of the last attempt
     code: str = ""  # code of the error in the reply
@@ -182,27 +179,6 @@ class EncodedReply(msgspec.Struct, frozen=True):
     content_type: str
     headers: dict[str, str]
     status: int = 200
-
-
-class InferRequest(msgspec.Struct, frozen=True):
-    """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
-    request.
-
-    `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind. For
-    routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
-    model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
-    """
-
-    operation: Operation
-    resolved: Resolved
-    items: tuple[RequestItem, ...]
-    parameters: Mapping[str, Any]
-    query: RequestItem | None = None
-    priority: Priority | None = None  # priority from the body; the header X-SIE-Priority has precedence
-    run: RunOptions | None = None
-    side: Side = "document"
-    inputs_field: str = "items"
 
 
 class ClientGone(Exception):
@@ -320,7 +296,8 @@ class BodyReader:
             if size > self._limit:
                 raise _too_large(f"more than {self._limit} bytes", self._limit)
             self._size = size
-            self._count()
+            if COPIES * size > FREE_BYTES:
+                self._count()
             if not (size > len(piece) or message.get("more_body")):
                 return piece
             body.write(piece)
@@ -347,18 +324,17 @@ class BodyReader:
                 param="body",
                 retry_after_s=2,
             )
-        self._leave_small()
+        self._intake.count_small(-self._is_small)
+        self._is_small = False
         memory.use(self._key, more)
         self._counted += more
 
-    def _leave_small(self) -> None:
+    def close(self) -> None:
         self._intake.count_small(-self._is_small)
         self._is_small = False
-
-    def close(self) -> None:
-        self._leave_small()
-        self._intake.memory.use(self._key, -self._counted)
-        self._counted = 0
+        if self._counted:
+            self._intake.memory.use(self._key, -self._counted)
+            self._counted = 0
 
 
 def check_length(headers: Mapping[str, str], limit: int) -> None:

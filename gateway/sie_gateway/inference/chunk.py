@@ -136,7 +136,9 @@ def plan(
     item_bytes, token_bytes = result_bytes(operation, entry, run)
     parts = _chunked_parts(items, max_tokens)
     whole = TextParts(max_tokens)
-    expected_bytes = item_bytes * (len(item_sizes) + sum(text.vectors - 1 for text in parts.values()))
+    expected_bytes = item_bytes * len(item_sizes)
+    for text in parts.values():
+        expected_bytes += item_bytes * (text.vectors - 1)
     if token_bytes:
         expected_bytes += token_bytes * sum(
             estimated_tokens(size - own.own_bytes, parts.get(index, whole).longest)
@@ -144,7 +146,13 @@ def plan(
             + own.document
             for index, (size, own) in enumerate(zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False))
         )
-    _check_reply(expected_bytes, name)
+    if expected_bytes > MAX_RESULT_BYTES:  # the gateway keeps all results in memory until its reply is sent
+        limit = MAX_RESULT_BYTES >> 20
+        message = (
+            f"{name}: the reply would have about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
+            "send fewer inputs"
+        )
+        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_RESULT_BYTES})
     shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
     chunks = split(
         item_sizes,
@@ -201,8 +209,12 @@ def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[Item
     each input, because the model reads the query with each input.
     """
     shared = len(query.files) if query else 0
-    if not shared and not any(item.files for item in items):
-        return []
+    for item in items:
+        if item.images or item.audio or item.document is not None:
+            break
+    else:
+        if not shared:
+            return []
     return [
         ItemFiles(
             len(item.images) + bool(item.audio) + shared,
@@ -255,17 +267,6 @@ async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, 
             "request"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_PIXELS})
-
-
-def _check_reply(expected_bytes: int, name: str) -> None:
-    """Raise PayloadTooLarge for too large results. The gateway keeps all results in memory until its reply is sent."""
-    if expected_bytes > MAX_RESULT_BYTES:
-        limit = MAX_RESULT_BYTES >> 20
-        message = (
-            f"{name}: the reply would have about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
-            "send fewer inputs"
-        )
-        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_RESULT_BYTES})
 
 
 def split(

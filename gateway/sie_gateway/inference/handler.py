@@ -46,28 +46,21 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import (
-    Call,
-    ClientGone,
-    EncodedReply,
-    EntryChanged,
-    InferRequest,
-    cache_mode,
-    decode_body,
-    route_key,
-)
+from sie_gateway.inference.call import Call, ClientGone, EncodedReply, EntryChanged, cache_mode, decode_body, route_key
 from sie_gateway.inference.reattach import Attachments
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import UNMERGED, InferRequest, RequestResult
 from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http.asgi import Send, reply
 from sie_runtime.http.routes import FORM
 
 BODY_THREADS = 2  # threads that read large bodies
 WATCH_AFTER_S = 1.0  # a run must take this many seconds before the gateway checks whether its client disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the catalogue entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for a catalogue entry that a worker has and this gateway lacks
+MAX_NAMES = 1024  # largest number of names of models that are cached with their entries
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -114,6 +107,7 @@ class Inference:
         # capability, such as `embed` -> model for requests that need this capability and name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
+        self._resolved: dict[str, Resolved] = {}  # models of the present catalogue by the names of requests
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
@@ -155,11 +149,13 @@ class Inference:
         in `_FOREIGN`, the error suggests loaded models. Otherwise it suggests models with similar names. Raises
         NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
+        if (resolved := self._resolved.get(spec)) is not None:
+            return resolved
         catalogue = self.catalogue
         if ".." in spec.split("/"):
             raise InvalidInput.at("model", "'..' is not part of any name")
         try:
-            return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
+            resolved = catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
         except ModelNotFound as error:
             if "suggestions" in error.extras:
                 name = spec.rpartition(":/")[2].partition("@")[0].partition(":")[0]
@@ -168,6 +164,11 @@ class Inference:
                 error.extras["suggestions"] = like
                 error.message += _foreign(name, owner, like) if owner else _remedy(name, like)
             raise
+        if not resolved.alias:
+            if len(self._resolved) >= MAX_NAMES:
+                self._resolved.clear()
+            self._resolved[spec] = resolved
+        return resolved
 
     def _loaded(self, catalogue: Catalogue, able: Able) -> list[str]:
         loaded = {status.model for beat in self._fleet.healthy() for status in beat.models if status.state == "loaded"}
@@ -179,10 +180,10 @@ class Inference:
         call: Call,
         route: InferenceRoute,
         read: Callable[[], Awaitable[bytes]],
-        send: Callable[[EncodedReply], Awaitable[None]],
+        send: Send,
     ) -> None:
-        """Handle a request of an inference route. If the path names a model, resolve the name before the body is read,
-        so that a client with a wrong name need not upload its body.
+        """Handle a request of an inference route, and send the reply. If the path names a model, resolve the name
+        before the body is read, so that a client with a wrong name need not upload its body.
 
         The request counts as in progress until its reply is sent, because its results occupy memory until that time. To
         limit slow uploads, the budget of the request includes the time to read its body.
@@ -194,7 +195,8 @@ class Inference:
         self._check_concurrency(call)
         self._enter(call.key, 1)
         try:
-            await send(await self._answer(call, route, read))
+            answer = await self._answer(call, route, read)
+            await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
         finally:
             self._enter(call.key, -1)
 
@@ -288,8 +290,8 @@ class Inference:
             retry_after_s=self._pace.retry_s(now_s),
         )
 
-    def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or has no
+    def understand(self, call: Call, request: InferRequest) -> InferRequest:
+        """Return the request with merged options and a lane. Raises SIEError if the request is not valid or has no
         lane.
         """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
@@ -299,15 +301,14 @@ class Inference:
                 bodies.refuse_links(request.items, request.query)
             else:
                 self._fetcher.check(request.items, request.query)
-        if request.run is None:
+        options = request.options
+        if options is UNMERGED:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
             # if the options select another profile, the lane may differ
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
-        else:
-            options = RequestOptions(request.run)
         if (
             bodies.has_images(request.items, None)
             and families.row(resolved.entry.family).ignores_text_beside_images
@@ -315,18 +316,10 @@ class Inference:
         ):
             options = replace(options, warnings=(*options.warnings, *message))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        return PlannedRequest(
-            request.operation,
-            resolved,
-            options,
-            request.items,
-            request.query,
-            lane,
-            self._priority(headers, request.priority),
-            request.inputs_field,
-        )
+        priority = self._priority(headers, request.priority)
+        return msgspec.structs.replace(request, resolved=resolved, options=options, lane=lane, priority=priority)
 
-    def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
+    def fault_of(self, request: InferRequest) -> ErrorInfo | None:
         """Return the error of the first item that the model cannot run; None if all items pass the gateway's checks."""
         failure = next(iter(self._runner.refused(request).values()), None)
         return None if failure is None else failure.error
@@ -337,26 +330,14 @@ class Inference:
         """
         return await self.execute(call, self.understand(call, request))
 
-    async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
+    async def execute(self, call: Call, request: InferRequest) -> RequestResult:
         """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError,
         EntryChanged.
         """
-        reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
-        if not reads or self._fetcher is None or not bodies.has_links(request.items, request.query):
-            return await self._execute(call, request)
-        left_s = call.received_s + call.budget_s - time.perf_counter()
-        items = [*request.items, *([request.query] if request.query else ())]
-        until_s = asyncio.get_running_loop().time() + left_s
-        async with self._fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
-            count = len(request.items)
-            query = files[count] if request.query else None
-            request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
-            # copies of this request to a second model (shadows) use the fetched files too
-            if call.infer_request is not None:
-                call.infer_request = msgspec.structs.replace(call.infer_request, items=request.items, query=query)
-            return await self._execute(call, request)
-
-    async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
+        if self._fetcher is not None and bodies.has_links(request.items, request.query):
+            reads = "image" in request.resolved.entry.inputs
+            if reads and request.operation in ("encode", "score", "extract"):
+                return await self._fetched(call, request, self._fetcher)
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # QueueFull from the broker lacks the depth of the queue
@@ -367,6 +348,16 @@ class Inference:
             self.shadows.after(call, finished)
         return finished
 
+    async def _fetched(self, call: Call, request: InferRequest, fetcher: ImageFetcher) -> RequestResult:
+        left_s = call.received_s + call.budget_s - time.perf_counter()
+        items = [*request.items, *([request.query] if request.query else ())]
+        until_s = asyncio.get_running_loop().time() + left_s
+        async with fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
+            count = len(request.items)
+            query = files[count] if request.query else None
+            request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
+            return await self.execute(call, request)
+
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
@@ -375,10 +366,9 @@ class Inference:
         request.
         """
         body = request.parameters
-        if any(
-            value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
-        ):
-            return run_options(resolved, body, request.operation, on_item_error, strict=strict, side=request.side)
+        for name, value in body.items():
+            if value != {} if name in ("params", "options") else name not in _NO_PARAMETERS:
+                return run_options(resolved, body, request.operation, on_item_error, strict=strict, side=request.side)
         key = resolved.canonical, request.operation, on_item_error, request.side
         cached = self._plain.get(key)
         if cached is None or cached[0] is not resolved.entry:
@@ -387,8 +377,9 @@ class Inference:
         return resolved, cached[1]
 
     def _on_catalogue(self) -> None:
-        """Drop the cached options, and the measurements of aliases that the new catalogue does not have."""
+        """Drop what is cached of the catalogue, and the measurements of aliases that the new one does not have."""
         self._plain.clear()
+        self._resolved.clear()
         self.shadows.drop_deleted()
 
     def _enter(self, key: str, change: int) -> None:
@@ -408,8 +399,8 @@ class Inference:
         return min(int(raw) / 1000, self.max_budget_s)
 
     @staticmethod
-    def _priority(headers: Mapping[str, str], requested: Priority | None) -> Priority:
-        raw = headers.get("x-sie-priority", requested or "interactive").lower()
+    def _priority(headers: Mapping[str, str], requested: Priority) -> Priority:
+        raw = headers.get("x-sie-priority", requested).lower()
         if raw == "bulk":
             return "bulk"
         if raw == "interactive":
@@ -422,7 +413,7 @@ class Inference:
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
-        pool = _pool_name(pool_header)
+        pool = _pool_name(pool_header) if pool_header else ""
         if "/" in machine_profile:
             before, _, machine_profile = machine_profile.partition("/")
             named = _pool_name(before)

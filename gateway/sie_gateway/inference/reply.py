@@ -49,7 +49,7 @@ def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = 
     route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
-    if not accept:
+    if accept in ("", "*/*"):
         return own
     weights = accept_weights(accept)
     json = weights.get("application/json", 0.0)

@@ -1,4 +1,4 @@
-"""Results that workers send, from their arrival to the data of a reply.
+"""A request to a model, and the results that workers send, from their arrival to the data of a reply.
 
     part of a result ──► `fragments` ──► whole result
     whole result ──► ResultInbox ──► OutcomeCollector of its request: the first outcome of a chunk counts
@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
 
@@ -27,7 +27,7 @@ from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import arrays
 from sie_contracts.errors import UNDECODABLE, AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.models.catalogue import Resolved
-from sie_contracts.models.options import RequestOptions
+from sie_contracts.models.options import RequestOptions, Side
 from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import (
@@ -66,24 +66,36 @@ _TIMING_HEADERS = (
 FOUND_VALUES = 20  # an entity or label of a reply takes as long to write as this many numbers
 
 
-class PlannedRequest(msgspec.Struct, frozen=True):
-    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen. `inputs_field`: name
-    of the field with the inputs in the client's body; error messages contain this name.
+UNMERGED = RequestOptions(RunOptions())
+UNPLANNED = Lane("", "", "")
+
+
+class InferRequest(msgspec.Struct, frozen=True):
+    """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
+    request. `Inference.understand` plans a request: it merges `parameters` into `options`, and chooses the lane (pool,
+    machine profile and bundle).
+
+    `options`: given only for operations without parameters of a model (tokenize, decode); UNMERGED for all others.
+    `side`: the texts of an encode request are of this kind (`query` or `document`), unless a parameter sets the kind.
+    For routes in the API format of another server, `side` is empty, so that these routes return the same vectors as the
+    model's own library. `inputs_field`: field of the client's body with the inputs, for errors.
     """
 
     operation: Operation
     resolved: Resolved
-    options: RequestOptions
     items: tuple[RequestItem, ...]
-    query: RequestItem | None
-    lane: Lane
-    priority: Priority
+    parameters: Mapping[str, Any]
+    query: RequestItem | None = None
+    priority: Priority = "interactive"  # the header X-SIE-Priority has precedence
+    side: Side = "document"
     inputs_field: str = "items"
+    options: RequestOptions = UNMERGED
+    lane: Lane = UNPLANNED
 
-    def with_run(self, run: RunOptions) -> PlannedRequest:
+    def with_run(self, run: RunOptions) -> InferRequest:
         return msgspec.structs.replace(self, options=replace(self.options, run=run))
 
-    def with_warnings(self, *warnings: str) -> PlannedRequest:
+    def with_warnings(self, *warnings: str) -> InferRequest:
         if not warnings:
             return self
         options = replace(self.options, warnings=(*self.options.warnings, *warnings))
@@ -93,7 +105,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
 class RequestResult:
     """Outcomes of a request, in the order of its inputs."""
 
-    def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
+    def __init__(self, request: InferRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
@@ -105,8 +117,14 @@ class RequestResult:
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # number of a chunk -> milliseconds from the admission of the request to the arrival of the chunk's result
         self._waits_ms: dict[int, float] = {}
-        self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
-        self._positions: list[Sequence[int]] = [[index] for index in refused]
+        self._results: list[WorkResult] = []
+        # results that workers sent, but no cached answers, and no failures that the gateway added
+        self.worker_results: list[WorkResult] = []
+        # outcome of each input, with the result that contains it; None until the outcome is added
+        self.outcomes: list[Placed] = cast("list[Placed]", [None] * len(request.items))
+        self.fingerprint = ""
+        for index, failure in refused.items():
+            self.add_failure(index, failure)
 
     def add_results(
         self, indices: Sequence[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
@@ -121,8 +139,8 @@ class RequestResult:
             places = indices[piece.start : piece.stop]
             if len(places) != len(result.outcomes):
                 raise InvalidOutcomeCount(len(result.outcomes), len(places))
-            self._results.append(result)
-            self._positions.append(places)
+            self._add(places, result)
+        self.worker_results += results
         self._waits_ms.update(enumerate(waits_ms, before))
         self.last = results[max(range(len(waits_ms)), key=waits_ms.__getitem__)]
 
@@ -130,23 +148,17 @@ class RequestResult:
         """Store the answer of one input that came from the cache or from another request."""
         self.cached_items += 1
         self.cached_tokens += tokens_of(result)
-        self._results.append(result)
-        self._positions.append([index])
+        self._add((index,), result)
 
     def add_failure(self, index: int, failure: Failed) -> None:
         """Store the failure of one input for which this request sent no work."""
-        self._results.append(WorkResult("", -1, "", (failure,)))
-        self._positions.append([index])
+        self._add((index,), WorkResult("", -1, "", (failure,)))
 
-    @cached_property
-    def outcomes(self) -> list[Placed]:
-        """Return the outcome of each input, with the result that contains it."""
-        return placed(len(self.request.items), self._results, self._positions)
-
-    @cached_property
-    def worker_results(self) -> list[WorkResult]:
-        """Return the results that workers sent, but no cached answers, and no failures that the gateway added."""
-        return [result for result in self._results if result.chunk >= 0]
+    def _add(self, places: Sequence[int], result: WorkResult) -> None:
+        self._results.append(result)
+        self.fingerprint = self.fingerprint or result.fingerprint
+        for place, outcome in zip(places, result.outcomes, strict=True):
+            self.outcomes[place] = result, outcome
 
     @cached_property
     def usage(self) -> dict[str, Any]:
@@ -154,14 +166,13 @@ class RequestResult:
         images; number of cached inputs and of their tokens. Counts of images and cached inputs are absent if zero.
         """
         tokens, images, truncated = 0, 0, []
-        for result, places in zip(self._results, self._positions, strict=True):
-            for place, outcome in zip(places, result.outcomes, strict=True):
-                if not isinstance(outcome, Failed):
-                    tokens += outcome.tokens
-                    images += len(self.request.items[place].images)
-                    if outcome.truncated:
-                        truncated.append(place)
-        usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+        for place, (_, outcome) in enumerate(self.outcomes):
+            if not isinstance(outcome, Failed):
+                tokens += outcome.tokens
+                images += len(self.request.items[place].images)
+                if outcome.truncated:
+                    truncated.append(place)
+        usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": truncated}
         if images:
             usage["images"] = images
         if self.cached_items:
@@ -169,21 +180,15 @@ class RequestResult:
         return usage
 
     @property
-    def fingerprint(self) -> str:
-        return next((result.fingerprint for result in self._results if result.fingerprint), "")
-
-    @property
     def values(self) -> int:
         """Return the approximate count of numbers in the reply. The time to write the reply grows with this count."""
-        count = sum(
-            len(listed)
-            for result in self._results
-            for outcome in result.outcomes
-            if isinstance(outcome, Ok) and outcome.data
-            for listed in outcome.data.values()
-            if isinstance(listed, list)
-        )
-        return sum(len(result.block) for result in self._results) // 4 + FOUND_VALUES * count
+        count = size = 0
+        for result in self._results:
+            size += len(result.block)
+            for outcome in result.outcomes:
+                if isinstance(outcome, Ok) and outcome.data:
+                    count += sum(len(listed) for listed in outcome.data.values() if isinstance(listed, list))
+        return size // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "", **names: str) -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set `on_item_error` to `fail`.
@@ -193,6 +198,11 @@ class RequestResult:
         to the field of the API format that sets the parameter. An error about such a parameter names this field, not
         the input.
         """
+        for _, outcome in self.outcomes:
+            if isinstance(outcome, Failed):
+                break
+        else:
+            return
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
         if failure is None:
@@ -238,7 +248,9 @@ class RequestResult:
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
-        load_ms = max((result.stages.load_ms for result in self.worker_results), default=0.0)
+        load_ms = 0.0
+        for result in self.worker_results:
+            load_ms = max(load_ms, result.stages.load_ms)
         self.reported_times = times = stage_times(
             total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms, load_ms=load_ms
         )
@@ -271,7 +283,14 @@ class RequestResult:
     def shared(self, *, explain: bool) -> dict[str, Any]:
         """Return the fields of a reply other than the results and `timing`: usage, fingerprint, warnings, explain."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
-        if warnings := [*self.request.options.warnings, *self._half_read()]:
+        warnings, half_read, total = [*self.request.options.warnings], 0, len(self.outcomes)
+        for _, outcome in self.outcomes:
+            half_read += isinstance(outcome, Ok) and outcome.first_of_several
+        if half_read:
+            warnings.append(
+                f"images: {half_read} of {total} inputs have a file of several images, of which only the first was read"
+            )
+        if warnings:
             fields["warnings"] = warnings
         if explain:
             lane, priority = str(self.request.lane), self.request.priority
@@ -288,45 +307,56 @@ class RequestResult:
             ]
         return fields
 
-    def _half_read(self) -> list[str]:
-        """Return a warning if an image file has several images: only the first was read."""
-        count = sum(isinstance(outcome, Ok) and outcome.first_of_several for _, outcome in self.outcomes)
-        if not count:
-            return []
-        total = len(self.outcomes)
-        return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
-
-    def headers(self, received_s: float) -> dict[str, str]:
-        """Return the headers of the reply. If the body is sent in pieces, the gateway sends the headers first, so the
-        times in the headers exclude the time to write the body.
+    def headers(self, received_s: float, *, timed: bool) -> dict[str, str]:
+        """Return the headers of the reply. `timed`: with the times of the stages, because the body has no `timing`, or
+        because the client requests explanations. If the body is sent in pieces, the gateway sends the headers first, so
+        these times exclude the time to write the body.
         """
-        timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
-        failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
-        fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
-        return {
+        failed, workers = 0, set[str]()
+        for _, outcome in self.outcomes:
+            failed += isinstance(outcome, Failed)
+        for result in self.worker_results:
+            workers.add(result.worker)
+        headers = {
             "X-SIE-Model": resolved.canonical,
             "X-SIE-Model-Revision": resolved.entry.revision,
             "X-SIE-Fingerprint": self.fingerprint,
             "X-SIE-Bundle": self.request.lane.bundle,
             "X-SIE-Served-By": "local",
             "X-SIE-Units-Input-Tokens": str(self.usage["prompt_tokens"]),
-            **({"X-SIE-Units-Pairs": str(len(self.outcomes) - failed)} if self.request.operation == "score" else {}),
-            **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),
-            "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
-            **({"X-SIE-Cache-Status": self.cache_status} if self.cache_status else {}),
-            **{header: f"{timing[name]:.2f}" for header, name in _TIMING_HEADERS},
-            **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
-            **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
-            **({"X-SIE-Alias": resolved.alias} if resolved.alias else {}),
-            **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
-            **({"X-SIE-Truncated-Items": str(truncated)} if truncated else {}),
+            "X-SIE-Worker": ",".join(sorted(workers)),
         }
+        if self.request.operation == "score":
+            headers["X-SIE-Units-Pairs"] = str(len(self.outcomes) - failed)
+        if "images" in self.usage:
+            headers["X-SIE-Units-Images"] = str(self.usage["images"])
+        if self.cache_status:
+            headers["X-SIE-Cache-Status"] = self.cache_status
+        if resolved.alias:
+            headers["X-SIE-Alias"] = resolved.alias
+        if failed:
+            headers["X-SIE-Failed-Items"] = str(failed)
+        if truncated:
+            headers["X-SIE-Truncated-Items"] = str(truncated)
+        if not timed:
+            return headers
+        timing = self.reported_times or self.timing(received_s)
+        for header, name in _TIMING_HEADERS:
+            headers[header] = f"{timing[name]:.2f}"
+        if self.publish_ms:
+            headers["X-Queue-Publish-Time"] = f"{self.publish_ms:.2f}"
+        if self.last is not None and (fetch_ms := self.last.stages.fetch_ms):
+            headers["X-Payload-Fetch-Time"] = f"{fetch_ms:.2f}"
+        return headers
 
 
 def tokens_of(result: WorkResult) -> int:
     """Return the number of tokens that the model read for a chunk."""
-    return sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+    tokens = 0
+    for outcome in result.outcomes:
+        tokens += outcome.tokens if isinstance(outcome, Ok) else 0
+    return tokens
 
 
 def charged_tokens(least: Sequence[int], results: Sequence[WorkResult]) -> int:
@@ -360,15 +390,6 @@ class InvalidOutcomeCount(Exception):
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"the result of a chunk of {expected} inputs has {got} outcomes")
-
-
-def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
-    """Return (result, outcome) of each input. `places`: the input positions of each result's outcomes."""
-    placed_values: list[Any] = [None] * count
-    for result, positions in zip(results, places, strict=True):
-        for position, outcome in zip(positions, result.outcomes, strict=True):
-            placed_values[position] = (result, outcome)
-    return placed_values
 
 
 def failure_of(
@@ -415,19 +436,18 @@ def stage_times(
         worker.inference_ms,
         worker.postprocess_ms + written_ms,
     )
-    stages = {name: round(ms, 3) for name, ms in zip(STAGES, (*times, max(0.0, total_ms - sum(times))), strict=True)}
-    total = round(total_ms, 3)
-    return {
-        **stages,
-        "total_time": total,
-        "device_wait_time": round(worker.device_wait_ms, 3),
-        "queue_ms": round(queue + load + worker.batch_wait_ms, 3),
-        "tokenization_ms": stages["preprocess_time"],
-        "inference_ms": stages["inference_time"],
-        "postprocessing_ms": stages["postprocess_time"],
-        "unattributed_ms": stages["unattributed_time"],
-        "total_ms": total,
-    }
+    stages = {}
+    for name, ms in zip(STAGES, (*times, max(0.0, total_ms - sum(times))), strict=True):
+        stages[name] = round(ms, 3)
+    stages["total_time"] = total = round(total_ms, 3)
+    stages["device_wait_time"] = round(worker.device_wait_ms, 3)
+    stages["queue_ms"] = round(queue + load + worker.batch_wait_ms, 3)
+    stages["tokenization_ms"] = stages["preprocess_time"]
+    stages["inference_ms"] = stages["inference_time"]
+    stages["postprocessing_ms"] = stages["postprocess_time"]
+    stages["unattributed_ms"] = stages["unattributed_time"]
+    stages["total_ms"] = total
+    return stages
 
 
 class FailedRequest(Exception):
@@ -462,7 +482,9 @@ class OutcomeCollector:
         self.missing = chunks
         self.arrivals_s = [0.0] * chunks  # time when the result of each chunk was accepted
         self.on_taken: Callable[[WorkResult], None] | None = None  # function to call with each accepted result
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_over = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def awaits(self, chunk: int) -> bool:
         """Return True if the chunk exists and has no result yet."""
@@ -477,28 +499,39 @@ class OutcomeCollector:
         self.arrivals_s[result.chunk] = time.perf_counter()
         if self.on_taken is not None:
             self.on_taken(result)
-        if not self.missing and not self._done.done():
-            self._done.set_result(None)
+        if not self.missing:
+            self._end(None)
         return True
 
     def fail(self, error: Exception) -> None:
         """End the request with an error. Does nothing if all results have arrived."""
-        if not self._done.done():
-            self._done.set_exception(error)
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._is_over:
+            self._is_over, self._error = True, error
+            _wake(self._waiter)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`."""
-        done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
-        if not done:
+        """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`. One task may wait."""
+        if not self._is_over:
+            # `asyncio.wait` and `asyncio.timeout` take 4 to 6 us more
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        if not self._is_over:
             raise TimeoutError
-        self._done.result()
+        if self._error is not None:
+            raise self._error
 
-    def close(self) -> None:
-        if self._done.done() and not self._done.cancelled():
-            # marks the exception as retrieved, because asyncio logs an exception that nobody retrieves
-            self._done.exception()
-        else:
-            self._done.cancel()
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 class ResultInbox:
@@ -552,7 +585,6 @@ class ResultInbox:
         self._open.pop(collector.request, None)
         if self._fragments.held.used:
             self._fragments.drop_request(collector.request)
-        collector.close()
 
     @property
     def unfinished_bytes(self) -> int:

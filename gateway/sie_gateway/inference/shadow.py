@@ -33,9 +33,9 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.call import Call, EntryChanged, InferRequest
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.reply import array_of
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import UNMERGED, InferRequest, RequestResult
 from sie_gateway.metrics import Metrics
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.ranks import spearman
@@ -123,10 +123,10 @@ class Shadows:
 
     def after(self, call: Call, finished: RequestResult) -> None:
         """Count an answered request of an alias, and copy the request if it is in the configured share."""
-        if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
+        if finished.request.operation in ("tokenize", "decode") or call.grant.key == KEY:
             return
         try:
-            self._after(call, call.infer_request, finished)
+            self._after(call, finished)
         except Exception:  # an error of a copy must not fail the reply
             _logger.exception(
                 "a request of alias %s could not be copied to its shadow model", finished.request.resolved.alias
@@ -144,7 +144,7 @@ class Shadows:
         aliases = self._catalogue().aliases
         self._figures = {alias: figures for alias, figures in self._figures.items() if alias in aliases}
 
-    def _after(self, call: Call, request: InferRequest, finished: RequestResult) -> None:
+    def _after(self, call: Call, finished: RequestResult) -> None:
         resolved = finished.request.resolved
         self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
         alias = self._catalogue().aliases.get(resolved.alias)
@@ -159,26 +159,25 @@ class Shadows:
         figures.answered += 1
         due, was_due = (math.floor(alias.shadow.share * count + _ROUNDING) for count in (before + 1, before))
         if due > was_due:
-            self._copy(call, request, finished, alias, figures)
+            self._copy(call, finished, alias, figures)
 
-    def _copy(
-        self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
-    ) -> None:
+    def _copy(self, call: Call, finished: RequestResult, alias: Alias, figures: ShadowStatistics) -> None:
         """Start a copy, or count the reason why the request is not copied. `figures` count the copy, even if the alias
         gets another shadow model while the copy runs.
         """
+        request = finished.request
         try:
             resolved = self._catalogue().resolve(figures.model, follow=False)
-            pool = finished.request.lane.pool
+            pool = request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
         except SIEError:
             # the model was removed, or no lane of this pool serves the model, so every copy would fail
             self._count(alias, figures, "unsuited")
             return
-        if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
+        if request.operation not in resolved.entry.tasks or resolved.canonical == request.resolved.canonical:
             self._count(alias, figures, "unsuited")
             return
-        refused = "large" if _is_large(call, request, finished) else self._refused(finished, resolved, lane)
+        refused = "large" if _is_large(call, finished) else self._refused(finished, resolved, lane)
         if refused is not None:
             self._count(alias, figures, refused)
             return
@@ -189,7 +188,9 @@ class Shadows:
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
-        copied = msgspec.structs.replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
+        copied = msgspec.structs.replace(
+            request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk", options=UNMERGED
+        )
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, figures), name="shadow"
         )
@@ -271,10 +272,11 @@ class Shadows:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _is_large(call: Call, request: InferRequest, finished: RequestResult) -> bool:
+def _is_large(call: Call, finished: RequestResult) -> bool:
     """Return True if body, inputs or reply are too large to copy: they stay in memory until the copy has run."""
     if finished.values > MAX_VALUES or len(call.body) > MAX_BYTES:
         return True
+    request = finished.request
     return sum(item.size for item in (*request.items, *filter(None, (request.query,)))) > MAX_BYTES
 
 

@@ -87,7 +87,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
             client_id = sent_id
     trace_id = scope.get(TRACE_ID)
     merged = list(headers)
-    names = {name for name, _ in merged}
+    own = dict(merged)
     common = (
         (b"date", _date(int(time.time()))),
         *(((b"x-trace-id", trace_id.encode()),) if trace_id else ()),
@@ -97,7 +97,8 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
         (b"x-sie-server-version", server_version.encode()),
         *SECURITY_HEADERS,
     )
-    return [*merged, *(pair for pair in common if pair[0] not in names)]
+    merged.extend(pair for pair in common if pair[0] not in own)
+    return merged
 
 
 def error_headers(error: SIEError) -> dict[str, str]:
@@ -192,8 +193,8 @@ async def reply(
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
         headers.append((b"content-length", b"%d" % len(body)))
-    if extra:
-        headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in extra.items()]
+    for name, value in (extra or {}).items():
+        headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     if not isinstance(body, bytes):
         for piece in body:

@@ -88,6 +88,7 @@ WRITE_S = 60.0  # seconds over which the rate of a client that reads a response 
 LINGER_S = 5.0
 MAX_PIPELINED = 128  # largest number of unanswered requests of one connection; a further one closes the connection
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
+_BODY_FRAMING = (b"content-length", b"transfer-encoding")
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
 _CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # control characters except the tab
 _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger than {MAX_HEAD_BYTES} bytes"
@@ -101,7 +102,7 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
     length = header_values.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(header_values):
         return None
-    lines = [b": ".join(pair) for pair in headers]
+    lines = list(map(b": ".join, headers))
     text = b"".join(lines)
     # A header is unusual if its name has a byte that is not in _NAME_BYTES, or if it has a control character.
     # `translate` finds these bytes twice as fast as a regular expression.
@@ -319,7 +320,7 @@ class Protocol(HttpToolsProtocol):
         The parser stops after such a head and would skip the body. So a new parser first reads a short artificial head
         with the same Content-Length or Transfer-Encoding, with callbacks switched off. Then it reads `rest`.
         """
-        framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        framing = [pair for pair in self.headers if pair[0] in _BODY_FRAMING]
         self.parser = httptools.HttpRequestParser(self)
         if framing:
             self._is_resuming = True
@@ -372,7 +373,7 @@ class Protocol(HttpToolsProtocol):
             )
         except SIEError as error:
             self._stop(error)
-        self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        self._is_chunked = b"transfer-encoding" in dict(self.headers)
         # HTTP/1.0 has no interim responses: an Expect header is ignored (RFC 9110, 10.1.1)
         self.expect_100_continue &= self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
@@ -399,8 +400,7 @@ class Protocol(HttpToolsProtocol):
         self._was_paused |= self.flow.read_paused
 
     def on_message_complete(self) -> None:
-        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
-        if has_body and self.parser.should_upgrade():
+        if self.parser.should_upgrade() and not dict(self.headers).keys().isdisjoint(_BODY_FRAMING):
             return  # this parser skips the body after an upgrade header; `_ignore_upgrade` parses the body later
         if self._body_timer is not None:
             self._body_timer.cancel()

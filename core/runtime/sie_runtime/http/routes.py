@@ -204,7 +204,7 @@ def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
     every body.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _UNSPECIFIC:
+    if kind in _UNSPECIFIC or kind in media:
         return
     formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
     # the format without its prefix: msgpack in application/x-msgpack, json in application/vnd.api+json

@@ -39,7 +39,7 @@ from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_gateway.inference.runner import OnChunk
 
 LANE = Lane("_default", "cpu", "default")
@@ -142,18 +142,18 @@ class Cluster:
 
     def request(
         self, *texts: str, lora: str = "", priority: Priority = "interactive", lane: Lane = LANE
-    ) -> PlannedRequest:
+    ) -> InferRequest:
         resolved = Catalogue.resolve_profile(self.worker.entry, "default", self.worker.entry.id)
         items = tuple(RequestItem(text) for text in texts)
         options = RequestOptions(RunOptions(lora=lora))
-        return PlannedRequest("encode", resolved, options, items, None, lane, priority)
+        return InferRequest("encode", resolved, items, {}, None, priority, options=options, lane=lane)
 
     async def run(
         self,
         *texts: str,
         key: str = "",
         budget_s: float = 5.0,
-        request: PlannedRequest | None = None,
+        request: InferRequest | None = None,
         cache: str = "",
         **more: Any,
     ) -> RequestResult:
@@ -194,7 +194,7 @@ async def test_inputs_that_are_cached_are_not_computed_and_answers_stay_in_order
     }
     third = await cluster.run("a", "d")
     assert (third.cache_status, third.fingerprint, third.worker_results) == ("hit", signed, [])
-    assert third.headers(third.timing(time.perf_counter()))["X-SIE-Cache-Status"] == "hit"
+    assert third.headers(0.0, timed=False)["X-SIE-Cache-Status"] == "hit"
 
 
 async def test_equal_inputs_at_the_same_time_are_computed_once() -> None:
@@ -535,7 +535,7 @@ class ChangingCluster(Cluster):
         while True:
             resolved = self.catalogue.resolve(name)
             items = tuple(map(RequestItem, texts))
-            request = PlannedRequest("encode", resolved, RequestOptions(run), items, None, LANE, "interactive")
+            request = InferRequest("encode", resolved, items, {}, options=RequestOptions(run), lane=LANE)
             try:
                 return await self.run(request=request, cache=cache)
             except EntryChanged:

@@ -32,10 +32,10 @@ from sie_contracts.errors import (
 from sie_contracts.wire.messages import Failed, Ok, Operation, WorkResult
 from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EntryChanged, InferRequest
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
-from sie_gateway.inference.results import FailedRequest, PlannedRequest
+from sie_gateway.inference.results import FailedRequest, InferRequest
 from sie_runtime.http.asgi import uuid7
 
 ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
@@ -243,7 +243,7 @@ class JobClient:
         params: Mapping[str, Any],
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
-    ) -> tuple[Call, PlannedRequest]:
+    ) -> tuple[Call, InferRequest]:
         """Return the call and the planned request of `items`, checked like the request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)

@@ -31,9 +31,9 @@ from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
 from sie_contracts.settings import Secret
 from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, InferRequest
+from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import PlannedRequest
+from sie_gateway.inference.results import InferRequest
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -96,7 +96,7 @@ class JobEngine:
             raise InvalidInput.at("input.parser", message)
         return resolved.canonical
 
-    def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
+    def _pinned(self, call: Call, request: JobRequest, model: str) -> InferRequest:
         """Resolve `model`, and plan a sample request, which checks the job before it is stored. Return the planned
         request. Raises SIEError if the model cannot serve the sample request.
         """
@@ -127,7 +127,7 @@ class JobEngine:
                 raise InvalidInput(f"input.{fault.message}", reason=fault.reason, param=f"input.{fault.param}")
         return understood
 
-    def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
+    def _check_sink(self, request: JobRequest, understood: InferRequest) -> None:
         """Raise InvalidInput if the database cannot store the output of the job."""
         output, run = request.output, understood.options.run
         url = self._sinks.get(output.sink)

@@ -27,7 +27,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk_fields import MAX_TEXT
 from sie_gateway.inference.images import read_document
 from sie_gateway.inference.reply import Placed, array_of, chunks_missing
-from sie_gateway.inference.results import PlannedRequest
+from sie_gateway.inference.results import InferRequest
 from sie_runtime.process import task_group
 
 MODEL_CHANGED = "MODEL_CHANGED"
@@ -68,7 +68,7 @@ class Bounds(NamedTuple):
     text_bytes: int | None
 
 
-def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
+def bounds(understood: InferRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
     """Return the limits of a shard whose answers have about SHARD_BYTES. The answers stay in memory until the shard is
     written.
 
@@ -96,7 +96,7 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
     return Bounds(max(1, rows), text_bytes)
 
 
-def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
+def document_bounds(understood: InferRequest, chunk_tokens: int) -> Bounds:
     """Return the limits of a shard of documents. The text of a document is unknown before the parser has run, so each
     document counts as a text of MAX_TEXT code points, the longest text that can be split into chunks.
     """

@@ -20,7 +20,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.wire.messages import Failed, Ok, WorkResult
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.results import PlannedRequest
+from sie_gateway.inference.results import InferRequest
 
 REFUSED = InvalidInput("document: undecodable", reason="invalid_media").info()
 
@@ -154,6 +154,6 @@ def test_a_shard_of_documents_has_room_for_the_longest_texts(
     run = SimpleNamespace(outputs=tuple(outputs), dtype="float32", muvera=None, dimensions=None)
     entry = SimpleNamespace(outputs=outputs, max_tokens=512)
     understood = SimpleNamespace(options=SimpleNamespace(run=run), resolved=SimpleNamespace(entry=entry))
-    fit = document_bounds(cast(PlannedRequest, understood), chunk_fields.step_of(rule))
+    fit = document_bounds(cast(InferRequest, understood), chunk_fields.step_of(rule))
     assert (fit.rows, fit.text_bytes) == (rows, None)
     assert rows * chunk_fields.MAX_TEXT * 4 <= SHARD_BYTES

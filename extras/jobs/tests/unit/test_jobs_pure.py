@@ -48,7 +48,7 @@ from sie_gateway.inference.answers import space_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
-from sie_gateway.inference.results import FailedRequest, PlannedRequest
+from sie_gateway.inference.results import FailedRequest, InferRequest
 from sie_store.object_stores import opened
 
 
@@ -172,7 +172,7 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
     resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
     lane = Lane("_default", "_default", "default")
     shard_bounds = bounds(
-        PlannedRequest("encode", resolved, RequestOptions(run), (), None, lane, "bulk"), has_images=has_images
+        InferRequest("encode", resolved, (), {}, options=RequestOptions(run), lane=lane), has_images=has_images
     )
     assert shard_bounds.rows == SHARD_BYTES // bytes_of_row
     assert shard_bounds.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
@@ -191,7 +191,7 @@ def test_bounds_limit_texts_by_the_vectors_of_their_chunks(
 ) -> None:
     resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
     lane = Lane("_default", "_default", "default")
-    planned = PlannedRequest("encode", resolved, RequestOptions(run), (), None, lane, "bulk")
+    planned = InferRequest("encode", resolved, (), {}, options=RequestOptions(run), lane=lane)
     limits = bounds(planned, has_images=False, chunk_tokens=chunk_tokens)
     assert limits.text_bytes == SHARD_BYTES // token_bytes * TOKEN_BYTES
 
