@@ -375,6 +375,7 @@ def _builder(
             endpoint=endpoint,
             tracestate=call.context.tracestate,
             asker=asker,
+            together=True,
         )
 
     return work_item
