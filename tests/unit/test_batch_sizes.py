@@ -259,6 +259,19 @@ def test_no_batch_is_sealed_long_before_the_device_is_free(budget_s: float) -> N
     assert len(batch.entries) == 9, "work that arrives while the device is busy joins"
 
 
+@pytest.mark.parametrize("now_s", [1.0, 1234.5678, 1e6])
+def test_a_wait_for_the_device_is_always_a_wait(now_s: float) -> None:
+    """A wait until the present time would be repeated for ever in a loop whose clock stands still meanwhile."""
+    queue = waiting([entry(number, now_s=now_s) for number in range(8)])
+    for busy_s in (LEAD_S, math.nextafter(LEAD_S, 1.0), LEAD_S + 1e-9):
+        action = next_batch(queue, now_s, LIMITS, DeviceLoad(1, 1, 2, False, busy_s))
+        if isinstance(action, Batch):
+            queue = waiting([entry(number, now_s=now_s) for number in range(8)])
+        else:
+            assert isinstance(action, WaitUntil)
+            assert action.until_s > now_s
+
+
 def test_a_prediction_that_was_too_short_holds_no_batch_back() -> None:
     queue = waiting([entry(number, now_s=1.0) for number in range(8)])
     assert isinstance(next_batch(queue, 1.6, LIMITS, DeviceLoad(1, 1, 2, False, 0.0)), Batch)

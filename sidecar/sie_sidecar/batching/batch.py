@@ -386,7 +386,8 @@ class Waiting(Generic[T]):
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if device.sent >= device.lanes:
-            if device.busy_s > LEAD_S:
+            # the times are compared, not the durations: their rounding could ask for a wait of nothing, again and again
+            if begins_s - LEAD_S > now_s:
                 return WaitUntil(begins_s - LEAD_S)
             if not times.is_known and queue.is_urgent():
                 return None
