@@ -31,11 +31,11 @@ from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import chunk
 from sie_sidecar.batching.batch import (
     Batch,
-    BatchEntry,
     BatchKey,
     BatchLimits,
     DeviceLoad,
     Load,
+    Queued,
     Waiting,
     WaitUntil,
     credit,
@@ -147,14 +147,11 @@ class ReplayReport:
     calls: int = 0
 
 
-@dataclass
-class _ReplayItem:
+@dataclass(eq=False)
+class _ReplayItem(Queued):
     """Chunk (the part of a request that one message carries), from its arrival to its answer."""
 
     request: int
-    key: BatchKey
-    bulk: bool
-    cost: int
     attention: int
     delivered_s: float = 0.0
     pending: int = 0
@@ -223,7 +220,7 @@ class Replay:
             lengths = request.tokens[part.start : part.stop]
             key = BatchKey(request.model, "", "encode", "", "")
             self.consumers[name].items.append(
-                _ReplayItem(index, key, name[1], sum(lengths), sum(length**2 for length in lengths))
+                _ReplayItem(index, sum(length**2 for length in lengths), key=key, bulk=name[1], cost=sum(lengths))
             )
             self._left[index] += 1
         self.deliver(name)
@@ -250,7 +247,7 @@ class Replay:
         report.items += len(batch.entries)
         report.tokens += batch.cost
         report.end_s = max(report.end_s, ended_s)
-        for item in (entry.work for entry in batch.entries):
+        for item in batch.entries:
             self._left[item.request] -= 1
             report.wait_s[item.request] = max(report.wait_s[item.request], started_s - self._requests[item.request].at)
             report.latency_s[item.request] = max(
@@ -358,7 +355,8 @@ class _ReplayWorker:
     def _tokenised(self, group: list[_ReplayItem]) -> None:
         self._tokenising = False
         for item in group:
-            self._waiting.add(BatchEntry(item.key, item.cost, self._replay.now_s, item, item.bulk))
+            item.arrived_s = self._replay.now_s
+            self._waiting.add(item)
         self._gather()
         self._dispatch()
 
@@ -377,13 +375,11 @@ class _ReplayWorker:
 
     def _start(self, batch: Batch[_ReplayItem]) -> None:
         self._sent += 1
-        for entry in batch.entries:
-            self._hold(entry.work, -1)
+        for item in batch.entries:
+            self._hold(item, -1)
         lane = min(range(len(self._lanes)), key=self._lanes.__getitem__)
         started_s = max(self._replay.now_s, self._lanes[lane])
-        ended_s = started_s + self._replay.machine.batch_s(
-            batch.cost, sum(entry.work.attention for entry in batch.entries)
-        )
+        ended_s = started_s + self._replay.machine.batch_s(batch.cost, sum(item.attention for item in batch.entries))
         self._lanes[lane] = ended_s
         self._replay.at(ended_s, lambda: self._ended(batch, started_s, ended_s))
         self._refill()
@@ -391,8 +387,8 @@ class _ReplayWorker:
     def _ended(self, batch: Batch[_ReplayItem], started_s: float, ended_s: float) -> None:
         self._sent -= 1
         self._replay.answered(batch, started_s, ended_s)
-        for entry in batch.entries:
-            self._quantum.answered(ended_s - entry.work.delivered_s, ended_s)
+        for item in batch.entries:
+            self._quantum.answered(ended_s - item.delivered_s, ended_s)
         self._dispatch()
 
 

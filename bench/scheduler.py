@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 
-from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, DeviceLoad, Waiting, next_batch
+from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Queued, Waiting, next_batch
 
 DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 
@@ -22,14 +22,15 @@ def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float
     chance = random.Random(1)
     keys = [BatchKey(f"m{number}", "1", "encode", "", "") for number in range(models)]
     limits = BatchLimits(16384, requests, wait_s=0.0)
-    waiting: Waiting[int] = Waiting()
+    waiting: Waiting[Queued] = Waiting()
     now_s, batches, jobs = 0.0, 0, 0
 
     def arrive(count: int) -> None:
         nonlocal now_s
         for _ in range(count):
             now_s += 1e-6
-            waiting.add(BatchEntry(chance.choice(keys), chance.randint(8, 256), now_s, jobs, chance.random() < 0.3))
+            key, cost, bulk = chance.choice(keys), chance.randint(8, 256), chance.random() < 0.3
+            waiting.add(Queued(key=key, cost=cost, arrived_s=now_s, bulk=bulk))
 
     arrive(depth)
     now_s += 1.0

@@ -5,8 +5,9 @@
     python tools/request_path.py --functions  also the functions in each file that are entered
 
 A broker, a gateway, a sidecar and an adapter run with the model MODEL. Each Python process records the
-functions that its threads enter between the messages `begin` and `end`. A file counts only if every request enters the
-file, so that periodic work of a process (heartbeats, refreshes) does not count.
+functions that its threads enter between the messages `begin` and `end`. Between these messages, periodic work of a
+process (heartbeats, refreshes) is stopped: a timer of an event loop that was set before `begin` ends only after `end`.
+A file counts only if every request enters the file.
 """
 
 import argparse
@@ -31,24 +32,65 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# Number of traced requests. A function that every one of them enters belongs to the path of a request. Periodic work
-# does not run during all 40 requests, even on a busy machine.
+# number of traced requests; a function that every one of them enters belongs to the path of a request
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 # code that each process of SIE runs at its start, as `sitecustomize`; a forked process runs `begin` again
 TRACER = """
-    import json, os, socket, sys, threading
+    import asyncio, json, os, socket, sys, threading
+    import uvloop
 
     folder = os.environ["REQUEST_PATH_FOLDER"]
     active, functions = False, set()
+    number, held = 0, []  # number of the traced request; timers whose end waits for the end of its trace
+
+    class Timer:
+        _source_traceback = None
+
+        def __init__(self, loop, callback, arguments, context):
+            self.loop, self.callback, self.arguments, self.context = loop, callback, arguments, context
+            self.number, self.is_cancelled, self.inner = number, False, None
+
+        def end(self):
+            if self.is_cancelled:
+                return
+            if active and self.number != number:
+                held.append(self)
+            elif self.context is None:
+                self.callback(*self.arguments)
+            else:
+                self.context.run(self.callback, *self.arguments)
+
+        def cancel(self):
+            self.is_cancelled = True
+            self.inner.cancel()
+
+        def cancelled(self):
+            return self.is_cancelled
+
+        def when(self):
+            return self.inner.when()
+
+    def hold_timers(kind, name):
+        plain = getattr(kind, name)
+
+        def set_timer(self, when_s, callback, *arguments, context=None):
+            timer = Timer(self, callback, arguments, context)
+            timer.inner = plain(self, when_s, timer.end)
+            return timer
+
+        setattr(kind, name, set_timer)
+
+    hold_timers(asyncio.BaseEventLoop, "call_at")
+    hold_timers(uvloop.Loop, "call_later")
 
     def entered(frame, event, argument):
         if active and event == "call":
             functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     def serve(listener):
-        global active
+        global active, number
         while True:
             connection, _ = listener.accept()
             with connection:
@@ -56,6 +98,11 @@ TRACER = """
                 active = word == b"begin"
                 if active:
                     functions.clear()
+                    number += 1
+                waiting, held[:] = held[:], ()
+                for timer in waiting:
+                    if not timer.loop.is_closed():
+                        timer.loop.call_soon_threadsafe(timer.end)
                 connection.sendall(b"[]" if active else json.dumps(sorted(functions)).encode())
 
     def begin():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from batch_entries import BatchEntry
 from fake_adapter import toy_entry
 from fixed_cost_adapter import Adapter, Connection
 from fixed_cost_adapter import Device as Clock
@@ -19,12 +20,12 @@ from inprocess import InProcess
 from sie_contracts.models.costs import BatchTimes
 from sie_sidecar.batching.batch import (
     Batch,
-    BatchEntry,
     BatchKey,
     BatchLimits,
     DeviceLoad,
     Waiting,
     WaitUntil,
+    batch_of,
     next_batch,
 )
 from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, fitting
@@ -176,13 +177,15 @@ def test_before_anything_was_measured_one_job_with_little_time_runs_and_then_twi
 # in the queue
 
 
-def waiting(entries: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
-    queue: Waiting[int] = Waiting()
+def waiting(
+    entries: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)
+) -> Waiting[BatchEntry[int]]:
+    queue: Waiting[BatchEntry[int]] = Waiting()
     for entry in entries:
         queue.add(entry)
     for tokens in (8, 64, 512) if times else ():
         key = entries[0].key
-        queue.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
+        queue.ran(batch_of([BatchEntry(key, tokens, 0.0, 0)]), times[0] + times[1] * tokens)  # type: ignore[index]
     return queue
 
 
@@ -192,7 +195,7 @@ def entry(
     return BatchEntry(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
 
 
-def taken(queue: Waiting[int], now_s: float = 1.0) -> Batch[int]:
+def taken(queue: Waiting[BatchEntry[int]], now_s: float = 1.0) -> Batch[BatchEntry[int]]:
     batch = next_batch(queue, now_s, LIMITS, DeviceLoad(0, 1, 1, False))
     assert isinstance(batch, Batch)
     return batch
@@ -299,9 +302,9 @@ def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
 
 
 def test_what_is_known_of_models_is_bounded() -> None:
-    queue: Waiting[int] = Waiting()
+    queue: Waiting[BatchEntry[int]] = Waiting()
     for number in range(2000):
-        queue.ran(Batch(KEY._replace(residency=str(number)), (entry(0),), 8), 0.1)
+        queue.ran(batch_of([entry(0, key=KEY._replace(residency=str(number)))]), 0.1)
     assert len(queue._times) <= 1024
 
 
@@ -311,7 +314,7 @@ def closed_loop(
     """Run clients that ask again after each answer, before one lane without a sealed batch. Return the numbers of
     answers in time and late, by client.
     """
-    queue: Waiting[int] = Waiting()
+    queue: Waiting[BatchEntry[int]] = Waiting()
     counts = [(0, 0)] * len(budgets_s)
     now_s = 0.0
 
@@ -327,7 +330,7 @@ def closed_loop(
         queue.ran(batch, now_s - began_s)
         for job in batch.entries:
             in_time, late = counts[job.work]
-            is_late = now_s > job.deadline_s
+            is_late = now_s > job.due_s
             counts[job.work] = (in_time + (not is_late), late + is_late)
             ask(job.work)
     return counts

@@ -18,7 +18,7 @@ from inprocess import GatewayProcess, InProcess, until
 
 from sie_contracts.errors import LoraLoadFailed
 from sie_contracts.wire.messages import RunOptions
-from sie_sidecar.batching.batch import BatchEntry
+from sie_sidecar.device.in_flight import InFlight
 from sie_sidecar.models import loading
 from sie_sidecar.models.models import ModelState
 
@@ -156,7 +156,7 @@ async def test_a_lora_whose_digest_was_lost_while_its_batch_waited_keeps_its_fin
     first = asyncio.create_task(toy.ask("first"))
     await toy.adapter.until(lambda adapter: adapter.running, "the first batch")
     waiting = asyncio.create_task(toy.ask("a", "org/x"))
-    await until(lambda: sum(type(entry) is BatchEntry for entry in gc.get_objects()) == 2, "the second batch waits")
+    await until(lambda: sum(type(flight) is InFlight for flight in gc.get_objects()) == 2, "the second batch waits")
     for hosted in gc.get_objects():
         if type(hosted) is ModelState:
             hosted.reset_loras()

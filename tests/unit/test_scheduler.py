@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from batch_entries import BatchEntry
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sie_sidecar.batching.batch import (
     Batch,
-    BatchEntry,
     BatchKey,
     BatchLimits,
     DeviceLoad,
@@ -47,9 +47,9 @@ class Scheduling(RuleBasedStateMachine):
     def begin(self, cost: int, requests: int, wait: int, overtakes: int, depth: int) -> None:
         self.limits = BatchLimits(cost, requests, wait * TICK_S, overtakes, reorder_s=20 * TICK_S)
         self.depth = depth
-        self.waiting: Waiting[int] = Waiting()
+        self.waiting: Waiting[BatchEntry[int]] = Waiting()
         self.here: list[BatchEntry[int]] = []
-        self.at_device: list[Batch[int]] = []
+        self.at_device: list[Batch[BatchEntry[int]]] = []
         self.now_s = 0.0
         self.more_expected = False
         self.number = 0
@@ -151,7 +151,7 @@ class Scheduling(RuleBasedStateMachine):
         else:
             assert not self.here or len(self.at_device) == self.depth
 
-    def check(self, batch: Batch[int]) -> None:
+    def check(self, batch: Batch[BatchEntry[int]]) -> None:
         bulk = batch.entries[0].bulk
         queue = self.of_key(batch.key, bulk)
         head = queue[0]
@@ -237,7 +237,7 @@ def key(model: str = "m", lora: str = "", *, padded: bool = False) -> BatchKey:
 
 def formed(entries: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
     """Return the batches of a busy device in order, each as the joined names of its jobs."""
-    waiting: Waiting[str] = Waiting()
+    waiting: Waiting[BatchEntry[str]] = Waiting()
     for entry in entries:
         waiting.add(entry)
     batches = []
@@ -284,7 +284,7 @@ def test_a_lora_that_is_not_due_does_not_spend_its_turn() -> None:
 
 
 def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> None:
-    waiting: Waiting[str] = Waiting()
+    waiting: Waiting[BatchEntry[str]] = Waiting()
     for entry in (
         BatchEntry(key("x"), 1, 0.0, "x"),
         BatchEntry(key("y"), 1, 0.001, "y"),
@@ -322,7 +322,7 @@ def test_like_cost_overtakes_within_the_age_bound_only() -> None:
 
 def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
     """A bulk batch that is neither full nor due runs after `bulk_max_overtakes` full interactive batches."""
-    waiting: Waiting[str] = Waiting()
+    waiting: Waiting[BatchEntry[str]] = Waiting()
     waiting.add(BatchEntry(key(), 1, 0.0, "b", bulk=True))
     for number in range(20):
         waiting.add(BatchEntry(key(), 1, 0.0, str(number)))

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from batch_entries import BatchEntry
 from inprocess import settings_of
 
 from sie_contracts.settings import Mode, load
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.batching.batch import (
     Batch,
-    BatchEntry,
     BatchKey,
     BatchLimits,
     DeviceLoad,
@@ -42,9 +42,11 @@ def jobs(count: int, cost: int = 1, *, every_s: float = 0.0, bulk: bool = False)
     return [BatchEntry(KEY, cost, number * every_s, number, bulk) for number in range(count)]
 
 
-def batches_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits, now_s: float = 0.0) -> list[Batch[int]]:
+def batches_of(
+    waiting: Sequence[BatchEntry[int]], bounds: BatchLimits, now_s: float = 0.0
+) -> list[Batch[BatchEntry[int]]]:
     """Return all batches that an idle device gets when these jobs wait."""
-    queue: Waiting[int] = Waiting()
+    queue: Waiting[BatchEntry[int]] = Waiting()
     for job in waiting:
         queue.add(job)
     formed = []
@@ -62,7 +64,7 @@ def sent_at(arrivals: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[tu
     """Return the time in seconds and the size of each batch for jobs that arrive at their own times, while more are
     always expected.
     """
-    queue: Waiting[int] = Waiting()
+    queue: Waiting[BatchEntry[int]] = Waiting()
     coming = list(arrivals)
     formed: list[tuple[float, int]] = []
     now_s = 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from batch_entries import BatchEntry
 from inprocess import settings_of
 
 import sie_sidecar.health
@@ -20,7 +21,7 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop, cancel_all
-from sie_sidecar.batching.batch import BatchEntry, BatchKey, Waiting
+from sie_sidecar.batching.batch import BatchKey, Waiting
 from sie_sidecar.device.link import AdapterLinks
 from sie_sidecar.health import WorkerHealth
 from sie_sidecar.models.models import Hosting
@@ -71,7 +72,7 @@ async def test_a_renewal_that_the_broker_did_not_hear_renews_nothing() -> None:
 
 
 def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
-    waiting: Waiting[int] = Waiting()
+    waiting: Waiting[BatchEntry[int]] = Waiting()
     key = BatchKey("m", "r", "encode", "", "")
     waiting.add(BatchEntry(key, 1, 10.0, 10))
     for number in (2, 0, 3, 1):

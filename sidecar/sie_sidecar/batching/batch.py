@@ -1,6 +1,6 @@
 """Choice of the next batch. It depends only on arguments (waiting work, time, limits): no clock, I/O or random numbers.
 
- entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
+ tokenised work items (`Queued`) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
 its oldest work item has waited for `BatchLimits.wait_s` seconds, if it is the turn of bulk work, or at once if the
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from sie_contracts.models.costs import BatchTimes
 from sie_sidecar.batching.sizing import LEAD_S, UNKNOWN_S, Ask, fitting
-
-T = TypeVar("T")
 
 # A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until the waiting work fills
 # this number of batches for each lane.
@@ -42,6 +41,7 @@ MAX_TIMES = 1024
 # A model with padding runs work items of similar length together. They are chosen from the oldest LOOK_AHEAD *
 # `BatchLimits.requests` work items of a queue.
 LOOK_AHEAD = 4
+_COST = operator.attrgetter("cost")
 
 
 class BatchKey(NamedTuple):
@@ -56,6 +56,9 @@ class BatchKey(NamedTuple):
     pooling: str
     lora: str
     padded: bool = False
+
+
+NO_KEY = BatchKey("", "", "", "", "")  # key of a work item that is not tokenised yet
 
 
 @dataclass(frozen=True)
@@ -89,41 +92,53 @@ class DeviceLoad:
     busy_s: float = 0.0
 
 
-@dataclass
-class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as the number of tokens of short texts
-    that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
-    crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
-    `budget_s`: seconds from its publication to its deadline. `media_bytes`: size of its pixels and audio features.
-    `writes`: it generates text token by token, and uses no lane of the device (`ipc.Rows.writes`).
+@dataclass(eq=False, kw_only=True)
+class Queued:
+    """What `Waiting` knows of a tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as the number
+    of tokens of short texts that take the same time; 0 means equal to `cost`. `arrived_s`: time of its arrival in the
+    queue. `alone`: the message was delivered before and may have crashed an adapter, so the work item runs in its own
+    batch. `due_s`: end of the request's time limit. `budget_s`: seconds from its publication to this time.
+    `media_bytes`: size of its pixels and audio features. `writes`: it generates text token by token, and uses no lane
+    of the device (`ipc.Rows.writes`).
     """
 
-    key: BatchKey
-    cost: int
-    arrived_s: float
-    work: T
+    key: BatchKey = NO_KEY
+    cost: int = 0
+    arrived_s: float = 0.0
     bulk: bool = False
     alone: bool = False
-    deadline_s: float = math.inf
+    due_s: float = math.inf
     budget_s: float = math.inf
     time_cost: float = 0.0
     media_bytes: int = 0
     writes: bool = False
 
 
+T = TypeVar("T", bound=Queued)
+
+
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Work items with one key, the cheapest first. Only a batch of a single work item may exceed `BatchLimits.cost`."""
+    """Work items with one key, the cheapest first. Only a batch of a single work item may exceed `BatchLimits.cost`.
+    `time_cost`: sum of `Queued.time_cost`. `writes`: the batch generates text token by token, so that it uses no lane
+    of the device.
+    """
 
     key: BatchKey
-    entries: tuple[BatchEntry[T], ...]
+    entries: tuple[T, ...]
     cost: int
+    time_cost: float
+    writes: bool
 
-    @property
-    def writes(self) -> bool:
-        """Return True if the batch generates text token by token, so that it uses no lane of the device."""
-        # equal for all work items of a batch: work items that generate text wait in a separate queue
-        return bool(self.entries) and self.entries[0].writes
+
+def batch_of(entries: Sequence[T]) -> Batch[T]:
+    """Return the batch of these work items, at least one, in their order."""
+    cost, time_cost = 0, 0.0
+    for entry in entries:
+        cost += entry.cost
+        time_cost += entry.time_cost or entry.cost
+    # `writes` is equal for all: work items that generate text wait in a separate queue
+    return Batch(entries[0].key, tuple(entries), cost, time_cost, entries[0].writes)
 
 
 @dataclass(frozen=True)
@@ -138,7 +153,7 @@ class _KeyQueue(Generic[T]):
     """Waiting work items of one key, in the order of arrival. `cost`: their tokens."""
 
     key: BatchKey
-    entries: deque[BatchEntry[T]] = field(default_factory=deque)
+    entries: deque[T] = field(default_factory=deque)
     cost: int = 0
     alone: int = 0  # number of work items that must run in a batch of their own
 
@@ -153,12 +168,12 @@ class _KeyQueue(Generic[T]):
         """Return True if the next batch cannot become larger: it is full, or a work item must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
-    def insert(self, entry: BatchEntry[T], index: int) -> None:
+    def insert(self, entry: T, index: int) -> None:
         self.entries.insert(index, entry)
         self.cost += entry.cost
         self.alone += entry.alone
 
-    def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
+    def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[T]:
         """Remove the work items of the next batch, which begins to run at `begins_s`, and return them in the order of
         arrival. The oldest work item is always one of them. A work item that is larger than a batch runs alone.
         """
@@ -181,7 +196,7 @@ class _KeyQueue(Generic[T]):
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
         entries = map(self.entries.__getitem__, indexes)
-        return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
+        return [Ask(entry.time_cost or entry.cost, entry.due_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
         """Return the indexes of the work items that fit into the next batch. If deadlines require a smaller batch, the
@@ -191,7 +206,7 @@ class _KeyQueue(Generic[T]):
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
 
-    def remove(self, entry: BatchEntry[T]) -> None:
+    def remove(self, entry: T) -> None:
         del self.entries[next(index for index, queued in enumerate(self.entries) if queued is entry)]
         self.cost -= entry.cost
         self.alone -= entry.alone
@@ -251,7 +266,7 @@ class _PriorityLine(Generic[T]):
     def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
 
-    def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
+    def add(self, entry: T, *, in_order: bool) -> None:
         """Add a work item to its queue: with `in_order` at the end, otherwise by its time of arrival (the item was in
         the queue before and comes back).
         """
@@ -299,9 +314,7 @@ class _PriorityLine(Generic[T]):
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def pop_batch(
-        self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes
-    ) -> list[BatchEntry[T]]:
+    def pop_batch(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[T]:
         model = self.models[queue.key.residency]
         entries = queue.pop_batch(limits, begins_s, times)
         del model.queues[queue.key]
@@ -310,7 +323,7 @@ class _PriorityLine(Generic[T]):
         self._reorder(model)
         return entries
 
-    def remove(self, entry: BatchEntry[T]) -> None:
+    def remove(self, entry: T) -> None:
         model = self.models[entry.key.residency]
         queue = model.queues[entry.key]
         queue.remove(entry)
@@ -347,11 +360,11 @@ class Waiting(Generic[T]):
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
         """Record how many seconds a batch took on the device."""
-        self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
+        self._times_of(batch.key.residency).note(batch.time_cost, seconds)
 
     def seconds(self, batch: Batch[T]) -> float:
         """Return the predicted seconds of a batch; 0 before a batch of its model was measured."""
-        return self._times_of(batch.key.residency).seconds(_time_cost(batch))
+        return self._times_of(batch.key.residency).seconds(batch.time_cost)
 
     def _times_of(self, residency: str) -> BatchTimes:
         if (times := self._times.get(residency)) is None:
@@ -360,21 +373,21 @@ class Waiting(Generic[T]):
             times = self._times[residency] = BatchTimes(TIMES_OVER)
         return times
 
-    def add(self, entry: BatchEntry[T], *, back: bool = False) -> None:
+    def add(self, entry: T, *, back: bool = False) -> None:
         """Add a work item behind all work items of its key. `back`: the work item was accepted earlier and returns, so
         insert it by its time of arrival.
         """
         self.lines[entry.bulk].add(entry, in_order=not back)
         self._length += 1
 
-    def remove(self, entry: BatchEntry[T]) -> None:
+    def remove(self, entry: T) -> None:
         self.lines[entry.bulk].remove(entry)
         self._length -= 1
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[BatchEntry[T]]:
+    def __iter__(self) -> Iterator[T]:
         return (entry for line in self.lines for queue in line.queues() for entry in queue.entries)
 
     def seal(
@@ -392,12 +405,10 @@ class Waiting(Generic[T]):
             if not times.is_known and queue.is_urgent():
                 return None
         bulk = queue.entries[0].bulk
-        entries = tuple(
-            sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=lambda entry: entry.cost)
-        )
+        entries = sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=_COST)
         self._length -= len(entries)
         self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
-        return Batch(queue.key, entries, sum(entry.cost for entry in entries))
+        return batch_of(entries)
 
 
 def next_batch(
@@ -424,10 +435,6 @@ def next_batch(
     if waiting.overtakes < limits.bulk_max_overtakes:
         return waiting.seal(first, now_s, limits, device)
     return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
-
-
-def _time_cost(batch: Batch[T]) -> float:
-    return sum(entry.time_cost or entry.cost for entry in batch.entries)
 
 
 class Load(NamedTuple):

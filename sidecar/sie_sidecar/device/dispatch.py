@@ -39,7 +39,7 @@ from sie_contracts.wire.messages import BatchNote
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.process import Tasks, wait_set
 from sie_sidecar.batching import batch as batches
-from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
+from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, Load, Waiting, WaitUntil
 from sie_sidecar.batching.sizing import DeviceForecast, Quantum, Rate
 from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
 from sie_sidecar.device.link import AdapterGone, AdapterLink
@@ -124,12 +124,12 @@ class DeviceQueue:
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
-    def entry(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
-        """Create the queue entry of a work item, and count the tokens of the item as waiting."""
+    def _weigh(self, flight: InFlight, arrived_s: float) -> None:
+        """Set the key and the costs of a tokenised work item, and count its tokens as waiting."""
         assert flight.hosted is not None
         item, ready = flight.item, flight.hosted.ready
         padded = ready is not None and ready.loaded.attention.endswith(" padded")
-        key = BatchKey(
+        flight.key = BatchKey(
             flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
         )
         cost = batch_cost = squares = media_bytes = 0
@@ -139,31 +139,23 @@ class DeviceQueue:
             squares += row.cost**2
             media_bytes += row.media_bytes
         self._inventory.count(flight, cost)
-        alone = flight.lease.delivery.delivered > 1
+        flight.cost, flight.media_bytes, flight.arrived_s = batch_cost, media_bytes, arrived_s
+        flight.alone = flight.lease.delivery.delivered > 1
         crossover = ready.loaded.crossover_tokens if ready is not None else 0
-        time_cost = costs.text_cost(cost, squares, crossover)
-        budget_s = item.budget_ms / 1000
-        bulk = item.priority == "bulk"
+        flight.time_cost = costs.text_cost(cost, squares, crossover)
         rows = ready.rows.get(item.operation) if ready is not None else None
-        writes = rows is not None and rows.writes
-        return BatchEntry(
-            key, batch_cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes
-        )
+        flight.writes = rows is not None and rows.writes
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
         """Queue a tokenised work item. With `back`, insert the item by its time of delivery, because it comes back from
         a lost batch or from `Isolate`.
         """
-        entry = self.entry(flight, flight.received_s if back else time.monotonic())
-        flight.move("waiting", entry)
-        line = self._line(entry)
-        if entry.writes:
+        self._weigh(flight, flight.received_s if back else time.monotonic())
+        flight.move("waiting")
+        if flight.writes:
             self._inventory.count(flight, 0)
             self._writers.add(flight.lease.delivery.consumer)
-        line.add(entry, back=back)
-
-    def _line(self, entry: BatchEntry[InFlight]) -> Waiting[InFlight]:
-        return self.writing if entry.writes else self.waiting
+        (self.writing if flight.writes else self.waiting).add(flight, back=back)
 
     def writes_for(self, consumer: str) -> bool:
         """Return True if this consumer has delivered work items that generate text for this device."""
@@ -175,16 +167,15 @@ class DeviceQueue:
 
     def withdraw(self, flight: InFlight) -> None:
         """Remove a work item from its queue if it waits in a queue of this device."""
-        if flight.batch_entry is not None:
-            self._line(flight.batch_entry).remove(flight.batch_entry)
-            flight.batch_entry = None
+        if flight.stage == "waiting":
+            (self.writing if flight.writes else self.waiting).remove(flight)
 
     def withdraw_all(self) -> list[InFlight]:
         """Remove all work items that wait for this device. Return them in the order of arrival."""
-        entries = sorted([*self.waiting, *self.writing], key=lambda entry: entry.arrived_s)
-        for entry in entries:
-            self.withdraw(entry.work)
-        return [entry.work for entry in entries]
+        flights = sorted([*self.waiting, *self.writing], key=lambda flight: flight.arrived_s)
+        for flight in flights:
+            self.withdraw(flight)
+        return flights
 
     def abandon(self, flight: InFlight) -> bool:
         """Let the adapter stop a work item that generates text. Return False if no such item is at the adapter."""
@@ -208,16 +199,16 @@ class DeviceQueue:
             device = batches.DeviceLoad(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
             action = batches.next_batch(self.writing, now_s, single, device) or action
         if isinstance(action, Batch):
-            for entry in action.entries:
-                entry.work.move("sealed")
-                self._inventory.count(entry.work, 0)
+            for flight in action.entries:
+                flight.move("sealed")
+                self._inventory.count(flight, 0)
             self.begin(action)
         return action
 
     def begin(self, batch: Batch[InFlight]) -> None:
         """Count a batch as being at the adapter until `end` is called, even if the batch waits for a connection."""
         if batch.writes:
-            flight = batch.entries[0].work
+            flight = batch.entries[0]
             abandoned = asyncio.Event()
             # nobody waits for the text after the request's deadline: stop the adapter then, which frees memory
             timer = asyncio.get_running_loop().call_later(
@@ -230,7 +221,7 @@ class DeviceQueue:
 
     def end(self, batch: Batch[InFlight]) -> None:
         if batch.writes:
-            flight = batch.entries[0].work
+            flight = batch.entries[0]
             self._written.pop(id(flight))[1].cancel()
             self._inventory.written_ended(flight)
         else:
@@ -240,12 +231,12 @@ class DeviceQueue:
         self.wake.set()
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
-        self._line(batch.entries[0]).ran(batch, seconds)
+        (self.writing if batch.writes else self.waiting).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
         """Run a batch at the adapter. Call `on_started` when the device begins. Raises AdapterGone, SIEError."""
         self.number += 1
-        flights = [entry.work for entry in batch.entries]
+        flights = batch.entries
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._name}-{self.number}", span)
             # event that makes the adapter stop generating text; None if the batch generates no text
@@ -261,9 +252,9 @@ class DeviceQueue:
         """
         if flight.is_outdated:
             raise changed()
-        entry = self.entry(flight, flight.received_s)
+        self._weigh(flight, flight.received_s)
         self._inventory.count(flight, 0)
-        return Batch(entry.key, (entry,), entry.cost)
+        return batches.batch_of([flight])
 
     async def reserve(self) -> None:
         """Send no more batches until `end_reservation` is called. Wait until no batch is left at the adapter."""
@@ -357,18 +348,18 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
     the batch's span in a trace; if None, the batch belongs to the trace of its first work item. Raises ModelLoading if
     the model is not loaded: without its fingerprint, the adapter could run another catalogue entry of the model.
     """
-    first, key = batch.entries[0].work, batch.key
+    first, key = batch.entries[0], batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     if ready is None:
         raise ModelLoading(f"{key.residency} is not loaded any more: it was unloaded, or its adapter ended")
     parts = []
-    for entry in batch.entries:
-        item = entry.work.item
-        run, chosen = runnable(entry.work)
+    for flight in batch.entries:
+        item = flight.item
+        run, chosen = runnable(flight)
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
-        own = entry.work.span
+        own = flight.span
         context = own.context if own is not None and own.is_recording else NONE
-        chunked = tuple(entry.work.chunked[index] for index in chosen) if entry.work.chunked else ()
+        chunked = tuple(flight.chunked[index] for index in chosen) if flight.chunked else ()
         parts.append(BatchPart(run, work, context, item.asker, chunked))
     above = span or first.span
     frame = rows.to_batch(
@@ -465,11 +456,11 @@ class Dispatch:
         the work items again. If the LoRA was evicted, start `_run_in_turn`, which loads the LoRA and runs the batch;
         but with `in_turn` (the caller is `_run_in_turn`), only return False.
         """
-        sent, batch = batch, self._fit(batch)
-        if not batch.entries:
+        sent, fit = batch, self._fit(batch)
+        if fit is None:
             self._device.end(sent)
             return True
-        flights, lora = [entry.work for entry in batch.entries], batch.key.lora
+        batch, flights, lora = fit, fit.entries, batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
         if lora and lora not in hosted.lora_digests and not in_turn:
@@ -512,28 +503,28 @@ class Dispatch:
             self._device.end(sent)
         return True
 
-    def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without late, cancelled, outdated and suspect work items. `Isolate` runs the suspects."""
-        pending = self._settle.still_wanted([entry.work for entry in batch.entries])
-        suspects = []
-        if batch.entries[0].work.item.model in self._isolate.marked_models:
-            suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
-        for flight in suspects:
-            self._isolate.add(flight)
-        if len(pending) == len(batch.entries) and not suspects:
+    def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight] | None:
+        """Return the batch without late, cancelled, outdated and suspect work items; None if none is left. `Isolate`
+        runs the suspects.
+        """
+        pending = self._settle.still_wanted(batch.entries)
+        if batch.entries[0].item.model in self._isolate.marked_models:
+            for flight in [flight for flight in pending if self._isolate.is_suspect(flight)]:
+                self._isolate.add(flight)
+                pending.remove(flight)
+        if len(pending) == len(batch.entries):
             return batch
-        entries = tuple(entry for entry in batch.entries if entry.work in pending and entry.work not in suspects)
-        return Batch(batch.key, entries, sum(entry.cost for entry in entries))
+        return batches.batch_of(pending) if pending else None
 
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
-        device, hosted = self._device, batch.entries[0].work.hosted
+        device, hosted = self._device, batch.entries[0].hosted
         device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
         view, start = memoryview(done.block), 0
-        for entry in batch.entries:
-            count = len(runnable(entry.work)[1])
+        for flight in batch.entries:
+            count = len(runnable(flight)[1])
             outcomes, block = cut(done.outcomes[start : start + count], view)
             start += count
-            self._settle.answer(entry.work, merge(entry.work, outcomes), block, done, note)
+            self._settle.answer(flight, merge(flight, outcomes), block, done, note)
         if hosted is not None:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
@@ -542,12 +533,12 @@ class Dispatch:
         if batch.writes:
             return
         answered_s = time.monotonic()
-        for entry in batch.entries:
-            self._quantum.answered(answered_s - entry.work.received_s, answered_s)
+        for flight in batch.entries:
+            self._quantum.answered(answered_s - flight.received_s, answered_s)
 
     async def _run_in_turn(self, batch: Batch[InFlight], hosted: ModelState) -> None:
         """Load the LoRA of a batch again. Run the batch before other LoRAs can replace it."""
-        flights, lora = [entry.work for entry in batch.entries], batch.key.lora
+        flights, lora = batch.entries, batch.key.lora
         for flight in flights:
             flight.dispatched_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
@@ -569,7 +560,7 @@ class Dispatch:
                     done = await self._run(batch, in_turn=True)
         self._device.wake.set()
 
-    def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
+    def _on_gone(self, flights: Sequence[InFlight], *, suspects: bool) -> None:
         """Handle a lost adapter. `suspects`: the adapter died after it had begun the batch, so an input may be the
         cause.
         """
@@ -581,7 +572,7 @@ class Dispatch:
                 flight.hosted.mark_unloaded()
         self._work.start(self._isolate.suspect(flights), "suspects")
 
-    def _again(self, flights: list[InFlight]) -> None:
+    def _again(self, flights: Sequence[InFlight]) -> None:
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

@@ -33,7 +33,7 @@ from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEErro
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
-from sie_sidecar.batching.batch import BatchEntry
+from sie_sidecar.batching.batch import Queued
 from sie_sidecar.device.poison import Mark
 from sie_sidecar.models.models import ModelState, WorkerModels
 from sie_sidecar.prepare.rows import TokenRow
@@ -57,8 +57,9 @@ class Lease:
 
 
 @dataclass(eq=False)
-class InFlight:
-    """Work item from its delivery to its settlement. A time is 0 until its stage is reached.
+class InFlight(Queued):
+    """Work item from its delivery to its settlement. A time is 0 until its stage is reached. The fields of `Queued` are
+    set when the item is put into the queue of a device (`DeviceQueue.put`).
 
     `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. The other rows are in the
     order of the inputs: each input has the same number of rows, or the number in `chunked` if a text has chunks.
@@ -67,9 +68,8 @@ class InFlight:
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float  # latest possible end of the request's time limit
-    # estimated end of the time limit; `deadline_s` adds the possible error of the broker's clock to this time
-    due_s: float = math.inf
+    # latest possible end of the request's time limit: `due_s` and the possible error of the broker's clock
+    deadline_s: float
     hosted: ModelState | None = None
     # catalogue entry of the model when the item was assigned to a device (`hosted`); no later entry may run the item
     entry: ModelEntry | None = None
@@ -90,7 +90,6 @@ class InFlight:
     started_s: float = 0.0
     stage: Stage = "preparing"
     settled: bool = False  # true as soon as the item has a result, is cancelled or returns to the queue
-    batch_entry: BatchEntry[InFlight] | None = None  # entry in the queue of a device; None if the item is in no queue
     given_up: SIEError | None = None  # error of work that is not tried again; the message becomes a dead letter
     # poison marks (`poison.Mark`) of the item's inputs that were refused because they have crashed adapters
     dead: list[Mark] = field(default_factory=list)
@@ -99,11 +98,8 @@ class InFlight:
     counted: int = 0  # tokens of the item that wait for a device now
     span: Span | None = None  # span of the item in a trace; None if the item is not traced
 
-    def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Move this work item to a stage. A settled work item stays settled. `batch_entry`: entry of the item in a
-        device's queue, for the stage `waiting`.
-        """
-        self.batch_entry = batch_entry
+    def move(self, stage: Stage) -> None:
+        """Move this work item to a stage. A settled work item stays settled."""
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
 

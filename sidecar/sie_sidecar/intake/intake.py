@@ -93,7 +93,16 @@ class WorkIntake:
             return None
         left_s, doubt_s = self._left_s(delivery, item)
         span = spans.of_work(self._tracer, delivery, item) if self._tracer is not None else None
-        flight = InFlight(lease, item, now_s, now_s + left_s + doubt_s, now_s + left_s, span=span)
+        flight = InFlight(
+            lease,
+            item,
+            now_s,
+            now_s + left_s + doubt_s,
+            span=span,
+            due_s=now_s + left_s,
+            budget_s=item.budget_ms / 1000,
+            bulk=item.priority == "bulk",
+        )
         self._inventory.add(flight)
         self.arrived.append(flight)
         self._arrival.set()

@@ -556,7 +556,7 @@ class WorkSource:
         """Add the tokens of a work item to the mean cost of its consumer. This mean limits how many messages the
         consumer may deliver.
         """
-        if flight.batch_entry is not None:
+        if flight.stage == "waiting":
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
