@@ -37,7 +37,7 @@ from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.device.isolate import Isolate
 from sie_sidecar.device.link import AdapterLink, AdapterLinks
 from sie_sidecar.device.poison import PoisonMarks
-from sie_sidecar.intake.intake import WorkIntake
+from sie_sidecar.intake.intake import CHARACTERS_PER_TOKEN, WorkIntake
 from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
@@ -103,12 +103,7 @@ class Worker:
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
-        # the callbacks are lambdas, because `self.source` is created below
-        self.inventory = Inventory(
-            self.models,
-            on_less=lambda: self.source.refill_soon(),
-            on_free=lambda consumer: self.source.pulling.refill_one(consumer),
-        )
+        self.inventory = Inventory(self.models)
         self.loading = Loading(feed, links, self.models, self.inventory, self._work, self._on_unloaded)
         self.queues = DeviceQueues(self.models, self.inventory, limits)
         self._quantum = quantum_of(settings)
@@ -196,13 +191,18 @@ class Worker:
 
     async def _take_in(self) -> None:
         while True:
-            gathered = await self.intake.next(self._is_tokenising, self._has_more)
-            for flight in gathered.stored:
+            here: list[InFlight] = []  # work items whose inputs need not be read from the payload store
+            characters = 0
+            for flight in await self.intake.next(self._is_tokenising, self._has_more):
+                if not flight.item.payload:
+                    here.append(flight)
+                    characters += CHARACTERS_PER_TOKEN * flight.item.cost
+                    continue
                 # begin to load the model now, while the inputs are read from the payload store
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"], for_work=True)
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
-            for group in gathered.groups:
-                self._work.start(self._prepare_and_dispatch(group, gathered.characters), "prepare")
+            for group in self.intake.groups(here):
+                self._work.start(self._prepare_and_dispatch(group, characters), "prepare")
             self.source.refill_soon()
 
     async def _fetch_and_prepare(self, flight: InFlight) -> None:

@@ -230,9 +230,6 @@ class DeviceQueue:
         self._ended.set()
         self.wake.set()
 
-    def ran(self, batch: Batch[InFlight], seconds: float) -> None:
-        (self.writing if batch.writes else self.waiting).ran(batch, seconds)
-
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
         """Run a batch at the adapter. Call `on_started` when the device begins. Raises AdapterGone, SIEError."""
         self.number += 1
@@ -518,7 +515,8 @@ class Dispatch:
 
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.entries[0].hosted
-        device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
+        ran_s = (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000
+        (device.writing if batch.writes else device.waiting).ran(batch, ran_s)
         view, start = memoryview(done.block), 0
         for flight in batch.entries:
             count = len(runnable(flight)[1])

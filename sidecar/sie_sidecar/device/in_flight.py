@@ -269,18 +269,21 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
 class Inventory:
     """All work items from their delivery until they are removed."""
 
-    def __init__(self, models: WorkerModels, on_less: Callable[[], None], on_free: Callable[[str], None]) -> None:
-        """`on_less` is called when fewer tokens wait for a device. `on_free` is called with the name of a consumer that
-        may deliver again.
-        """
+    def __init__(self, models: WorkerModels) -> None:
         self._models = models
-        self._on_less = on_less
-        self._on_free = on_free
+        self._on_less: Callable[[], None] = lambda: None
+        self._on_free: Callable[[str], None] = lambda consumer: None
         self._all: dict[Lease, InFlight] = {}
         # by device (_NO_DEVICE: not assigned yet): two lists [tokens, work items] of waiting work, for interactive and
         # for bulk work
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
         self._coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet
+
+    def attach(self, on_less: Callable[[], None], on_free: Callable[[str], None]) -> None:
+        """Set two callbacks. `on_less` is called when fewer tokens wait for a device. `on_free` is called with the name
+        of a consumer that may deliver again.
+        """
+        self._on_less, self._on_free = on_less, on_free
 
     def __iter__(self) -> Iterator[InFlight]:
         """Iterate over a copy of the work items, in the order of delivery."""

@@ -70,26 +70,13 @@ class _AdapterConnection:
         self._writer.transport.abort()
 
 
-@contextlib.asynccontextmanager
-async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Context manager: if `abandoned` is set during its block, send a Cancel for the batch on this connection. The
-    adapter still sends a reply to the batch, so the block must read this reply.
+async def _cancel_when(abandoned: asyncio.Event, connection: _AdapterConnection) -> None:
+    """When `abandoned` is set, send a Cancel for the batch on this connection. The adapter still sends a reply to the
+    batch.
     """
-    if abandoned is None:
-        yield
-        return
-
-    async def cancel() -> None:
-        await abandoned.wait()
-        with contextlib.suppress(AdapterGone):  # the caller's block waits for the reply and gets the same error
-            await connection.send(ipc.frame(ipc.Cancel()))
-
-    cancelling = asyncio.create_task(cancel())
-    try:
-        yield
-    finally:
-        cancelling.cancel()
-        await asyncio.wait([cancelling])
+    await abandoned.wait()
+    with contextlib.suppress(AdapterGone):  # the caller waits for the reply and gets the same error
+        await connection.send(ipc.frame(ipc.Cancel()))
 
 
 async def _connect(path: str) -> _AdapterConnection:
@@ -352,11 +339,16 @@ class AdapterLink:
             ) from error
         async with self._borrowed(more=abandoned is not None) as connection:
             await connection.send(frame)
-            async with _cancelled_when(abandoned, connection):
+            cancelling = asyncio.create_task(_cancel_when(abandoned, connection)) if abandoned is not None else None
+            try:
                 answer = await connection.receive()
                 if isinstance(answer, ipc.BatchStarted):
                     on_started()
                     answer = await connection.receive()
+            finally:
+                if cancelling is not None:
+                    cancelling.cancel()
+                    await asyncio.wait([cancelling])
         return self._expected(answer, batch, ipc.BatchDone)
 
     def _expected(self, answer: ipc.Reply, question: ipc.Request, kind: type[_R]) -> _R:

@@ -1,7 +1,7 @@
 """First stage of a worker: it decodes deliveries to work items, and gathers work items that arrive together in groups,
 which are tokenised together. It drops cancelled work items.
 
-    delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`_grouped`)
+    delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`groups`)
                    └──► message delivered again after its lease ended, work item still in flight: renew the lease
 """
 
@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from sie_broker import CoreMessage, Delivery
 from sie_contracts.errors import UNDECODABLE, InternalFailure
@@ -35,16 +35,6 @@ CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its char
 # a work item counts as late only after its time limit plus the possible error of the broker's clock plus these seconds
 LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")
-
-
-class Gathered(NamedTuple):
-    """Work items that arrived together. Each of `groups` can be tokenised in one call. `characters`: estimated
-    characters of all groups. `stored`: work items whose inputs must first be read from the payload store.
-    """
-
-    groups: list[list[InFlight]]
-    stored: list[InFlight]
-    characters: int
 
 
 class WorkIntake:
@@ -149,7 +139,7 @@ class WorkIntake:
         """
         return self._quantum.p50_s, self._quantum.seconds(time.monotonic())
 
-    async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
+    async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> list[InFlight]:
         """Wait for a delivery, then a short time for more deliveries. Return the work items that are not settled. The
         wait ends when the work items fill a batch, or when two conditions hold: no earlier work is being tokenised
         (`is_tokenising`), and the broker will send no more messages now (`more_expected` is false).
@@ -170,12 +160,20 @@ class WorkIntake:
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
         if arrived:  # empty if all work items were cancelled
             self._metrics.gathered.observe(len(arrived))
-        gathered = _grouped(arrived)
+        return arrived
+
+    def groups(self, flights: Sequence[InFlight]) -> list[list[InFlight]]:
+        """Return the work items in groups. Each group can be tokenised in one call. With several devices, a group fits
+        into one batch, because each group can run on another device.
+        """
+        groups: dict[tuple[str | int, ...], list[InFlight]] = defaultdict(list)
+        for flight in flights:
+            item, options = flight.item, flight.item.options
+            cut = (options.truncate, options.max_tokens, options.document_tokens)
+            groups[item.model, item.profile, item.config_revision, item.operation, options.lora, *cut].append(flight)
         if len(self._queues.all) == 1:
-            return gathered
-        # groups are split, because each part can run on another device
-        parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
-        return gathered._replace(groups=parts)
+            return list(groups.values())
+        return [part for group in groups.values() for part in batch_parts(group, self._limits)]
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
         """Return True if waiting is useful: the gathered work items do not fill a batch, and the broker has more
@@ -188,20 +186,6 @@ class WorkIntake:
             return False
         pending = {flight.lease.delivery.consumer: flight.lease.delivery.pending for flight in self.arrived}
         return is_tokenising() or (any(pending.values()) and more_expected())
-
-
-def _grouped(arrived: list[InFlight]) -> Gathered:
-    groups: dict[tuple[str | int, ...], list[InFlight]] = defaultdict(list)
-    stored = []
-    for flight in arrived:
-        item, options = flight.item, flight.item.options
-        if item.payload:
-            stored.append(flight)
-            continue
-        cut = (options.truncate, options.max_tokens, options.document_tokens)
-        groups[item.model, item.profile, item.config_revision, item.operation, options.lora, *cut].append(flight)
-    cost = sum(flight.item.cost for group in groups.values() for flight in group)
-    return Gathered(list(groups.values()), stored, CHARACTERS_PER_TOKEN * cost)
 
 
 def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:

@@ -154,6 +154,10 @@ class ModelState:
         """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
         return self.state == "loaded" and not self.is_closed
 
+    def is_ready(self, lora: str) -> bool:
+        """Return True if new work can run now: the model is open, and the LoRA, if one is named, was loaded."""
+        return self.state == "loaded" and not self.is_closed and (not lora or lora in self.loras)
+
     @property
     def has_waiters(self) -> bool:
         """Return True if a caller waits for the model and has a work item that still needs the model."""
@@ -167,7 +171,7 @@ class ModelState:
     @property
     def is_quiet(self) -> bool:
         """Return True if no work item needs the model now. The model may then be unloaded."""
-        return self.held == self.parked
+        return self.held == (self.parked if self.before_gate else 0)
 
     @property
     def is_unneeded(self) -> bool:
@@ -389,10 +393,13 @@ class ModelStates:
         recently used model. The rest of the group is sorted by size, the largest first, so that few evictions are
         needed.
         """
+        idle = self.idle(idle_s)
+        if not idle:
+            return []
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
         here: list[ModelState] = []
-        for hosted in sorted(self.idle(idle_s), key=lambda state: state.used_s):
+        for hosted in sorted(idle, key=lambda state: state.used_s):
             is_elsewhere = assigned is not None and hosted.resolved.entry.id not in assigned
             (elsewhere if is_elsewhere else here).append(hosted)
         return [

@@ -307,12 +307,17 @@ class Settle:
         deadline or whose model has a new catalogue entry.
         """
         now_s = time.monotonic()
-        self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
-        late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
+        wanted: list[InFlight] = []
+        late: list[InFlight] = []
+        outdated: list[InFlight] = []
+        for flight in flights:
+            if not flight.settled:
+                (outdated if flight.is_outdated else late if now_s >= flight.deadline_s else wanted).append(flight)
+        self.answer_changed(outdated)
         if late:
             self._metrics.settlements.labels("late").inc(len(late))
             self.answer_all(late, GatewayTimeout("the time limit of the request passed before its work could run"))
-        return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
+        return wanted
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
         """Send an error for each work item, because its model has a new catalogue entry. On this error, the gateway
