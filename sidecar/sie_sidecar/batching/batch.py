@@ -94,7 +94,7 @@ class DeviceLoad:
 
 @dataclass(eq=False, kw_only=True)
 class Queued:
-    """What `Waiting` knows of a tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as the number
+    """Tokenised work item, as `Waiting` sees it. `cost`: its tokens. `time_cost`: its computing time, as the number
     of tokens of short texts that take the same time; 0 means equal to `cost`. `arrived_s`: time of its arrival in the
     queue. `alone`: the message was delivered before and may have crashed an adapter, so the work item runs in its own
     batch. `due_s`: end of the request's time limit. `budget_s`: seconds from its publication to this time.
