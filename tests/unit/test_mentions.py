@@ -14,7 +14,7 @@ from sie_contracts.wire.ipc import Group, RunBatch
 from sie_contracts.wire.messages import Input, Mention, RunOptions
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
-from sie_gateway.inference.runner import _unusable as unusable
+from sie_gateway.inference.runner import Runner
 from sie_sidecar.prepare.rows import BatchPart, TokenRow, WorkItemInput, to_batch
 
 TEXT = "Ada met 😀 Bob"
@@ -63,11 +63,12 @@ def test_what_is_no_place_of_the_text_is_refused_with_its_path(entities: Any, pa
 @pytest.mark.usefixtures("sample_families")
 def test_an_item_whose_entities_are_no_places_of_its_text_fails_alone() -> None:
     entry = SimpleNamespace(id="m", inputs=("text",), outputs={"json": 0}, family="sample-mentions")
-    request: Any = SimpleNamespace(operation="extract", resolved=SimpleNamespace(entry=entry))
-    failed = unusable(RequestItem(TEXT, metadata={"entities": [entity(end=99)]}), request, None)  # type: ignore[arg-type]
-    assert failed is not None
-    assert failed.error.param == "metadata.entities[0].end"
-    assert unusable(RequestItem(TEXT, metadata={"entities": [entity()]}), request, None) is None  # type: ignore[arg-type]
+    items = [RequestItem(TEXT, metadata={"entities": [entity(**fields)]}) for fields in ({"end": 99}, {})]
+    request: Any = SimpleNamespace(operation="extract", resolved=SimpleNamespace(entry=entry), items=items)
+    feed: Any = SimpleNamespace(on_change=lambda clear: None)
+    absent: Any = None
+    refused = Runner(feed, absent, absent, absent, absent, absent, 0.0).refused(request)
+    assert {index: failure.error.param for index, failure in refused.items()} == {0: "metadata.entities[0].end"}
 
 
 def test_they_count_in_a_message() -> None:

@@ -36,6 +36,7 @@ from sie_adapter.heads import Row, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.tokenizer import TokenNeeds, fault
 from sie_adapter.packed.packing import Items
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.catalogue import Resolved, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -65,7 +66,7 @@ def decoded(stored: bytes | None) -> LoadCertificate | None:
     """Return the certificate that an earlier load has stored; None if it stored none, or one of another form."""
     try:
         return None if stored is None else msgspec.json.decode(stored, type=LoadCertificate)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
 
 
