@@ -85,7 +85,7 @@ async def test_a_disk_that_is_full_when_all_are_ready_delays_nothing(
     settings = load(environ={}).settings
     plan = ServePlan("127.0.0.1", 1, tmp_path, True, 1, 1, False, settings, flags={}, environ={})
     cluster, supervisor = LocalCluster(plan), Supervisor(lambda *_: None)
-    cluster._printed("nats-server", "Restored 1 messages for stream '$G > KV_sie_keys'", "INFO")
+    cluster._printed("nats-server", ["Restored 1 messages for stream '$G > KV_sie_keys'"], "INFO")
     await cluster._until_ready(supervisor)
     assert supervisor.is_up
     assert "access.json was not written: No space left on device" in capsys.readouterr().err
