@@ -291,12 +291,12 @@ class Runner:
                 build = partial(_work_item, call, request, items, positions, chunks, query, revision, reply, asker)
                 sent: dict[int, StreamPosition] = {}
                 rest: asyncio.Task[None] | None = None
+                publish = partial(self._publish, request, permits, build, deadline_s, sent)
                 try:
                     if granted := permits.pop():
-                        await self._publish(request, permits, build, deadline_s, sent, granted)
+                        await publish(granted)
                     if not permits.complete:
-                        further = self._publish_further(request, permits, build, deadline_s, sent, collector)
-                        rest = asyncio.create_task(further, name="publishing")
+                        rest = asyncio.create_task(_publish_further(publish, permits, collector), name="publishing")
                     finished.publish_ms = (time.perf_counter() - published_s) * 1000
                     await self._results(call, request, collector, deadline_s, was_hosted=not permits.is_cold)
                     if rest is not None:  # a result may arrive before the broker has acknowledged the last message
@@ -337,25 +337,6 @@ class Runner:
         failpoint("gateway.published")
         self._admission.peers.sent(request.lane, request.priority, len(work), permits.tokens(chunks))
 
-    async def _publish_further(
-        self,
-        request: InferRequest,
-        permits: Permits,
-        build: Callable[[int], WorkItem],
-        deadline_s: float,
-        sent: dict[int, StreamPosition],
-        collector: OutcomeCollector,
-    ) -> None:
-        """Publish the other chunks in the order in which their permits are granted. An error fails the request."""
-        try:
-            while not permits.complete:
-                await self._publish(request, permits, build, deadline_s, sent, await permits.more())
-        except SIEError as error:
-            collector.fail(error)
-        except Exception:  # outermost handler of a task: the request of this task must get the error
-            _logger.exception("request %s could not be published", collector.request)
-            collector.fail(InternalFailure("the gateway failed while it queued this request"))
-
     async def _withdraw(
         self,
         pool: str,
@@ -395,6 +376,20 @@ class Runner:
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
             until_s = min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)
+
+
+async def _publish_further(
+    publish: Callable[[list[int]], Awaitable[None]], permits: Permits, collector: OutcomeCollector
+) -> None:
+    """Publish the other chunks in the order in which their permits are granted. An error fails the request."""
+    try:
+        while not permits.complete:
+            await publish(await permits.more())
+    except SIEError as error:
+        collector.fail(error)
+    except Exception:  # outermost handler of a task: the request of this task must get the error
+        _logger.exception("request %s could not be published", collector.request)
+        collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
 
 def not_cached(count: int) -> NotFound:
