@@ -362,9 +362,9 @@ def lancedb(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bo
 
 def mcp(url: str, picture: Path, models: Set[str]) -> Iterator[tuple[str, bool]]:
     """Call two of eight tools: those that need neither text generation nor a model that the test cluster lacks."""
-    models = dict.fromkeys(("ENCODE", "RERANK", "CAPTION", "DOCLING", "VLOCR"), "test/none")
-    models |= {"EXTRACT": ENTITIES, "PII": ENTITIES, "ENCODE": DENSE, "RERANK": CROSS, "EMBED": IMAGES}
-    os.environ |= {f"SIE_MCP_{name}_MODEL": model for name, model in models.items()}
+    names_of_models = dict.fromkeys(("ENCODE", "RERANK", "CAPTION", "DOCLING", "VLOCR"), "test/none")
+    names_of_models |= {"EXTRACT": ENTITIES, "PII": ENTITIES, "ENCODE": DENSE, "RERANK": CROSS, "EMBED": IMAGES}
+    os.environ |= {f"SIE_MCP_{name}_MODEL": model for name, model in names_of_models.items()}
     os.environ["SIE_BASE_URL"] = url
     logging.disable(logging.INFO)
     from mcp.shared.memory import create_connected_server_and_client_session
