@@ -155,7 +155,7 @@ class LineWriter(logging.Handler):
 
     def flush(self) -> None:
         assert self.lock is not None
-        with self.lock, contextlib.suppress(OSError):  # the reader has closed the pipe, or the disk is full
+        with self.lock, contextlib.suppress(OSError, ValueError):  # a closed pipe or stream, a full disk, an encoding
             lines, self._lines, self._flushing = self._lines, [], None
             if lines:
                 self._stream.write("\n".join(lines) + "\n")

@@ -412,7 +412,7 @@ class Admission:
         """
         now_s = self._clock()
         queue = self._queue(lane, priority, residency)
-        if not queue.window.items and not queue.window.is_waiting:
+        if queue.window.idle:
             return
         self._refresh(queue, now_s)
         self.refuse_late(queue)
@@ -551,14 +551,13 @@ class Admission:
         permit at once.
         """
         now_s = self._clock()
-        queue = self._queues.get((lane, priority, residency)) or self._queue(lane, priority, residency)
+        queue = self._queue(lane, priority, residency)
         window = queue.window
         if judge and not window.idle:
             self.check(key, lane, priority, residency, sum(costs), budget_s, client, sum(squares))
         queue.used_s = now_s
         window.shares.saw(key, now_s)
-        if queue.version != self._fleet.version or now_s >= queue.until_s:
-            self._refresh(queue, now_s)
+        self._refresh(queue, now_s)
         ticket = Ticket(
             key,
             queue.costs(costs, squares or [0] * len(costs)),
@@ -583,7 +582,7 @@ class Admission:
         if is_small:
             window.admit(ticket)
             queue.queued(ticket, 0, now_s)
-            permits.granted.append(0)
+            permits.grant(0)
             return permits
         window.join(ticket)
         self._queueing[ticket] = permits

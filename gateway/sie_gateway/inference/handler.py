@@ -46,7 +46,17 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, ClientGone, EncodedReply, EntryChanged, cache_mode, decode_body, route_key
+from sie_gateway.inference.call import (
+    MAX_KEY_CHARS,
+    ROUTE_KEY,
+    Call,
+    ClientGone,
+    EncodedReply,
+    EntryChanged,
+    cache_mode,
+    decode_body,
+    route_key,
+)
 from sie_gateway.inference.reattach import Attachments
 from sie_gateway.inference.results import UNMERGED, InferRequest, RequestResult
 from sie_gateway.inference.runner import Runner
@@ -481,6 +491,10 @@ def _check_headers(headers: Mapping[str, str]) -> None:
         value = headers.get(name.lower())
         if value is not None and value.strip().lower() not in values:
             raise InvalidInput.at(name, f"expected {' or '.join(values)}")
+    key = headers.get(ROUTE_KEY.lower(), "")
+    if len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
+        message = f"expected at most {MAX_KEY_CHARS} printable ASCII characters, got {len(key)} characters"
+        raise InvalidInput.at(ROUTE_KEY, message)
 
 
 async def _body_of(call: Call, read: Callable[[], Awaitable[bytes]]) -> bytes:

@@ -7,7 +7,7 @@
 
 One subscription of the gateway receives the results of all requests. Each request has a result subject of its own. If
 the NATS client library drops a message because the subscription is slow, the subject names the request that has lost a
-result.
+result: of several results in one message the first. Workers send the others again, one by one.
 """
 
 from __future__ import annotations
@@ -528,7 +528,8 @@ class OutcomeCollector:
         if not self._is_over:
             raise TimeoutError
         if self._error is not None:
-            raise self._error
+            # `fail_all` gives one error to many requests: each raise would add its frames to those of the others
+            raise self._error.with_traceback(None)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -603,8 +604,9 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request whose result the NATS client library dropped because its buffer was full. The worker would
-        send the result again, but the request does not wait for this, because the buffer may be full again.
+        """Fail the request that a message names which the NATS client library dropped because its buffer was full. The
+        worker would send the result again, but the request does not wait for this, because the buffer may be full
+        again. Further results of the message are sent again, one by one.
         """
         self._metrics.inbox_dropped.inc()
         self._fail(

@@ -260,10 +260,6 @@ class Runner:
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         deadline_s = call.received_s + call.budget_s
         left_s = deadline_s - time.perf_counter()
-        if call.charge is not None:
-            shared = request.query.least_charge if request.query else 0
-            least = [item.least_charge + shared for item in items]
-            call.charge.spend(max(sum(costs), sum(least)), request.inputs_field)
         permits = self._admission.admit(
             call.key,
             lane,
@@ -279,6 +275,10 @@ class Runner:
         )
         published_s = time.perf_counter()
         try:
+            if call.charge is not None:
+                shared = request.query.least_charge if request.query else 0
+                least = [item.least_charge + shared for item in items]
+                call.charge.spend(max(sum(costs), sum(least)), request.inputs_field)
             if permits.is_cold:
                 self._cold.requested(lane)
             collector = self._inbox.open(call.work_id, len(chunks), lane.pool, call.key)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -445,7 +446,11 @@ class Dispatch:
             if isinstance(action, Batch):
                 self._work.start(self._run(action), "batch")
                 continue
-            timeout_s = max(0.0, action.until_s - time.monotonic()) if isinstance(action, WaitUntil) else None
+            timeout_s = None
+            if isinstance(
+                action, WaitUntil
+            ):  # in whole milliseconds, as timers of uvloop are: a shorter one ends early
+                timeout_s = max(0.0, math.ceil(1000 * (action.until_s - time.monotonic())) / 1000)
             await wait_set(device.wake, timeout_s)
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:

@@ -456,7 +456,7 @@ class WorkSource:
         self._paused: Counter[str] = Counter()  # name of a consumer -> number of `paused` blocks that pause it
         self._refilling = False
         self._open(lane)
-        inventory.attach(self.refill_soon, self.refill_one)
+        inventory.attach(self.refill_soon, lambda consumer: self.pulling.refill_one(consumer))
 
     def _open(self, lane: Lane) -> None:
         """Use the placement table and the stream of this lane from now on."""
@@ -559,9 +559,6 @@ class WorkSource:
         """
         if flight.stage == "waiting":
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
-
-    def refill_one(self, consumer: str) -> None:
-        self.pulling.refill_one(consumer)
 
     def refill_soon(self) -> None:
         """Schedule a call of `Pulling.refill`. Further calls before it runs schedule nothing."""

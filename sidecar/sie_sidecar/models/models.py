@@ -154,10 +154,6 @@ class ModelState:
         """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
         return self.state == "loaded" and not self.is_closed
 
-    def is_ready(self, lora: str) -> bool:
-        """Return True if new work can run now: the model is open, and the LoRA, if one is named, was loaded."""
-        return self.state == "loaded" and not self.is_closed and (not lora or lora in self.loras)
-
     @property
     def has_waiters(self) -> bool:
         """Return True if a caller waits for the model and has a work item that still needs the model."""
