@@ -63,7 +63,7 @@ async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load
     killed_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     await load.successes_after(killed_s, CLIENTS, WITHIN_S)
-    assert active_adapter(cluster) != victim
+    until(lambda: active_adapter(cluster) != victim, WITHIN_S, "the log names the next adapter")
     assert parent in cluster.pids("adapter")
     assert not load.wrong()
     assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}

@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from cluster import Cluster, running
+from cluster import Cluster, running, until
 from fake_adapter import TOKENIZER
 
 MODEL = "mortal/one"
@@ -192,7 +192,7 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
     after = share_of_gateway([entry for entry in samples if entry.worker.keys() == samples[-1].worker.keys()])
     measured = gaps, before, after
     assert min(measured[0]) < 3 * BACK_S, report(*measured)  # the other one may have met a machine that stood still
-    assert len([line for line in cluster.lines if "adapter ready on" in line]) == 3
+    until(lambda: sum("adapter ready on" in line for line in cluster.lines) == 3, 10, "the log names each adapter")
     assert len(cluster.pids("adapter")) == 2  # the parent has been the same all along
     return measured
 

@@ -447,9 +447,7 @@ class Dispatch:
                 self._work.start(self._run(action), "batch")
                 continue
             timeout_s = None
-            if isinstance(
-                action, WaitUntil
-            ):  # in whole milliseconds, as timers of uvloop are: a shorter one ends early
+            if isinstance(action, WaitUntil):  # in whole milliseconds, as timers of uvloop: they end early otherwise
                 timeout_s = max(0.0, math.ceil(1000 * (action.until_s - time.monotonic())) / 1000)
             await wait_set(device.wake, timeout_s)
 
