@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes, text_cost
+from sie_contracts.models.costs import BatchTimes, text_cost
 from sie_contracts.wire.heartbeats import Heartbeat, QueuedWork
 from sie_contracts.wire.messages import Ok, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
@@ -70,6 +70,9 @@ MAX_GROWTH = 4.0
 # missing results may belong to requests of other gateways and never arrive here.
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of the last ended requests from which `AnswerPace` computes the speed of the gateway
+# if the predicted time of a batch is above this share of a request's time budget, the wait of the request is predicted
+# in whole batches
+WHOLE_BATCHES_SHARE = 0.25
 # factor: batches count as growing while the last batch has more than GROWING times the tokens of each earlier batch
 GROWING = 1.25
 
@@ -325,10 +328,10 @@ class Throughput:
         measured tokens), or just the measured time while the fixed time is unknown.
 
         `budget_s`: time in which the request must be answered. Workers form a batch when the device is nearly free. If
-        a batch takes more than AHEAD_SHARE of `budget_s`, the wait is a number of whole batches: the running batches,
-        which have `running` of the `ahead` tokens, and the batches that the remaining tokens fill. Workers form no
-        batch that would take longer than its requests may wait. So batches that leave work in the queue cannot become
-        larger (`MeasuredBatch.is_full`).
+        a batch takes more than WHOLE_BATCHES_SHARE of `budget_s`, the wait is a number of whole batches: the running
+        batches, which have `running` of the `ahead` tokens, and the batches that the remaining tokens fill. Workers
+        form no batch that would take longer than its requests may wait. So batches that leave work in the queue cannot
+        become larger (`MeasuredBatch.is_full`).
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -342,7 +345,7 @@ class Throughput:
         spent_s = min(max(0.0, silent_s), seconds)
         stalled_s = silent_s if silent_s > max(STALL_S, STALL_BATCHES * longest_s) else 0.0
         formed_s = math.inf
-        if seconds * self._lanes > AHEAD_SHARE * budget_s:
+        if seconds * self._lanes > WHOLE_BATCHES_SHARE * budget_s:
             running = min(running, ahead, size * self._lanes)
             run = min(self._lanes, math.ceil(running / tokens))
             behind = (ahead - running + cost) / size

@@ -58,8 +58,8 @@ class Lease:
 
 @dataclass(eq=False)
 class InFlight(Queued):
-    """Work item from its delivery to its settlement. A time is 0 until its stage is reached. The fields of `Queued` are
-    set when the item is put into the queue of a device (`DeviceQueue.put`).
+    """Work item from its delivery to its settlement. A time is 0 until its stage is reached. The key and
+    the costs are set when the item is put into the queue of a device (`DeviceQueue.put`).
 
     `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. The other rows are in the
     order of the inputs: each input has the same number of rows, or the number in `chunked` if a text has chunks.

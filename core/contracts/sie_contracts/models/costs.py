@@ -50,9 +50,6 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-# if the predicted time of a batch is above this share of a request's time budget, the gateway predicts the wait of the
-# request in whole batches
-AHEAD_SHARE = 0.25
 # A line is fitted to the measured times only if the batch sizes differ enough: their variance, divided by the square of
 # their mean, is above this number.
 _MIN_SPREAD = 0.02

@@ -41,7 +41,7 @@ class BatchingSettings:
         2,
         "sidecar",
         whole(1, 8),
-        "Number of batches that wait at the adapter of a device, plus 1. With 2, one batch waits there while each device thread runs a batch. The name is historical.",
+        "Maximum number of batches that wait at the adapter of a device, plus 1. A batch is sent there only a few milliseconds before a device thread is free. The name is historical.",
     )
     batcher_coalesce_ms: int = row(
         5,
