@@ -180,6 +180,12 @@ def test_what_fills_up_a_text_of_a_model_with_windows_sees_the_text() -> None:
     assert groups(lengths, 512, 31) == [RowGroup(0, 3, 3, 24), RowGroup(3, 4, 1, 208), RowGroup(4, 5, 1, 512)]
 
 
+@pytest.fixture(autouse=True)
+def derived_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The derived files are in the cache of each loader."""
+    monkeypatch.setattr(derived, "FOLDER", "sie-derived")
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("models") / "bert", ARCHITECTURES["bert"])
