@@ -486,6 +486,20 @@ def test_models_of_equal_weights_share_a_graph(bert: Path, tmp_path: Path, compu
     for entry in (first, msgspec.structs.replace(first, id="toy/other")):
         loader_of(tmp_path).load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert computed == ALL_COMPUTED
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    (other / ".cache").mkdir()
+    (other / ".cache" / "note").touch()
+    loaded(other, "bert", cache=tmp_path)
+    assert computed == ALL_COMPUTED
+
+
+def test_the_key_has_the_code_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may be a module without a package."""
+    monkeypatch.setattr(engines, "rules", lambda: {"engine": replace(RULES["openvino"], load=oracle.encode)})
+    facts = load_key._program.__wrapped__()
+    for name in ("oracle.py", "sie_store/weights/derived.py", "sie_contracts/models/entries.py"):
+        assert any(f"/{name} " in fact for fact in facts)
 
 
 def test_a_load_with_other_options_or_weights_computes_all_again(
