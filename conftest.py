@@ -52,7 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _isolate(config: pytest.Config) -> None:
-    """Hide from tests the settings of the user's shell, and a cluster that runs with the user's data directory."""
+    """Hide from tests the settings of the user's shell, the user's cache of weights, and a cluster that runs with the
+    user's data directory.
+    """
     for name in [name for name in os.environ if name.startswith(("SIE_", "OTEL_"))]:
         del os.environ[name]
     if not hasattr(config, "workerinput"):
@@ -61,6 +63,7 @@ def _isolate(config: pytest.Config) -> None:
         data = zygote.folder_of_this_process("sie-tests")
         config.add_cleanup(lambda: shutil.rmtree(data))
         os.environ["XDG_DATA_HOME"] = data
+        os.environ["HF_HOME"] = os.path.join(data, "cache")
 
 
 class _AtOnce:

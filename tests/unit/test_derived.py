@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fetching import END_S
 
-from sie_store.weights import derived
+from sie_store.weights import derived, disk
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.derived import DerivedFiles
 from sie_store.weights.disk import DiskUsage, limited
-from sie_store.weights.manifest import FetchFailed
+from sie_store.weights.locks import try_lock
+from sie_store.weights.manifest import FileFact, Manifest
+from sie_store.weights.progress import FetchProgress
 
 KEY = "k" * 32
+FOLDER = "sie-derived"
 
 
 @pytest.fixture
@@ -154,24 +159,90 @@ def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_no
         assert others.exists()
 
 
-def test_derived_files_are_removed_before_snapshots(tmp_path: Path) -> None:
-    """The simulated disk has 100 bytes, of which each derived file and each other byte takes one."""
+@pytest.mark.parametrize("left", ["note", "manifest.json"])
+def test_the_rest_of_an_entry_whose_removal_was_killed_is_removed(files: DerivedFiles, left: str) -> None:
+    assert files.folder is not None
+    folder = files.folder / "writing-0123"
+    folder.mkdir()
+    (folder / left).touch()
+    files.keep("note", b"data")
+    assert [path.name for path in files.folder.iterdir()] == [KEY]
+
+
+def test_what_another_process_writes_does_not_count_against_the_limit(
+    files: DerivedFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.keep("a", bytes(1000))
+    monkeypatch.setattr(derived, "LIMIT_BYTES", 3000)
+    with files.writing("other") as others:
+        (others / "graph.bin").write_bytes(bytes(2500))
+        files.keep("b", bytes(1000))
+        assert names(files) == ["a", "b"]
+
+
+def test_an_entry_that_another_process_removes_does_not_stop_a_removal(
+    files: DerivedFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = DerivedFiles(files.folder, "other", is_kept=True)
+    for each in (files, other):
+        each.keep("note", b"data")
+    scandir = os.scandir
+
+    def removing(place: Any = ".") -> Any:
+        if str(place) == str(tmp_path / KEY):
+            (tmp_path / KEY).rename(tmp_path / "writing-removed")
+        return scandir(place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", removing)
+        assert derived.remove_oldest(tmp_path)
+    assert other.read("note") is None
+
+
+def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
+    below = DerivedFiles(tmp_path / "cache" / "derived", KEY, is_kept=True)
+    below.keep("note", b"data")
+    assert below.read("note") == b"data"
+
+
+def test_derived_files_are_removed_before_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated disk has 100 bytes, of which each derived file, each snapshot and each other byte takes one. Files
+    are removed under the lock of the node.
+    """
     others = 0
 
     def probe(_: Path) -> DiskUsage:
-        used = others + len(list(tmp_path.glob(f"{derived.FOLDER}/*/*")))
+        used = others + len(list(tmp_path.glob(f"{FOLDER}/*/*"))) + len(list(tmp_path.glob("hub/*/snapshots/*")))
         return DiskUsage(used, 100 - used)
 
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
+        (folder / "weights").touch()
+        return Manifest("org/a", "a" * 40, {"weights": FileFact(0, hashlib.sha256().hexdigest())})
+
+    def remove_oldest(folder: Path) -> bool:
+        assert try_lock(tmp_path / "hub/.locks/sie.removal", shared=False) is None
+        return remove(folder)
+
+    remove = derived.remove_oldest
+    monkeypatch.setattr(derived, "remove_oldest", remove_oldest)
+    monkeypatch.setattr(derived, "FOLDER", FOLDER)
+    monkeypatch.setattr(disk, "SPARE_BYTES", 0)
     cache: LocalCache = limited(tmp_path, 90.0, probe)
-    files = DerivedFiles(tmp_path / derived.FOLDER, KEY, is_kept=True)
-    (tmp_path / derived.FOLDER).mkdir()
+    snapshot = cache.obtain("org/a", "a" * 40, fetch, "org/a")
+    files = DerivedFiles(tmp_path / FOLDER, KEY, is_kept=True)
     for name in "abc":
         files.keep(name, b"data")
     assert cache.relieve()
     assert names(files) == ["a", "b", "c"]
+    others = 87
+    assert cache.relieve()
+    assert (len(names(files)), snapshot.exists()) == (2, True)
     others = 89
     assert cache.relieve()
-    assert len(names(files)) == 1
-    with pytest.raises(FetchFailed):
-        cache.room(10)
-    assert names(files) == []
+    assert (names(files), snapshot.exists()) == ([], True)
+    files.keep("a", b"data")
+    cache.room(0)
+    assert (names(files), snapshot.exists()) == ([], True)
+    others = 90
+    assert cache.relieve()
+    assert not snapshot.exists()

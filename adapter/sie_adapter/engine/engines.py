@@ -48,6 +48,7 @@ class EngineFacts:
 
 
 _INT8 = "load.precision is int8"
+GRAPH = "graph"  # derived file in which an engine keeps the model in a format of its own
 NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 

@@ -18,7 +18,6 @@ cosine 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vector
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
 from sie_store import entry_faults
 from sie_store.folder_files import read_json
+from sie_store.weights import derived
 
 COSINE = {torch.float32: 0.9999}
 COSINE_16 = 0.999
@@ -105,8 +105,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
         path = folder / name
         if not path.is_file():
             raise _refuse(entry, f"weights.digests names {name}, which the model folder lacks")
-        with path.open("rb") as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        actual = derived.digest(path)
         if actual != digest.lower():
             cause = (
                 f"{name} has the SHA-256 {actual[:16]}.., weights.digests says {digest[:16]}..: the file was changed, "

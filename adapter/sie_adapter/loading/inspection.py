@@ -8,7 +8,6 @@ The entry has the digests of all files that influence results, so a later load r
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, positions, truncates_start
 from sie_store.folder_files import line_of, read_json, read_value, reading, stated_licence
+from sie_store.weights import derived
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
@@ -131,8 +131,8 @@ def digests(folder: Path) -> dict[str, str]:
     files = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
     digests = {}
     for path in files:
-        with reading(path), path.open("rb") as file:
-            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+        with reading(path):
+            digests[path.relative_to(folder).as_posix()] = derived.digest(path)
     return digests
 
 

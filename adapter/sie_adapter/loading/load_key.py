@@ -31,23 +31,29 @@ from sie_store.weights.derived import digest
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 # fields of an entry that do not change numbers, so that models with the same weights share files
 _APART = frozenset({"id", "weights", "profiles", "description", "license", "download_bytes"})
+_MAX_DIGESTS = 10_000
 _PROCESSOR = ("model name", "flags", "Features", "CPU part")  # lines of /proc/cpuinfo
 
 
 class LoadKeys:
-    """Computes keys, and reads the files of a model again only if their size or time of modification has changed."""
+    """Computes keys, and reads the files of a model again only if their size or time of modification has changed. If
+    the load keeps no files, equal files are those of equal path, size and time, and are not read.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[tuple[str, int, int], str] = {}
 
-    def key_of(self, folder: Path, golden: Iterable[Path], resolved: Resolved, compute: Compute) -> str:
-        """Return the key. `golden`: files outside `folder` with expected vectors. Raises OSError."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        own = [path for path in files if path.relative_to(folder).parts[0] not in OTHER_FORMATS]
+    def key_of(
+        self, folder: Path, golden: Iterable[Path], resolved: Resolved, compute: Compute, *, is_kept: bool
+    ) -> str:
+        """Return the key. `golden`: files outside `folder` with expected vectors. `is_kept`: whether the load keeps
+        files. Raises OSError.
+        """
+        own = [path for path in sorted(folder.rglob("*")) if _counts(path.relative_to(folder).parts) and path.is_file()]
         entry = {name: value for name, value in msgspec.structs.asdict(resolved.entry).items() if name not in _APART}
         facts = [
-            [(str(path.relative_to(folder)), self._digest(path)) for path in own],
-            [self._digest(path) for path in golden],
+            [(str(path.relative_to(folder)), self._content(path, is_kept)) for path in own],
+            [self._content(path, is_kept) for path in golden],
             [entry, resolved.entry.weights.digests, msgspec.structs.replace(resolved.load, engine=None)],
             [compute.precision, compute.backend],
             _program(),
@@ -55,29 +61,45 @@ class LoadKeys:
         ]
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
 
-    def _digest(self, path: Path) -> str:
+    def _content(self, path: Path, is_kept: bool) -> object:
         status = path.stat()
         facts = str(path), status.st_size, status.st_mtime_ns
+        if not is_kept:
+            return facts
         if facts not in self._digests:
+            if len(self._digests) >= _MAX_DIGESTS:
+                self._digests.clear()
             self._digests[facts] = digest(path)
         return self._digests[facts]
 
 
+def _counts(parts: tuple[str, ...]) -> bool:
+    """Return whether a load may read the file with this path. Hidden folders are those of git and the hub's client."""
+    return parts[0] not in OTHER_FORMATS and not any(part.startswith(".") for part in parts)
+
+
 @functools.cache
 def _program() -> list[str]:
-    """Return the versions of libraries, and size and time of each module of the adapter and of its engines, which in a
-    checkout change without a new version.
+    """Return the versions of libraries, and size and time of each module of the adapter, of the packages that it uses
+    and of its engines, which in a checkout change without a new version.
     """
     rules = engines.rules().values()
     libraries = [*_LIBRARIES, *sorted(rule.package for rule in rules if rule.package)]
     versions = [f"{name} {_version(name)}" for name in libraries]
-    packages = {"sie_adapter", *(rule.load.__module__.partition(".")[0] for rule in rules if rule.load is not None)}
-    modules = []
-    for package in sorted(packages):
-        spec = importlib.util.find_spec(package)
-        for place in (spec.submodule_search_locations or ()) if spec else ():
-            modules += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in Path(place).rglob("*.py")]
-    return [sie_contracts.__version__, *versions, *sorted(modules)]
+    packages = {
+        "sie_adapter",
+        "sie_contracts",
+        "sie_store",
+        *(rule.load.__module__.partition(".")[0] for rule in rules if rule.load is not None),
+    }
+    modules: list[Path] = []
+    for spec in filter(None, map(importlib.util.find_spec, sorted(packages))):
+        if (places := spec.submodule_search_locations) is None:
+            modules.append(Path(spec.origin or ""))
+        else:
+            modules += [path for place in places for path in Path(place).rglob("*.py")]
+    facts = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sorted(modules)]
+    return [sie_contracts.__version__, *versions, *facts]
 
 
 def _version(package: str) -> str:

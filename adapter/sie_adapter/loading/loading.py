@@ -146,23 +146,26 @@ class Loader:
         return dataclasses.replace(compute, model=facts, engine=choice, int8=facts.int8)
 
     def _derived(self, folder: Path, resolved: Resolved, compute: Compute) -> DerivedFiles:
-        """Return the files that loads with the same key have computed. Nothing is kept on the disk for code of a folder
-        and for families of extras, which need libraries that the key does not have.
+        """Return the files that loads with the same key have computed. Nothing is kept on the disk for code of a
+        folder, for families of extras and for engines that run in an environment of their own: the key does not have
+        the versions of their libraries.
         """
         entry = resolved.entry
-        golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []
-        key = self._keys.key_of(folder, golden, resolved, compute)
         # Files of a load can be as large as the weights. In /tmp they could exceed the pod's limit of storage, and
         # Kubernetes would evict the pod. So the load writes them into the cache folder if it is writable.
         place = self.settings.cache_folder / derived.FOLDER
-        try:
+        with contextlib.suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return DerivedFiles(None, key)
-        if not os.access(place, os.W_OK):
-            return DerivedFiles(None, key)
-        is_kept = compute.model.reads_text and not resolved.load.trust_remote_code
-        return DerivedFiles(place, key, is_kept=is_kept)
+        is_writable = place.is_dir() and os.access(place, os.W_OK)
+        is_kept = (
+            is_writable
+            and compute.model.reads_text
+            and not resolved.load.trust_remote_code
+            and not engines.rules()[compute.engine.engine].frees_torch
+        )
+        golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []
+        key = self._keys.key_of(folder, golden, resolved, compute, is_kept=is_kept)
+        return DerivedFiles(place if is_writable else None, key, is_kept=is_kept)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Return the bytes that the weights need during the load: a CPU loads in float32, and another engine than torch

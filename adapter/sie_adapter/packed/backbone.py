@@ -7,7 +7,6 @@ padded on the attention code of transformers, and the cause is logged.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -227,14 +226,15 @@ class Backbone:
 
     def _hand_over(self, rule: Rule, load: Callable[[EngineLoad], StateRunner]) -> None:
         """Load the model on another engine, and use it in place of torch if its states agree with the states of the
-        unchanged transformers model. If the engine fails or its states differ, keep torch; if the entry demands the
-        engine, raise ModelLoadFailed instead.
+        unchanged transformers model. If states that an earlier load has kept differ, compute all again. If the engine
+        fails or its states differ, keep torch; if the entry demands the engine, raise ModelLoadFailed instead.
 
         If the engine `frees_torch`, torch's weights are freed first, since a GPU may not have memory for two copies of
         them: then raise Unserved where other engines keep torch.
         """
         sample = self.sample(self._lengths)
-        earlier, name = self._kept_reference(sample), self.engine.engine
+        files, name = self._compute.derived, self.engine.engine
+        earlier = self._kept_reference(sample)
         reference = self._reference(sample) if earlier is None else earlier
         if rule.frees_torch:
             self._is_causal = self.is_causal()
@@ -243,15 +243,15 @@ class Backbone:
         try:
             if rule.only_causal and not self._is_causal:
                 raise AttentionUnsupported(f"the model's attention is not causal, so {name} cannot run it here")
-            cores = usable_cores()
-            runner = load(EngineLoad(self._model, self._compute, self._folder, self._pad, self._max_tokens, cores))
             try:
-                # an earlier load with the same key has passed all trials
-                for states, places in itertools.islice(runner.trials(sample), None if earlier is None else 1):
-                    self._compare(states[places], reference[places], rule.states)
-            except BaseException:
-                runner.close()
-                raise
+                runner = self._agreeing(rule, load, sample, reference)
+            except AttentionUnsupported:
+                files.discard(_REFERENCE)
+                files.discard(engines.GRAPH)
+                if earlier is None:
+                    raise
+                earlier, reference = None, self._reference(sample)
+                runner = self._agreeing(rule, load, sample, reference)
         except (NotServed, AttentionUnsupported, SIEError) as error:
             if self.engine.demand:
                 raise incompatible(f"{self.engine.demand}: {error}") from error
@@ -261,12 +261,26 @@ class Backbone:
             _logger.warning("%s runs on torch, not on %s: %s", type(self._model).__name__, name, error)
             return
         if earlier is None:
-            self._compute.derived.keep(_REFERENCE, safetensors.torch.save({_REFERENCE: reference}))
+            files.keep(_REFERENCE, safetensors.torch.save({_REFERENCE: reference}))
         self._take_over(runner, sample, reference)
         self._model.to("meta")
 
+    def _agreeing(
+        self, rule: Rule, load: Callable[[EngineLoad], StateRunner], sample: PackedBatch, reference: Tensor
+    ) -> StateRunner:
+        """Load the model on the engine. Raises AttentionUnsupported if its states do not agree with `reference`."""
+        cores = usable_cores()
+        runner = load(EngineLoad(self._model, self._compute, self._folder, self._pad, self._max_tokens, cores))
+        try:
+            for states, places in runner.trials(sample):
+                self._compare(states[places], reference[places], rule.states)
+        except BaseException:
+            runner.close()
+            raise
+        return runner
+
     def _kept_reference(self, sample: PackedBatch) -> Tensor | None:
-        """Return the states that an earlier load computed, whose engine passed all trials; None if there are none."""
+        """Return the states that `_reference` gave to an earlier load; None if there are none."""
         if (stored := self._compute.derived.read(_REFERENCE)) is None:
             return None
         states: Tensor = safetensors.torch.load(stored)[_REFERENCE]

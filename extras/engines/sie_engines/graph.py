@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
-from sie_adapter.engine.engines import EngineFacts, EngineLoad, NotServed, Rule, reads_more
+from sie_adapter.engine.engines import GRAPH, EngineFacts, EngineLoad, NotServed, Rule, reads_more
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import GraphLost, is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
@@ -59,8 +59,7 @@ _FIXED_LENGTHS = (8, 16)
 # texts that are longer than the window
 _EXAMPLE_TOKENS = 300
 _ATTENTION = "sie_graph"  # name under which transformers has the attention of a trace
-_DERIVED = "graph"  # name of the files of a graph
-_GRAPH, _COMPRESSED = "graph.xml", "compressed"  # the graph; the number of its weights in 8 bits
+_XML, _COMPRESSED = "graph.xml", "compressed"  # the graph; the number of its weights in 8 bits
 _TYPES = "token_type_ids"
 _ALL = slice(None)  # all states of a batch
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -97,34 +96,51 @@ class Graph:
         token id for padding. `max_tokens`: the number of tokens of the longest text. Raises NoGraph, or an
         out-of-memory error.
         """
-        self._dtype = dtype = compute.dtype
+        self._dtype = compute.dtype
         self._filler = filler
         self._max_tokens = max_tokens
-        weights = sum(parameter.numel() for parameter in model.parameters())
-        copy_bytes = weights * dtype.itemsize
         self._names = _names_of(model)
         self._max_filling = most_filling(model.config)
-        options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
-        is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
-        earlier = compute.derived.find(_DERIVED)
         self._alone: _Compiled | None = None
         try:
-            # OpenVINO copies the weights in the layout of its kernels, but also keeps the float32 weights. It maps the
-            # float32 weights from a file, so that the system can reclaim their pages if memory is short, and copies of
-            # a model share them.
-            new = _new_files(model, self._names, compute, min(_EXAMPLE_TOKENS, max_tokens))
-            with new if earlier is None else nullcontext(earlier) as folder:
-                copy_bytes -= int((folder / _COMPRESSED).read_text()) * (dtype.itemsize - 1)
-                graph = _runtime().Core().read_model(folder / _GRAPH)
-                self._of_lanes = _Compiled(graph, options, lanes, lanes)
-                if is_twice:
-                    is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-                    if is_avx2 and dtype == torch.float32 and not compute.int8:
-                        _write_out_gelu(graph)
-                    self._alone = _Compiled(_with_fixed_lengths(graph, max_tokens), options, 1, _THREADS_ALONE)
+            if not self._compile_kept(model, compute, lanes):
+                with _new_files(model, self._names, compute, min(_EXAMPLE_TOKENS, max_tokens)) as folder:
+                    self._compile(folder, model, compute, lanes)
         except (RuntimeError, OSError) as error:
-            compute.derived.discard(_DERIVED)
             raise _no_graph("OpenVINO could not compile its graph", error) from error
+
+    def _compile_kept(self, model: PreTrainedModel, compute: Compute, lanes: int) -> bool:
+        """Compile the graph that an earlier load has kept. Return False if there is none. Another process may remove it
+        at any time, also while this method reads it.
+        """
+        if (folder := compute.derived.find(GRAPH)) is None:
+            return False
+        try:
+            self._compile(folder, model, compute, lanes)
+        except (RuntimeError, OSError) as error:
+            if is_out_of_memory(error):
+                raise
+            compute.derived.discard(GRAPH)
+            return False
+        return True
+
+    def _compile(self, folder: Path, model: PreTrainedModel, compute: Compute, lanes: int) -> None:
+        """Compile the graph in `folder`. OpenVINO copies the weights in the layout of its kernels, but also keeps the
+        float32 weights. It maps the float32 weights from a file, so that the system can reclaim their pages if memory
+        is short, and copies of a model share them.
+        """
+        dtype = compute.dtype
+        options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
+        copy_bytes = weights * dtype.itemsize - int((folder / _COMPRESSED).read_text()) * (dtype.itemsize - 1)
+        graph = _runtime().Core().read_model(folder / _XML)
+        self._of_lanes = _Compiled(graph, options, lanes, lanes)
+        if is_twice:
+            is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+            if is_avx2 and dtype == torch.float32 and not compute.int8:
+                _write_out_gelu(graph)
+            self._alone = _Compiled(_with_fixed_lengths(graph, self._max_tokens), options, 1, _THREADS_ALONE)
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def run(self, packed: PackedBatch) -> Tensor:
@@ -192,11 +208,11 @@ def _new_files(model: PreTrainedModel, names: tuple[str, ...], compute: Compute,
     """Yield a folder with the graph of `model`, traced with texts of `tokens` tokens. Later loads find it. Raises
     NoGraph, OSError, or an out-of-memory error.
     """
-    with compute.derived.writing(_DERIVED) as folder:
+    with compute.derived.writing(GRAPH) as folder:
         with _traceable(model):
             converted = _converted(_StackedInputs(model, names), tokens)
             (folder / _COMPRESSED).write_text(str(compress(converted) if compute.int8 else 0))
-            _runtime().save_model(converted, folder / _GRAPH, compress_to_fp16=False)
+            _runtime().save_model(converted, folder / _XML, compress_to_fp16=False)
             del converted
         yield folder
 

@@ -21,7 +21,8 @@ from sie_contracts.settings import Settings
 
 def main(small: str, large: str, cycles: str) -> None:
     engines.prepare_process()
-    engine = engines.AdapterEngine(Settings(device="cpu"))
+    no_cache = str(Path(__file__) / "cache")  # below a file: nothing can be kept, so that each load converts the model
+    engine = engines.AdapterEngine(Settings(device="cpu", local_cache=no_cache))
     process = psutil.Process()
     resident, weights = [], 0
     for folder in (small, *[large] * int(cycles)):

@@ -51,7 +51,7 @@ class WeightSettings:
         None,
         "sidecar adapter config",
         PATH,
-        "Folder where weights are looked up first, and to which downloads are written. The sidecar only reads it, to announce the models that are there. Default: HF_HOME.",
+        "Folder where weights are looked up first, and to which downloads and files that are computed from weights (sie-derived) are written. The sidecar only reads it, to announce the models that are there. Default: HF_HOME.",
     )
     cluster_cache: str | None = row(
         None,

@@ -115,19 +115,19 @@ class MemorySettings:
         True,
         "adapter",
         BOOL,
-        "Whether weights are removed while the disk is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT, the least recently used first. The disk is checked before a download and every 30 s. Only weights that SIE downloaded and that no process uses are removed.",
+        "Whether weights are removed while the disk is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT, the least recently used first. The disk is checked before a download and every 30 s. Only weights that SIE downloaded and that no process uses are removed, after the files that SIE computed from weights. If false, only these files are removed, for a download for which the disk has no room.",
     )
     disk_pressure_threshold_percent: float = row(
         85.0,
         "adapter",
         number(0, 100),
-        "Fill level of the disk, percent. Above it, the adapter removes cached weights that no process uses.",
+        "Fill level of the disk, percent. Above it, the adapter removes files that it computed from weights, then cached weights that no process uses.",
     )
     disk_cache_bytes: int | None = row(
         None,
         "adapter",
         whole(1 << 20),
-        "Maximum size of all weights below SIE_LOCAL_CACHE, bytes, for example the size limit of a volume. Default: the size of the disk.",
+        "Maximum size of all files below SIE_LOCAL_CACHE, bytes, for example the size limit of a volume. Default: the size of the disk.",
     )
     idle_evict_s: int | None = row(
         None,

@@ -72,7 +72,7 @@ class DerivedFiles:
                 return None
         except (OSError, *UNDECODABLE):
             return None
-        with contextlib.suppress(OSError):  # a read-only disk, or a file of another user
+        with contextlib.suppress(OSError):  # removed meanwhile, or a file of another user
             os.utime(manifest)
         return place
 
@@ -96,6 +96,7 @@ class DerivedFiles:
         was raised or they cannot be kept. Raises OSError if no folder can be made.
         """
         if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.folder)
         with _new_folder(self.folder) as growing:
             yield growing
@@ -121,10 +122,7 @@ class DerivedFiles:
 
 def remove_oldest(folder: Path) -> bool:
     """Remove the entry that was used longest ago. Return whether an entry was removed."""
-    used_s: dict[Path, float] = {}
-    for manifest in folder.glob(f"*/*/{_MANIFEST}"):
-        with contextlib.suppress(OSError):  # another process removes the entry at the same time
-            used_s[manifest.parent] = manifest.stat().st_mtime
+    used_s = {path.parent: status.st_mtime for path, status in _files(folder) if path.name == _MANIFEST}
     return any(_remove(folder, place) for place in sorted(used_s, key=lambda place: used_s[place]))
 
 
@@ -147,7 +145,8 @@ def _remove_abandoned(folder: Path) -> None:
     """
     for left in folder.glob(f"{_WRITING}*"):
         with contextlib.suppress(OSError):  # another process may remove the folder at the same time
-            if len(list(left.iterdir())) > 1 and (lock := try_lock(left / _LOCK, shared=False)) is not None:
+            has_files = any(path.name != _LOCK for path in left.iterdir())
+            if has_files and (lock := try_lock(left / _LOCK, shared=False)) is not None:
                 with lock:
                     shutil.rmtree(left)
 
@@ -163,9 +162,13 @@ def _remove(folder: Path, place: Path) -> bool:
 
 
 def _bytes_in(folder: Path) -> int:
-    sizes = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # removed meanwhile
-                sizes += os.lstat(os.path.join(where, name)).st_size
-    return sizes
+    return sum(status.st_size for _, status in _files(folder))
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files of entries, without those that another process removes at the same time."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(_WRITING)]
+        for path in (Path(where, name) for name in names):
+            with contextlib.suppress(OSError):
+                yield path, path.lstat()

@@ -117,9 +117,9 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
         used, free = probe(cache.folder)
         return 100 * used > threshold_percent * (used + free)
 
-    _remove_derived_while(is_above, cache)
     if is_above():
         with _sole_removal(cache):
+            _remove_derived_while(is_above, cache)
             _remove_while(is_above, cache, cache.candidates(), f"the disk is more than {threshold_percent:g} % full")
     return not is_above()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -33,7 +34,7 @@ from sie_adapter.engine import engines
 from sie_adapter.engine.engines import EngineFacts
 from sie_adapter.families import text_encoder
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.loading import certificate, loading
+from sie_adapter.loading import certificate, load_key, loading
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import backbone as backbones
 from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
@@ -50,11 +51,16 @@ from sie_store.weights.sources import WeightSources
 
 pytest.importorskip("openvino")
 TEXTS = EngineFacts("cpu", reads_text=True)
+RULES = engines.rules()
 CPU = torch.device("cpu")
 
 
 def installed(package: str) -> bool:
     return False
+
+
+def forbidden(path: Path) -> str:
+    raise AssertionError(path)
 
 
 def absent(package: str) -> bool:
@@ -174,6 +180,12 @@ def test_what_fills_up_a_text_of_a_model_with_windows_sees_the_text() -> None:
     assert groups(lengths, 512, 31) == [RowGroup(0, 3, 3, 24), RowGroup(3, 4, 1, 208), RowGroup(4, 5, 1, 512)]
 
 
+@pytest.fixture(autouse=True)
+def derived_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The derived files are in the cache of each loader."""
+    monkeypatch.setattr(derived, "FOLDER", "sie-derived")
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("models") / "bert", ARCHITECTURES["bert"])
@@ -203,7 +215,8 @@ def loader_of(cache: Path) -> Loader:
 
 def loaded(folder: Path, name: str, precision: str = "float32", cache: Path | None = None, **load: Any) -> TextEncoder:
     entry = entry_of(folder, name, {"precision": precision, **load})
-    model = loader_of(cache or Path(tempfile.mkdtemp())).load(Catalogue.resolve_profile(entry, "default", entry.id))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as own:
+        model = loader_of(cache or Path(own)).load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model, TextEncoder)
     return model
 
@@ -312,12 +325,16 @@ def test_an_architecture_that_does_not_convert_runs_on_torch(longrope: Path) -> 
 
 @pytest.fixture(params=["_of_lanes", "_alone"])
 def corrupted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    corrupt(monkeypatch, request.param)
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make one copy of the graph return wrong states."""
 
     class Corrupted(Graph):
         def _run(self, packed: PackedBatch, compiled: Any) -> torch.Tensor:
             output = super()._run(packed, compiled)
-            return output.roll(1, dims=1) if compiled is getattr(self, request.param) else output
+            return output.roll(1, dims=1) if compiled is getattr(self, name) else output
 
     monkeypatch.setattr(graphs, "Graph", Corrupted)
     monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
@@ -469,6 +486,20 @@ def test_models_of_equal_weights_share_a_graph(bert: Path, tmp_path: Path, compu
     for entry in (first, msgspec.structs.replace(first, id="toy/other")):
         loader_of(tmp_path).load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert computed == ALL_COMPUTED
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    (other / ".cache").mkdir()
+    (other / ".cache" / "note").touch()
+    loaded(other, "bert", cache=tmp_path)
+    assert computed == ALL_COMPUTED
+
+
+def test_the_key_has_the_code_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may be a module without a package."""
+    monkeypatch.setattr(engines, "rules", lambda: {"engine": replace(RULES["openvino"], load=oracle.encode)})
+    facts = load_key._program.__wrapped__()
+    for name in ("oracle.py", "sie_store/weights/derived.py", "sie_contracts/models/entries.py"):
+        assert any(f"/{name} " in fact for fact in facts)
 
 
 def test_a_load_with_other_options_or_weights_computes_all_again(
@@ -506,14 +537,75 @@ def test_a_changed_graph_is_computed_again(bert: Path, tmp_path: Path, computed:
     assert computed == [*ALL_COMPUTED, "_converted"]
 
 
-def test_a_kept_graph_that_computes_otherwise_is_not_used(bert: Path, tmp_path: Path) -> None:
+def test_a_kept_graph_that_computes_otherwise_is_computed_again(
+    bert: Path, tmp_path: Path, computed: list[str]
+) -> None:
     """The digests are right, but the states differ from those of the first load."""
     loaded(bert, "bert", cache=tmp_path)
     (place,) = tmp_path.glob(f"{derived.FOLDER}/*/reference")
     reference = safetensors.torch.load((place / "reference").read_bytes())["reference"]
     kept = DerivedFiles(place.parents[1], place.parent.name, is_kept=True)
     kept.keep("reference", safetensors.torch.save({"reference": reference.flip(1)}))
+    for _ in range(2):
+        assert loaded(bert, "bert", cache=tmp_path).backbone.engine.engine == "openvino"
+        assert computed == [*ALL_COMPUTED, "_converted"]
+
+
+@pytest.mark.parametrize("name", ["_of_lanes", "_alone"])
+def test_each_load_compares_each_graph(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An earlier load may have had fewer device threads, and no second graph."""
+    monkeypatch.setattr(backbones, "usable_cores", lambda: 1)
+    loaded(bert, "bert", cache=tmp_path)
+    corrupt(monkeypatch, name)
     assert loaded(bert, "bert", cache=tmp_path).engine_choice.engine == "torch"
+
+
+@pytest.mark.parametrize("name", ["graph.xml", "compressed"])
+def test_a_graph_that_is_removed_while_it_is_read_is_computed_again(
+    bert: Path, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    loaded(bert, "bert", cache=tmp_path)
+    find = DerivedFiles.find
+
+    def found(files: DerivedFiles, entry: str) -> Path | None:
+        folder = find(files, entry)
+        if folder is not None and entry == "graph":
+            (folder / name).unlink()
+        return folder
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DerivedFiles, "find", found)
+        assert loaded(bert, "bert", cache=tmp_path).backbone.engine.engine == "openvino"
+    assert loaded(bert, "bert", cache=tmp_path).backbone.engine.engine == "openvino"
+    assert computed == [*ALL_COMPUTED, "_converted"]
+
+
+def test_a_kept_graph_for_which_there_is_no_memory_stays(
+    bert: Path, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    loaded(bert, "bert", cache=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs, "_Compiled", full)
+        with pytest.raises(ModelLoadFailed, match="too little memory"):
+            loaded(bert, "bert", cache=tmp_path)
+    loaded(bert, "bert", cache=tmp_path)
+    assert computed == ALL_COMPUTED
+
+
+@pytest.mark.parametrize("load", [{"trust_remote_code": True}, {"frees_torch": True}])
+def test_nothing_is_kept_for_libraries_that_the_key_lacks(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, bool]
+) -> None:
+    """Then the files of the model are not read for the key."""
+    if load.pop("frees_torch", False):
+        rule = replace(engines.rules()["openvino"], frees_torch=True)
+        monkeypatch.setattr(engines, "rules", lambda: {**RULES, "openvino": rule})
+    monkeypatch.setattr(load_key, "digest", forbidden)
+    loaded(bert, "bert", cache=tmp_path, **load)
+    assert not list((tmp_path / derived.FOLDER).iterdir())
 
 
 def test_weights_in_8_bits_rank_as_those_in_32(bert: Path) -> None:
