@@ -105,7 +105,7 @@ class Prepare:
         for flight in group:
             self._inventory.keep_model(flight, hosted)
         is_tokenizers = item.operation in tokenizer_requests.OPERATIONS
-        if hosted.tokenizer is None or not is_tokenizers:
+        if hosted.tokenizer is None if is_tokenizers else not hosted.is_ready(item.options.lora):
             try:
                 await self._loading.ensure(hosted, group)
             except ModelLoadFailed:
@@ -114,8 +114,8 @@ class Prepare:
                 self._settle.answer_changed(self._settle.still_wanted(group))
                 return []
             group = self._settle.still_wanted(group)
-        if not group:
-            return []
+            if not group:
+                return []
         hosted = group[0].hosted or hosted  # the model's state on another device, if the group was moved there
         loaded_s = time.monotonic()
         for flight in group:
