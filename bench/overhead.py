@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -131,11 +131,14 @@ class Cluster:
         sie: Path = Path(sys.executable).with_name("sie"),  # noqa: B008
         model: str = MODEL,
         environ: Mapping[str, str] | None = None,
+        data_dir: Path | None = None,
     ) -> None:
+        """`data_dir`: data folder, which stays after `stop`; None for a new one, which is removed."""
         self._model = model
         self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
-        argv = [str(sie), "serve", "--port", str(self.port), "--data-dir", f"{self._folder.name}/data", "--no-spare"]
+        data_dir = data_dir or Path(self._folder.name, "data")
+        argv = [str(sie), "serve", "--port", str(self.port), "--data-dir", str(data_dir), "--no-spare"]
         argv += ["--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port)]
         argv += ["--preload", model, *extra]
         environ = {**os.environ, **(environ or {})}
@@ -167,13 +170,24 @@ class Cluster:
     def cpu_s(self) -> dict[str, float]:
         """Return role -> processor seconds of its processes so far."""
         cpu_by_role: dict[str, float] = {}
+        for role, process in self._processes():
+            times = process.cpu_times()
+            cpu_by_role[role] = cpu_by_role.get(role, 0.0) + times.user + times.system
+        return cpu_by_role
+
+    def pss_mib(self) -> dict[str, float]:
+        """Return role -> MiB of memory of its processes; a page that n processes share counts 1/n for each (Linux)."""
+        pss_by_role: dict[str, float] = {}
+        for role, process in self._processes():
+            pss_by_role[role] = pss_by_role.get(role, 0.0) + process.memory_full_info().pss / 2**20
+        return pss_by_role
+
+    def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             argv = process.cmdline()
             role = "nats-server" if argv[0].endswith("nats-server") else argv[3 if argv[1] == "-m" else 2]
-            times = process.cpu_times()
-            cpu_by_role[role] = cpu_by_role.get(role, 0.0) + times.user + times.system
-        return cpu_by_role
+            yield role, process
 
     def requests(self, texts: list[str], batch_size: int) -> list[bytes]:
         parts = [texts[start : start + batch_size] for start in range(0, len(texts) - batch_size + 1, batch_size)]

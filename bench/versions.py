@@ -14,6 +14,7 @@ The script writes bench/results/versions.md.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import platform
 import statistics
@@ -89,8 +90,7 @@ def throughput(
     return rates, used
 
 
-def main() -> None:
-    parser = parser_of(__doc__, rounds=5, seconds=5.0, out="versions.md")
+def version_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--old", type=Path, required=True, metavar="SIE", help="path of the command `sie` of the other version"
     )
@@ -101,6 +101,16 @@ def main() -> None:
         metavar="SIE",
         help="default: this version",
     )
+
+
+def commands_of(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Return version -> path of its command `sie`."""
+    return {"new": arguments.new.absolute(), "old": arguments.old.absolute()}
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=5, seconds=5.0, out="versions.md")
+    version_options(parser)
     parser.add_argument("--pairs", type=int, default=1000)
     arguments = parser.parse_args()
     say = Report()
@@ -108,7 +118,7 @@ def main() -> None:
         f"# Two versions beside each other\n\n`python bench/versions.py`, {machine()}, "
         f"Python {platform.python_version()}.\n"
     )
-    commands = {"new": arguments.new.absolute(), "old": arguments.old.absolute()}
+    commands = commands_of(arguments)
     with started(reversed(commands), commands) as clusters:
         times_ms = uvloop.run(latencies(clusters, arguments.pairs // 2))
     with started(commands, commands) as clusters:

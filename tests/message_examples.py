@@ -35,6 +35,7 @@ from sie_contracts.wire.messages import (
     CancelRequests,
     ChunkRule,
     Confirmation,
+    Confirmations,
     DeadLetter,
     Failed,
     Fragment,
@@ -49,6 +50,7 @@ from sie_contracts.wire.messages import (
     Vectors,
     WorkItem,
     WorkResult,
+    WorkResults,
 )
 from sie_contracts.wire.records import (
     Assigned,
@@ -225,7 +227,10 @@ EXAMPLES: dict[str, Any] = {
         ),
     ),
     "result-1-payload": _result(outcomes=(), stages=Stages(fetch_ms=2.5)),
+    "results-1": WorkResults(("r1", "r2"), (b"one", b"two")),
     "confirm-1": Confirmation("duplicate"),
+    "confirms-1": Confirmations(("taken", "unknown")),
+    "work-1-together": _work(operation="encode", inputs=(Input("first"),), together=True),
     "work-1-traced": _work(
         operation="encode",
         inputs=(Input("first"),),

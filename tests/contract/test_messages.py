@@ -15,7 +15,9 @@ from sie_contracts.wire.configs import ConfigExport
 Message = (
     messages.WorkItem
     | messages.WorkResult
+    | messages.WorkResults
     | messages.Confirmation
+    | messages.Confirmations
     | heartbeats.Heartbeat
     | configs.ConfigDelta
     | messages.Fragment

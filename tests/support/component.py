@@ -10,6 +10,8 @@ import sample_families as samples
 from inprocess import InProcess
 from object_stores import S3, Faults, Google, Moto, Place, s3_server
 
+from support.derived_folder import derived_folder, derived_folder_of_session  # noqa: F401  fixtures
+
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:

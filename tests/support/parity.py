@@ -20,6 +20,7 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading import loading
 from sie_contracts.models.entries import Precision
 from sie_runtime.feed import packaged_catalogue
+from support.derived_folder import derived_folder, derived_folder_of_session  # noqa: F401  fixtures
 
 Folders = Callable[[str], Path]
 Serve = Callable[..., Served]

@@ -28,7 +28,17 @@ from sie_broker.nats import connect
 from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed, InternalFailure, ResourceExhausted
 from sie_contracts.wire import ipc, messages
-from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire.messages import (
+    ArraySlice,
+    Failed,
+    Fragment,
+    Input,
+    Ok,
+    RunOptions,
+    WorkItem,
+    WorkResult,
+    WorkResults,
+)
 from sie_gateway.inference import results
 from sie_gateway.inference.fragments import Fragments, InboxFull, put_together
 from sie_gateway.inference.results import ResultInbox
@@ -174,7 +184,7 @@ def test_a_part_fits_its_message_to_the_last_byte(limit: int) -> None:
 
 
 def item(request: str, reply: str, chunk: int = 0) -> WorkItem:
-    return WorkItem(request, chunk, "m", "v", "encode", (Input("a"),), RunOptions(), reply, 60_000)
+    return WorkItem(request, chunk, "m", "v", "encode", (Input("a"),), RunOptions(), reply, 60_000, together=True)
 
 
 def result_of(request: str, rows: int, chunk: int = 0, *, seed: int = 0) -> WorkResult:
@@ -251,6 +261,107 @@ async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(si
     assert collector.results == [large, small]
     assert [delivery.acks for delivery in deliveries] == [1, 1]
     assert (side.outcomes("taken"), side.inbox.unfinished_bytes) == (2, 0)
+
+
+@contextlib.asynccontextmanager
+async def counted(side: Side) -> AsyncIterator[list[CoreMessage]]:
+    """Yield the messages that reach the inbox."""
+    seen: list[CoreMessage] = []
+
+    async def on_message(message: CoreMessage) -> None:
+        seen.append(message)
+
+    subscription = await side.worker.subscribe(f"{side.inbox.subject}.*", on_message)
+    yield seen
+    await subscription.stop()
+
+
+async def test_results_that_are_ready_together_are_one_message_and_one_confirmation(side: Side) -> None:
+    collectors = [side.inbox.open(f"r{number}", 1) for number in range(3)]
+    async with counted(side) as seen:
+        answers = (side.answer(result_of(f"r{number}", 1)) for number in range(4))
+        deliveries = await asyncio.gather(*answers)
+        assert [collector.results for collector in collectors] == [[result_of(f"r{number}", 1)] for number in range(3)]
+    assert len(seen) == 1
+    assert [delivery.acks for delivery in deliveries] == [1] * 4
+    assert (side.outcomes("taken"), side.outcomes("unknown")) == (3, 1)
+
+
+async def test_results_of_two_gateways_and_those_over_the_size_of_a_message_go_apart(side: Side) -> None:
+    rows = side.worker.max_payload // (4 * WIDTH) // 2
+    other = ResultInbox(side.worker, GatewayMetrics())
+    await other.start()
+    collectors = [side.inbox.open("a", 1), side.inbox.open("b", 1), other.open("c", 1), other.open("d", 1)]
+    async with counted(side) as seen:
+        await asyncio.gather(
+            side.answer(result_of("a", rows)),
+            side.answer(result_of("c", 1), reply=other.address("c")),
+            side.answer(result_of("b", rows)),
+            side.answer(result_of("d", 1), reply=other.address("d")),
+        )
+    assert [collector.missing for collector in collectors] == [0] * 4
+    assert len(seen) == 2
+    await other.stop()
+
+
+async def test_a_lost_confirmation_of_several_results_has_each_sent_again(side: Side) -> None:
+    for number in range(3):
+        side.inbox.open(f"r{number}", 1)
+    failpoints.arm("results.before_confirm=error")
+    deliveries = await asyncio.gather(*(side.answer(result_of(f"r{number}", 1)) for number in range(3)))
+    assert [delivery.acks for delivery in deliveries] == [1] * 3
+    assert (side.outcomes("taken"), side.outcomes("duplicate")) == (3, 3)
+
+
+async def test_a_failed_result_goes_alone_because_its_lease_bounds_its_wait(side: Side) -> None:
+    error = WorkResult("failed", 0, "w", (Failed(InternalFailure("no").info()),))
+    for request in ("failed", "r"):
+        side.inbox.open(request, 1)
+    async with counted(side) as seen:
+        await asyncio.gather(side.answer(error), side.answer(result_of("r", 1)))
+    assert len(seen) == 2
+
+
+async def test_a_result_among_others_that_cannot_be_read_fails_its_request_alone(side: Side) -> None:
+    broken, whole = side.inbox.open("broken", 1), side.inbox.open("whole", 1)
+    together = WorkResults(("broken", "whole"), (b"\xc1", messages.encode(result_of("whole", 1))))
+    answer = await side.worker.request(side.inbox.address("broken"), messages.encode(together), WAIT_S)
+    assert messages.decode_confirmations(answer).verdicts == ("unknown", "taken")
+    await whole.wait(WAIT_S)
+    with pytest.raises(InternalFailure):
+        await broken.wait(WAIT_S)
+
+
+async def test_a_result_is_sent_after_the_task_of_an_earlier_one_was_cancelled(side: Side) -> None:
+    for steps in range(12):  # in one of these iterations of the loop, the task waits for further results
+        first = asyncio.create_task(side.answer(result_of("first", 1)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        first.cancel()
+        collector = side.inbox.open(f"r{steps}", 1)
+        await asyncio.wait_for(side.answer(result_of(f"r{steps}", 1)), WAIT_S)
+        assert collector.missing == 0
+        await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_a_gateway_that_does_not_accept_results_together_gets_each_alone(side: Side) -> None:
+    leases = [side.leases.hold(Delivered(number)) for number in range(100, 103)]  # type: ignore[arg-type]
+    requests = [f"r{number}" for number in range(3)]
+    collectors = [side.inbox.open(request, 1) for request in requests]
+    async with counted(side) as seen:
+        await asyncio.gather(
+            *(
+                side.results.send(
+                    lease,
+                    msgspec.structs.replace(item(request, side.inbox.address(request)), together=False),
+                    result_of(request, 1),
+                    time.monotonic() + WAIT_S,
+                )
+                for lease, request in zip(leases, requests, strict=True)
+            )
+        )
+    assert [collector.missing for collector in collectors] == [0] * 3
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("data", [b"\xc1", messages.encode(Fragment("r", 0, 0, 2, 2, "", b"part"))])

@@ -29,6 +29,7 @@ from sie_adapter.packed.attention_backend import AttentionFacts, Backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
 from sie_contracts.settings import MAX_DEVICES, SettingError
 from sie_runtime import control_group
+from sie_store.weights.derived import DerivedFiles
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -136,9 +137,8 @@ class Compute:
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
     `dtype` differs from `requested`; empty if both are equal. `outputs`: the cache of outputs of image encoders.
     `model`: facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot
-    run the model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `scratch`:
-    the folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8
-    bits.
+    run the model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `derived`:
+    files that loads of these weights have computed. `int8`: whether weights are stored in 8 bits.
     """
 
     device: torch.device
@@ -151,7 +151,7 @@ class Compute:
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     model: EngineFacts = NO_TEXTS
     engine: Choice = TORCH
-    scratch: Path | None = None
+    derived: DerivedFiles = field(default_factory=DerivedFiles)
     int8: bool = False
 
     @property

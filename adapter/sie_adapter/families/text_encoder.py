@@ -30,7 +30,7 @@ from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable
 from sie_adapter.loading.checkpoint import empty_model
-from sie_adapter.loading.modules import read_modules
+from sie_adapter.loading.modules import Modules, read_modules
 from sie_adapter.loading.tokenizer import TokenNeeds, fault, fitted, text_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.lora import ModelLoras
@@ -45,6 +45,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 # Number of additional short sequences in the trial at load, which compares the packed path with the unchanged model.
 # Outputs of classifiers, rerankers and int8 models are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
+_TOKENIZER = "tokenizer"  # name of a derived file
 
 
 class PackedModel:
@@ -119,6 +120,15 @@ def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
 
 
+def _kept_tokenizer(modules: Modules, load: LoadOptions, compute: Compute) -> Tokenizer:
+    """Return `text_tokenizer` as an earlier load has checked and stored it, or check and store it now."""
+    if (stored := compute.derived.read(_TOKENIZER)) is not None:
+        return Tokenizer.from_buffer(stored)
+    tokenizer = text_tokenizer(modules, load)
+    compute.derived.keep(_TOKENIZER, tokenizer.to_str().encode())
+    return tokenizer
+
+
 class TextEncoder(PackedModel):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -133,7 +143,7 @@ class TextEncoder(PackedModel):
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         super().__init__(entry, compute)
         modules = read_modules(folder)
-        tokenizer = text_tokenizer(modules, load)
+        tokenizer = _kept_tokenizer(modules, load, compute)
         samples = samples_of(entry.family, compute)
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)

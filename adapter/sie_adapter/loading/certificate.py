@@ -61,6 +61,14 @@ class LoadCertificate(msgspec.Struct, frozen=True):
     seconds: float
 
 
+def decoded(stored: bytes | None) -> LoadCertificate | None:
+    """Return the certificate that an earlier load has stored; None if it stored none, or one of another form."""
+    try:
+        return None if stored is None else msgspec.json.decode(stored, type=LoadCertificate)
+    except msgspec.DecodeError:
+        return None
+
+
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
     """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE, which names the failed check."""
     started = time.perf_counter()

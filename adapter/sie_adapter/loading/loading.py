@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.engines import TORCH, Choice, EngineFacts, Unserved
 from sie_adapter.loading import certificate
 from sie_adapter.loading.certificate import LoadCertificate
+from sie_adapter.loading.load_key import LoadKeys
 from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.loading.weight_files import check_weights
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
@@ -37,11 +38,13 @@ from sie_adapter.packed import attention_backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models import families
-from sie_contracts.models.catalogue import Resolved, fingerprint
+from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry, Precision
 from sie_contracts.models.families import TEXT_ENCODER
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.settings import Settings
+from sie_store.weights import derived
+from sie_store.weights.derived import DerivedFiles
 from sie_store.weights.locks import Lock
 from sie_store.weights.sources import Located, WeightSources
 
@@ -49,15 +52,7 @@ _logger = logging.getLogger("sie.adapter")
 
 ENTRY_POINTS = "sie.adapters"
 MAX_CERTIFICATES = 1000
-
-
-def _facts(files: Iterable[Path]) -> list[str]:
-    """Return path, size and time of modification of each file. A file with equal facts counts as unchanged."""
-    return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+_WEIGHTS = "weights"  # derived file that says that the weights were checked
 
 
 def family_of(name: str) -> Any:
@@ -113,9 +108,10 @@ class Loader:
     sources: WeightSources
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
+    # (key of the load, engine, attention) -> certificate
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    # folders whose weights were already checked: the path, and the `_facts` of all files in the folder
-    _checked: set[tuple[str, ...]] = field(default_factory=set)
+    _keys: LoadKeys = field(default_factory=LoadKeys)
+    _checked: set[str] = field(default_factory=set)  # keys of loads whose weights were checked
     # warnings about precision that were already logged: the model, and the reason why it computes in another precision
     _reported: set[tuple[str, str]] = field(default_factory=set)
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
@@ -147,11 +143,26 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # Temporary files of the load can be as large as the weights. In /tmp they could exceed the pod's limit of
-        # storage, and Kubernetes would evict the pod. So the load writes them into the cache folder if it is writable.
-        cache = self.settings.cache_folder
-        scratch = cache if os.access(cache, os.W_OK) else None
-        return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
+        return dataclasses.replace(compute, model=facts, engine=choice, int8=facts.int8)
+
+    def _derived(self, folder: Path, resolved: Resolved, compute: Compute) -> DerivedFiles:
+        """Return the files that loads with the same key have computed. Nothing is kept on the disk for code of a folder
+        and for families of extras, which need libraries that the key does not have.
+        """
+        entry = resolved.entry
+        golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []
+        key = self._keys.key_of(folder, golden, resolved, compute)
+        # Files of a load can be as large as the weights. In /tmp they could exceed the pod's limit of storage, and
+        # Kubernetes would evict the pod. So the load writes them into the cache folder if it is writable.
+        place = self.settings.cache_folder / derived.FOLDER
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return DerivedFiles(None, key)
+        if not os.access(place, os.W_OK):
+            return DerivedFiles(None, key)
+        is_kept = compute.model.reads_text and not resolved.load.trust_remote_code
+        return DerivedFiles(place, key, is_kept=is_kept)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Return the bytes that the weights need during the load: a CPU loads in float32, and another engine than torch
@@ -182,7 +193,8 @@ class Loader:
             family = _family(resolved)
             compute = self._compute_of(resolved)
             located = self.sources.locate(resolved.entry)
-            self._check_weights(located.folder, resolved.entry)
+            compute = dataclasses.replace(compute, derived=self._derived(located.folder, resolved, compute))
+            self._check_weights(located.folder, resolved.entry, compute.derived)
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
@@ -222,16 +234,18 @@ class Loader:
         model.certificate = self._certified(model, folder, resolved, compute)
         return model
 
-    def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files of `folder`. Skip files that have not changed since an earlier check, and all files of
-        a family that another package defines.
+    def _check_weights(self, folder: Path, entry: ModelEntry, files: DerivedFiles) -> None:
+        """Check the weight files of `folder`. Skip files that have not changed since an earlier check, also of another
+        process, and all files of a family that another package defines.
         """
-        facts = (str(folder), *_facts(_files_of(folder)))
-        if entry.family in families.rows() and facts not in self._checked:
+        if entry.family not in families.rows() or files.key in self._checked:
+            return
+        if files.read(_WEIGHTS) is None:
             check_weights(folder)
-            if len(self._checked) >= MAX_CERTIFICATES:
-                self._checked.clear()
-            self._checked.add(facts)
+            files.keep(_WEIGHTS, b"checked")
+        if len(self._checked) >= MAX_CERTIFICATES:
+            self._checked.clear()
+        self._checked.add(files.key)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
         """Store the requested precision with the model. Warn once if the entry sets a precision and the model computes
@@ -253,23 +267,18 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the results of a model's checks. The results are cached for reloads with the same files, entry,
-        engine, attention and precision.
+        """Return the results of a model's checks, from an earlier load with the same key, engine and attention if there
+        was one: in this process, or on the disk.
         """
-        entry = resolved.entry
-        golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []
-        files = _facts([*_files_of(folder), *golden])
-        facts = (
-            fingerprint(entry, resolved.load, compute.precision, model.engine_choice.engine),
-            str(entry.weights.digests),
-            model.attention,
-            *files,
-        )
-        result = self.certificates.get(facts)
+        ran_on = (model.engine_choice.engine, model.attention.replace(" ", "-"))
+        facts, name = (compute.derived.key, *ran_on), "-".join(["certificate", *ran_on])
+        result = self.certificates.get(facts) or certificate.decoded(compute.derived.read(name))
         if result is None:
-            if len(self.certificates) >= MAX_CERTIFICATES:
-                self.certificates.clear()
-            result = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
+            result = certificate.certify(model, folder, resolved, compute)
+            compute.derived.keep(name, msgspec.json.encode(result))
         elif hasattr(model, "backbone"):
             model.backbone.take_trial()
+        if len(self.certificates) >= MAX_CERTIFICATES:
+            self.certificates.clear()
+        self.certificates[facts] = result
         return msgspec.to_builtins(result)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json, reading
 from sie_store.weights.headers import DamagedFile, StoredTensor, stored_tensors
 
-_OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
+OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 # Number of dimensions of a matrix. A uint8 tensor with more dimensions is a stored attention mask, not a quantised
@@ -61,7 +61,7 @@ def safetensors_of(folder: Path) -> list[Path]:
     below = [
         path
         for path in folder.glob("*/*.safetensors")
-        if path.parent.name not in _OTHER_FORMATS and path.parent.name[0] != "."
+        if path.parent.name not in OTHER_FORMATS and path.parent.name[0] != "."
     ]
     return sorted([*folder.glob("*.safetensors"), *below])
 

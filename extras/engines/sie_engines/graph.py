@@ -10,13 +10,12 @@ texts of similar length (bench/results/engine.md).
 from __future__ import annotations
 
 import inspect
-import shutil
+import logging
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,13 +27,12 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
-from sie_adapter.engine.device import Compute
+from sie_adapter.engine.device import Compute, weights_apart
 from sie_adapter.engine.device_threads import is_alone
 from sie_adapter.engine.engines import EngineFacts, EngineLoad, NotServed, Rule, reads_more
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import GraphLost, is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
-from sie_store.weights.locks import try_lock
 
 # limit for the tokens of a group of several texts: a larger group needs more memory and is not faster per token
 GROUP_TOKENS = 1024
@@ -62,7 +60,9 @@ _FIXED_LENGTHS = (8, 16)
 # texts that are longer than the window
 _EXAMPLE_TOKENS = 300
 _ATTENTION = "sie_graph"  # name under which transformers has the attention of a trace
-_SCRATCH = "sie-graph-"  # prefix of temporary folders
+_DERIVED = "graph"  # name of the files of a graph
+_logger = logging.getLogger("sie.adapter")
+_GRAPH, _COMPRESSED = "graph.xml", "compressed"  # the graph; the number of its weights in 8 bits
 _TYPES = "token_type_ids"
 _ALL = slice(None)  # all states of a batch
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -108,33 +108,51 @@ class Graph:
         self._max_filling = most_filling(model.config)
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
+        earlier = compute.derived.find(_DERIVED)
+        # None until it is compiled: a load with a kept graph, which has passed all trials, does not wait for it
+        self._alone: _Compiled | None = None
+        self._joining: threading.Thread | None = None
         try:
             # OpenVINO copies the weights in the layout of its kernels, but also keeps the float32 weights. It maps the
-            # float32 weights from a temporary file, so that the system can reclaim their pages if memory is short.
-            with _scratch(compute.scratch) as folder:
-                path = folder / "graph.xml"
-                with _traceable(model):
-                    converted = _converted(_StackedInputs(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
-                    if compute.int8:
-                        copy_bytes -= compress(converted) * (dtype.itemsize - 1)
-                    _runtime().save_model(converted, path, compress_to_fp16=False)
-                    del converted
-                graph = _runtime().Core().read_model(path)
+            # float32 weights from a file, so that the system can reclaim their pages if memory is short, and copies of
+            # a model share them.
+            new = _new_files(model, self._names, compute, min(_EXAMPLE_TOKENS, max_tokens))
+            with new if earlier is None else nullcontext(earlier) as folder:
+                copy_bytes -= int((folder / _COMPRESSED).read_text()) * (dtype.itemsize - 1)
+                graph = _runtime().Core().read_model(folder / _GRAPH)
                 self._of_lanes = _Compiled(graph, options, lanes, lanes)
-                self._alone = None
-                if is_twice:
-                    is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-                    if is_avx2 and dtype == torch.float32 and not compute.int8:
-                        _write_out_gelu(graph)
-                    self._alone = _Compiled(_with_fixed_lengths(graph, max_tokens), options, 1, _THREADS_ALONE)
+                if is_twice and earlier is None:
+                    self._alone = self._compiled_alone(graph, options, compute)
         except (RuntimeError, OSError) as error:
+            compute.derived.discard(_DERIVED)
             raise _no_graph("OpenVINO could not compile its graph", error) from error
+        if is_twice and earlier is not None:
+            self._joining = threading.Thread(
+                target=self._join_alone, args=(graph, options, compute), name="graph", daemon=True
+            )
+            self._joining.start()
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
+
+    def _compiled_alone(self, graph: Any, options: Mapping[str, Any], compute: Compute) -> _Compiled:
+        """Compile the graph a second time, for a batch that runs alone. This changes `graph`."""
+        is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+        if is_avx2 and compute.dtype == torch.float32 and not compute.int8:
+            _write_out_gelu(graph)
+        return _Compiled(_with_fixed_lengths(graph, self._max_tokens), options, 1, _THREADS_ALONE)
+
+    def _join_alone(self, graph: Any, options: Mapping[str, Any], compute: Compute) -> None:
+        """Compile the second graph while the first serves. If this fails, the first serves all batches."""
+        try:
+            with weights_apart():
+                self._alone = self._compiled_alone(graph, options, compute)
+        except RuntimeError as error:
+            _logger.warning("OpenVINO could not compile the graph for a batch that runs alone: %s", error)
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
-        if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
-            return self._run(packed, self._alone)
+        alone = self._alone
+        if alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
+            return self._run(packed, alone)
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[tuple[Tensor, slice]]:
@@ -142,6 +160,8 @@ class Graph:
         by text.
         """
         yield self._run(packed, self._of_lanes), _ALL
+        if self._joining is not None:
+            self._joining.join()
         if self._alone is not None:
             yield self._run(packed, self._alone), _ALL
             columns = [filled_length(length, self._max_tokens, self._max_filling) for length in packed.lengths.tolist()]
@@ -150,6 +170,8 @@ class Graph:
 
     def close(self) -> None:
         """Free the compiled graphs."""
+        if self._joining is not None:
+            self._joining.join()
         del self._of_lanes
         self._alone = None
 
@@ -192,22 +214,17 @@ class Graph:
 
 
 @contextmanager
-def _scratch(place: Path | None) -> Iterator[Path]:
-    """Yield a new temporary folder in `place`. Before that, remove the folders that killed processes left in `place`:
-    each is as large as a model. A process holds the lock of its folder while the graph is in the folder. So if the lock
-    is free, no process uses the graph.
+def _new_files(model: PreTrainedModel, names: tuple[str, ...], compute: Compute, tokens: int) -> Iterator[Path]:
+    """Yield a folder with the graph of `model`, traced with texts of `tokens` tokens. Later loads find it. Raises
+    NoGraph, OSError, or an out-of-memory error.
     """
-    for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
-        with suppress(OSError):  # another process may remove the folder at the same time
-            if any(left.glob("graph.*")) and (lock := try_lock(left / "lock", shared=False)) is not None:
-                with lock:
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=place, ignore_cleanup_errors=True) as folder:
-        lock = None
-        with suppress(OSError):  # on a file system without locks, the folder is used unlocked
-            lock = try_lock(Path(folder) / "lock", shared=False)
-        with lock or nullcontext():
-            yield Path(folder)
+    with compute.derived.writing(_DERIVED) as folder:
+        with _traceable(model):
+            converted = _converted(_StackedInputs(model, names), tokens)
+            (folder / _COMPRESSED).write_text(str(compress(converted) if compute.int8 else 0))
+            _runtime().save_model(converted, folder / _GRAPH, compress_to_fp16=False)
+            del converted
+        yield folder
 
 
 class _Compiled:

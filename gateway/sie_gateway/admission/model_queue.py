@@ -324,11 +324,11 @@ class Throughput:
         A batch larger than the measured batches is assumed to take the measured time times (fixed + tokens) / (fixed +
         measured tokens), or just the measured time while the fixed time is unknown.
 
-        `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
-        workers form no further batch while that batch runs. Then the request waits for the running batches, which have
-        `running` of the `ahead` tokens, and for the batches that the remaining tokens fill. Workers form no batch that
-        would take longer than its requests may wait. So batches that leave work in the queue cannot become larger
-        (`MeasuredBatch.is_full`).
+        `budget_s`: time in which the request must be answered. Workers form a batch when the device is nearly free. If
+        a batch takes more than AHEAD_SHARE of `budget_s`, the wait is a number of whole batches: the running batches,
+        which have `running` of the `ahead` tokens, and the batches that the remaining tokens fill. Workers form no
+        batch that would take longer than its requests may wait. So batches that leave work in the queue cannot become
+        larger (`MeasuredBatch.is_full`).
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)

@@ -2,7 +2,7 @@
 
     part of a result ──► `fragments` ──► whole result
     whole result ──► ResultInbox ──► OutcomeCollector of its request: the first outcome of a chunk counts
-    ──► confirmation to the sidecar, which acks the message
+    ──► confirmation to the sidecar, which acks the message; results of several requests have one confirmation
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 One subscription of the gateway receives the results of all requests. Each request has a result subject of its own. If
@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import msgspec
 
@@ -32,6 +32,7 @@ from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import (
     Confirmation,
+    Confirmations,
     Failed,
     Fragment,
     Ok,
@@ -39,7 +40,9 @@ from sie_contracts.wire.messages import (
     Priority,
     RunOptions,
     Stages,
+    Verdict,
     WorkResult,
+    WorkResults,
 )
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.slots import KeyTurns
@@ -464,7 +467,6 @@ class FailedRequest(Exception):
 HELD_MESSAGES = 1 << 16
 HELD_BYTES = 256 << 20  # largest number of bytes of the messages that wait in the NATS client
 CHECKING_THREADS = 2  # threads that join results from their parts
-Verdict = Literal["taken", "duplicate", "unknown", "part"]
 _CONFIRMATIONS: dict[Verdict, bytes] = {
     verdict: messages.encode(Confirmation(verdict)) for verdict in get_args(Verdict)
 }
@@ -617,16 +619,28 @@ class ResultInbox:
         return "unknown"
 
     async def _on_result(self, message: CoreMessage) -> None:
-        verdict: Verdict | None
-        try:
-            decoded = messages.decode_result_or_fragment(message.data)
-        except UNDECODABLE as error:
-            verdict = self._unreadable(message.subject.rpartition(".")[2], error)
-        else:
-            verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
-        if verdict is not None and message.reply:
+        reply = self._reply_to(message)
+        if reply is not None and message.reply:
             failpoint("results.before_confirm")
-            await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
+            await self._bus.send(message.reply, reply)
+
+    def _reply_to(self, message: CoreMessage) -> bytes | None:
+        """Handle a message of a worker and return the encoded reply; None if `_check` sends the reply later."""
+        try:
+            decoded = messages.decode_results(message.data)
+        except UNDECODABLE as error:
+            return _CONFIRMATIONS[self._unreadable(message.subject.rpartition(".")[2], error)]
+        if isinstance(decoded, WorkResults):
+            pairs = zip(decoded.requests, decoded.results, strict=True)
+            return messages.encode(Confirmations(tuple(self._offer_encoded(request, data) for request, data in pairs)))
+        verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
+        return None if verdict is None else _CONFIRMATIONS[verdict]
+
+    def _offer_encoded(self, request: str, data: bytes) -> Verdict:
+        try:
+            return self._offer(messages.decode_result(data))
+        except UNDECODABLE as error:
+            return self._unreadable(request, error)
 
     def _unreadable(self, request: str, error: Exception) -> Verdict:
         """Fail the request of a result that cannot be decoded: if sent again, the result would have the same bytes."""

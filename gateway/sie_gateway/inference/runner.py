@@ -441,6 +441,7 @@ def _work_item(
         endpoint="embeddings" if call.labels.get("endpoint") == "embeddings" else "",
         tracestate=call.context.tracestate,
         asker=asker,
+        together=True,
     )
 
 

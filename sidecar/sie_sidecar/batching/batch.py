@@ -4,8 +4,8 @@
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
 its oldest work item has waited for `BatchLimits.wait_s` seconds, if it is the turn of bulk work, or at once if the
-device is idle and no more work is expected. A batch can grow while the device is busy. If a full batch takes too long
-for a deadline, only its first work items run, see `sizing`.
+device is idle and no more work is expected. While the device is busy, a batch grows until LEAD_S before the device is
+free. If a full batch takes too long for a deadline, only its first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
@@ -29,7 +29,7 @@ from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from sie_contracts.models.costs import BatchTimes
-from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
+from sie_sidecar.batching.sizing import LEAD_S, UNKNOWN_S, Ask, fitting
 
 # A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until the waiting work fills
 # this number of batches for each lane.
@@ -94,7 +94,7 @@ class DeviceLoad:
 
 @dataclass(eq=False, kw_only=True)
 class Queued:
-    """What `Waiting` knows of a tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as the number
+    """Tokenised work item, as `Waiting` sees it. `cost`: its tokens. `time_cost`: its computing time, as the number
     of tokens of short texts that take the same time; 0 means equal to `cost`. `arrived_s`: time of its arrival in the
     queue. `alone`: the message was delivered before and may have crashed an adapter, so the work item runs in its own
     batch. `due_s`: end of the request's time limit. `budget_s`: seconds from its publication to this time.
@@ -190,11 +190,9 @@ class _KeyQueue(Generic[T]):
         self.alone -= sum(entry.alone for entry in entries)
         return entries
 
-    def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if the next batch must stay open until the device is free. Work items that arrive until then must
-        be able to join it, because a later batch could miss their time limits, see `sizing.binds`.
-        """
-        return binds(self._asks(self._together(limits), begins_s), times)
+    def is_urgent(self) -> bool:
+        """Return True if a work item has little time, so that it could be late behind a batch of unknown length."""
+        return any(entry.budget_s <= UNKNOWN_S for entry in self.entries)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
         entries = map(self.entries.__getitem__, indexes)
@@ -395,17 +393,17 @@ class Waiting(Generic[T]):
     def seal(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Seal and return the next batch of `queue`. If the device is busy and `binds` forbids sealing, let work items
-        join until the device is nearly free: return WaitUntil with this time, or None if no batch of the model was
-        measured, so that the time is unknown.
+        """Seal and return the next batch of `queue`. While every lane of the device is busy, work items can join the
+        batch until LEAD_S before a lane is free: return WaitUntil with this time. Return None if a batch of the model
+        was never measured and a work item is urgent: it waits for the end of a batch.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
-        if (
-            device.sent >= device.lanes
-            and (device.busy_s > LEAD_S or not times.is_known)
-            and queue.binds(limits, begins_s, times)
-        ):
-            return WaitUntil(begins_s - LEAD_S) if times.is_known else None
+        if device.sent >= device.lanes:
+            # the times are compared, not the durations: their rounding could ask for a wait of nothing, again and again
+            if begins_s - LEAD_S > now_s:
+                return WaitUntil(begins_s - LEAD_S)
+            if not times.is_known and queue.is_urgent():
+                return None
         bulk = queue.entries[0].bulk
         entries = sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=_COST)
         self._length -= len(entries)

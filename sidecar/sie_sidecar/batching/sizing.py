@@ -14,9 +14,9 @@ others:
   x / 2. So all entries together lower the tokens per second by at most half.
 * An entry that would be late even in the smaller batch does not make the batch smaller.
 
-A batch that is sent while another batch runs waits at the device. A work item that arrives meanwhile waits for these
-two batches, and then for its own batch. If three batches take too much of the budget of a work item (`binds`), the next
-batch is sealed only LEAD_S before the device is free, so that work items can join it until then.
+A batch that is sent while another batch runs waits at the device. It is sealed only LEAD_S before the device is free,
+so that work items that arrive until then join it. Sealed earlier, it would be smaller, and a work item that arrives
+meanwhile would wait for two batches, and then for its own batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
+from sie_contracts.models.costs import BatchTimes
 from sie_contracts.settings import Settings
 
 # part of a work item's remaining time that its batch may take; a second batch of that length fits into the rest
@@ -38,9 +38,8 @@ SHARE = 0.4
 # urgent, the smaller batch may lose at most this part of the tokens per second. If only a part x of the tokens is
 # urgent, the smaller batch may lose at most x * MAX_LOSS.
 MAX_LOSS = 0.5
-# an urgent batch is sealed this number of seconds before the device is predicted to be free, so that the device stays
-# busy
-LEAD_S = 0.01
+# a batch is sealed this number of seconds before the device is predicted to be free, so that the device stays busy
+LEAD_S = 0.003
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
@@ -70,18 +69,6 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
     full_s = times.seconds(ends[-1])
     asking = [ask for ask in asks if SHARE * ask.budget_s < full_s and times.seconds(ask.cost) <= ask.left_s]
     return max(1, bisect_right(ends, _cost(asking, ends[-1], times))) if asking else len(asks)
-
-
-def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was sealed could be late. `asks`: the work items of the batch. The time of the batch is its
-    predicted time, or the mean time of the last batches if this mean is longer. If no batch was measured yet, return
-    True if a work item has a budget of at most UNKNOWN_S.
-    """
-    if not times.is_known:
-        return any(ask.budget_s <= UNKNOWN_S for ask in asks)
-    batch_s = max(times.mean_s, times.seconds(sum(ask.cost for ask in asks)))
-    return any(AHEAD_SHARE * ask.budget_s < batch_s for ask in asks)
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:

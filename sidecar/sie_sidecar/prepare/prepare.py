@@ -188,9 +188,9 @@ class Prepare:
                 raise
         else:
             return [flight for flight, _ in work]
-        for one in work:  # the call for all items failed: call for each item alone, so that only the faulty item fails
-            with self._settle.answering([one[0]], "preparing the input"):
-                await self._build_rows([one], tokenizer, layout, together)
+        for pair in work:  # the call for all items failed: call for each item alone, so that only the faulty item fails
+            with self._settle.answering([pair[0]], "preparing the input"):
+                await self._build_rows([pair], tokenizer, layout, together)
         return [flight for flight, _ in work if not flight.settled]
 
     async def _build_rows(

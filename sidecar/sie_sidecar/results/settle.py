@@ -5,6 +5,7 @@ acknowledges the message. `Leases` renews the leases of the messages.
     Settle.answer ──task──► Settle._answer ──► ResultDelivery.send ──► _send ──► _deliver: one message
                                                                          └──► _deliver_parts ──► _deliver: each part
 
+    results that are ready together, for one gateway ──► `_together`: one request ──► a verdict on each result
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
     larger result ──► parts, one after the other, each repeated until confirmed ──► verdict on the last part: taken
                       if that verdict is `part`, the gateway lacks parts or the data is damaged: all parts are sent
@@ -38,6 +39,7 @@ import struct
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -45,7 +47,7 @@ import msgspec
 from sie_broker import BrokerError, BrokerUnavailable, Bus, Delivery, NoResponder, PayloadTooBig, Queue
 from sie_contracts.errors import UNDECODABLE, GatewayTimeout, InternalFailure, SIEError
 from sie_contracts.wire import ipc, messages
-from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult
+from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult, WorkResults
 from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import TRACE_ID, set_current
 from sie_runtime.failpoints import failpoint
@@ -62,8 +64,19 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # largest number of bytes of a result that is sent as one message, and of one part of a larger result. To send 32 MiB
 # took 0.20 s in parts of 1 MiB, and 0.83 s in parts of 8 MiB (nats-py 2.16, two busy cores)
 MAX_BYTES = 1 << 20
+GROUP_BYTES = 4 << 10  # bytes of a message that are reserved for the frame of results that are sent together
 MAX_SILENT = 256  # largest number of gateways without confirmations that a sidecar remembers for its log
 MAX_ROUNDS = 3  # maximum number of times that all parts of one result are sent
+
+
+@dataclass(eq=False)
+class _ReadyResults:
+    """Results for one gateway that are sent in one message. `nbytes`: sum of their sizes."""
+
+    requests: list[str] = field(default_factory=list)
+    results: list[bytes] = field(default_factory=list)
+    verdicts: list[asyncio.Future[str]] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class ResultDelivery:
@@ -75,6 +88,8 @@ class ResultDelivery:
         self._metrics = metrics
         # subject of a gateway -> its state, only while it confirms no results
         self._silent: dict[str, Trouble] = {}
+        # subject of a gateway -> its results that are ready in this iteration of the event loop
+        self._ready: dict[str, _ReadyResults] = {}
 
     async def send(
         self,
@@ -109,6 +124,8 @@ class ResultDelivery:
             return "fenced"
         failpoint("settle.before_result")
         data = messages.encode(result)
+        if fence is None and item.together and (verdict := await self._together(item, data)):
+            return verdict
         verdict = "part"
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
             # after a reconnect, the broker's limit may be lower: the result is then sent in parts
@@ -122,6 +139,47 @@ class ResultDelivery:
             return "unconfirmed"
         error = InternalFailure(f"the result was damaged on its way to the gateway {MAX_ROUNDS} times")
         return await self._send(lease, item, failed(result, error), deadline_s)
+
+    async def _together(self, item: WorkItem, data: bytes) -> str:
+        """Send a result in one message with the results for the same gateway that are ready in this iteration of the
+        event loop: those of a batch. The first of them sends the message, once. Return the gateway's verdict on the
+        result; empty if the result is the only one, or if the gateway confirmed nothing: `_deliver` then sends it.
+        """
+        gateway, limit = item.reply.rpartition(".")[0], min(MAX_BYTES, self._bus.max_payload) - GROUP_BYTES
+        group, size = self._ready.get(gateway), len(data) + len(item.request)
+        if group is None or group.nbytes + size > limit:
+            group = self._ready[gateway] = _ReadyResults()
+        verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        group.requests.append(item.request)
+        group.results.append(data)
+        group.verdicts.append(verdict)
+        group.nbytes += size
+        if len(group.verdicts) == 1:
+            verdicts: Sequence[str] = ()
+            try:
+                try:
+                    await asyncio.sleep(0)
+                finally:  # a result that joined a group later would wait for ever
+                    if self._ready.get(gateway) is group:
+                        del self._ready[gateway]
+                if len(group.verdicts) > 1:
+                    verdicts = await self._request_together(item.reply, gateway, group)
+            finally:
+                for waiting, answer in zip(group.verdicts, verdicts or [""] * len(group.verdicts), strict=True):
+                    if not waiting.done():
+                        waiting.set_result(answer)
+        return await verdict
+
+    async def _request_together(self, subject: str, gateway: str, group: _ReadyResults) -> Sequence[str]:
+        """Send the results of a group in one request. Return the verdicts; none if the gateway confirmed nothing."""
+        data = messages.encode(WorkResults(tuple(group.requests), tuple(group.results)))
+        try:
+            verdicts = messages.decode_confirmations(await self._bus.request(subject, data, CONFIRM_TIMEOUT_S)).verdicts
+        except (NoResponder, BrokerUnavailable, PayloadTooBig, *UNDECODABLE) as error:
+            _logger.debug("the results of %d requests are sent one by one: %s", len(group.requests), error)
+            return ()
+        self._silent.pop(gateway, None)
+        return verdicts if len(verdicts) == len(group.requests) else ()
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
         """Cut an encoded result into parts for `_send`, and send each part by `_deliver`. Return the verdict on the

@@ -50,8 +50,8 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-# While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
-# request's time budget.
+# if the predicted time of a batch is above this share of a request's time budget, the gateway predicts the wait of the
+# request in whole batches
 AHEAD_SHARE = 0.25
 # A line is fitted to the measured times only if the batch sizes differ enough: their variance, divided by the square of
 # their mean, is above this number.
@@ -142,11 +142,6 @@ class BatchTimes:
     @property
     def is_known(self) -> bool:
         return self._n > 0
-
-    @property
-    def mean_s(self) -> float:
-        """Return the mean time of the last batches in seconds; newer batches count more. 0 before the first batch."""
-        return self._y / self._n if self._n else 0.0
 
     @property
     def is_growth_known(self) -> bool:

@@ -191,6 +191,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses computed
     data of an image only for requests with the same `asker`; if `asker` is empty, the worker reuses no data.
+    `together`: the gateway also accepts the result in a `WorkResults`.
     """
 
     request: str
@@ -215,6 +216,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     endpoint: str = ""
     tracestate: str = ""
     asker: str = ""
+    together: bool = False
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
@@ -315,6 +317,15 @@ class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"
     batch: BatchNote = BatchNote()
 
 
+class WorkResults(msgspec.Struct, frozen=True, tag="results/1"):
+    """Results of several requests of one gateway. `results[i]`: encoded WorkResult for `requests[i]`. The worker sends
+    the message to the reply subject of the first request; the gateway replies with `Confirmations`.
+    """
+
+    requests: tuple[str, ...]
+    results: tuple[bytes, ...]
+
+
 class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
     """Part `index` of `count` of an encoded WorkResult that is too large for one message. `digest`: SHA-256 of the
     whole encoded WorkResult, in hex.
@@ -350,6 +361,9 @@ class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/
     model: str
 
 
+Verdict = Literal["taken", "duplicate", "unknown", "part"]
+
+
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
     """Reply of a gateway to a result.
 
@@ -358,7 +372,13 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
     fragments are missing.
     """
 
-    verdict: Literal["taken", "duplicate", "unknown", "part"]
+    verdict: Verdict
+
+
+class Confirmations(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirms/1"):
+    """Reply of a gateway to `WorkResults`: the verdict on each result, in order."""
+
+    verdicts: tuple[Verdict, ...]
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
@@ -399,9 +419,10 @@ def _packed(text: str) -> msgspec.Raw:
 # each of these functions raises an exception of `errors.UNDECODABLE` for bytes that it cannot decode
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
-decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
+decode_results = msgspec.msgpack.Decoder(WorkResult | WorkResults | Fragment).decode
 decode_payload = msgspec.msgpack.Decoder(Payload).decode
 decode_cancel = msgspec.msgpack.Decoder(CancelRequests).decode
 decode_residency = msgspec.msgpack.Decoder(Residency).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode
+decode_confirmations = msgspec.msgpack.Decoder(Confirmations).decode

@@ -1,10 +1,10 @@
 """Disk space for weights. Before a fetch, the least recently used snapshots are removed from the disk cache if space is
 needed. Between fetches, `DiskWatch` removes snapshots while the disk is too full, because other programs fill the disk
-too.
+too. Files that were computed from weights (`derived`) are removed before any snapshot.
 
-Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
-continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
-of this node loads, uses or fetches is never removed: the process has a lease (`LocalCache.lease`).
+Only data of SIE is removed: derived files, snapshots whose manifest SIE wrote, and partial folders of fetches that no
+process continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a
+process of this node loads, uses or fetches is never removed: the process has a lease (`LocalCache.lease`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from sie_store.weights import derived
 from sie_store.weights.cache import REMOVAL_S, Candidate, LocalCache
 from sie_store.weights.locks import Lock, try_lock
 from sie_store.weights.manifest import FetchFailed
@@ -82,19 +83,21 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
     snapshot if the bytes would not fit even after the removal of all candidates.
     """
     with _sole_removal(cache):
-        going = cache.candidates() if threshold_percent is not None else []
         others_bytes = cache.outstanding_bytes()
         needed = needed_bytes + others_bytes
+
+        def is_above() -> bool:
+            used, free = probe(cache.folder)
+            limit = 100.0 if threshold_percent is None else threshold_percent
+            return 100 * (used + needed) > limit * (used + free) or needed + SPARE_BYTES > free
+
+        _remove_derived_while(is_above, cache)
+        going = cache.candidates() if threshold_percent is not None else []
         free = probe(cache.folder).free
         if needed + SPARE_BYTES > free + sum(candidate.bytes for candidate in going):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
         if threshold_percent is None:
             return
-
-        def is_above() -> bool:
-            used, free = probe(cache.folder)
-            return 100 * (used + needed) > threshold_percent * (used + free) or needed + SPARE_BYTES > free
-
         _remove_while(is_above, cache, going, f"with the new files the disk would be over {threshold_percent:g} % full")
         if is_above():
             _logger.warning(
@@ -114,6 +117,7 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
         used, free = probe(cache.folder)
         return 100 * used > threshold_percent * (used + free)
 
+    _remove_derived_while(is_above, cache)
     if is_above():
         with _sole_removal(cache):
             _remove_while(is_above, cache, cache.candidates(), f"the disk is more than {threshold_percent:g} % full")
@@ -150,6 +154,11 @@ class DiskWatch:
                     self._folder,
                 )
             was_well = is_well
+
+
+def _remove_derived_while(is_above: Callable[[], bool], cache: LocalCache) -> None:
+    while is_above() and derived.remove_oldest(cache.folder / derived.FOLDER):
+        pass
 
 
 def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[Candidate], why: str) -> None:

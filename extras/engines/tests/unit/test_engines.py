@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,19 +19,21 @@ import msgspec
 import numpy as np
 import oracle
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from parity.checkpoints import ARCHITECTURES, build
 from parity.engine import ParityEngine
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scipy.stats import kendalltau
 from transformers import AutoModel, BertConfig, Gemma3TextConfig, ModernBertConfig
 
 from sie_adapter.engine import engines
 from sie_adapter.engine.engines import EngineFacts
+from sie_adapter.families import text_encoder
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.loading import certificate
+from sie_adapter.loading import certificate, loading
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import backbone as backbones
 from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
@@ -41,7 +44,8 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.settings import Settings
 from sie_engines import graph as graphs
 from sie_engines.graph import GROUP_TOKENS, PASS_TOKENS, Graph, RowGroup, filled_length, groups, most_filling
-from sie_store.weights.locks import try_lock
+from sie_store.weights import derived
+from sie_store.weights.derived import DerivedFiles
 from sie_store.weights.sources import WeightSources
 
 pytest.importorskip("openvino")
@@ -199,7 +203,7 @@ def loader_of(cache: Path) -> Loader:
 
 def loaded(folder: Path, name: str, precision: str = "float32", cache: Path | None = None, **load: Any) -> TextEncoder:
     entry = entry_of(folder, name, {"precision": precision, **load})
-    model = loader_of(cache or folder).load(Catalogue.resolve_profile(entry, "default", entry.id))
+    model = loader_of(cache or Path(tempfile.mkdtemp())).load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model, TextEncoder)
     return model
 
@@ -403,27 +407,113 @@ def test_a_graph_that_cannot_be_written_is_not_used(
     bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    model: Any = loaded(bert, "bert", cache=tmp_path / "absent")
+    (tmp_path / "file").touch()
+    model: Any = loaded(bert, "bert", cache=tmp_path / "file")
     assert model.engine_choice.engine == "torch"
     assert "not openvino: OpenVINO could not compile its graph: FileNotFoundError" in model.engine_choice.reason
 
 
-def test_no_file_of_a_graph_is_left(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    (tmp_path / "cache").mkdir()
-    assert loaded(bert, "bert", cache=tmp_path / "cache").backbone.engine.engine == "openvino"
-    assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
+def test_a_load_without_a_writable_cache_leaves_no_file(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (tmp_path / "file").touch()
+    assert loaded(bert, "bert", cache=tmp_path / "file").backbone.engine.engine == "openvino"
+    assert not list(temporary.iterdir())
 
 
-def test_files_of_graphs_that_killed_processes_left_are_removed(bert: Path, tmp_path: Path) -> None:
-    left, compiling = tmp_path / "sie-graph-left", tmp_path / "sie-graph-compiling"
-    for folder in (left, compiling):
-        folder.mkdir()
-        for name in ("graph.xml", "graph.bin", "lock"):
-            (folder / name).touch()
-    with try_lock(compiling / "lock", shared=False) or pytest.fail("it is locked"):
-        loaded(bert, "bert", cache=tmp_path)
-    assert list(tmp_path.iterdir()) == [compiling]
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each load appends what it computes anew."""
+    calls: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        run = getattr(module, name)
+
+        def noted(*arguments: Any) -> Any:
+            calls.append(name)
+            return run(*arguments)
+
+        monkeypatch.setattr(module, name, noted)
+
+    note(graphs, "_converted")
+    note(certificate, "certify")
+    note(loading, "check_weights")
+    note(text_encoder, "text_tokenizer")
+    return calls
+
+
+ALL_COMPUTED = ["check_weights", "text_tokenizer", "_converted", "certify"]
+
+
+def test_a_second_load_of_another_process_computes_nothing_again(
+    bert: Path, tmp_path: Path, computed: list[str]
+) -> None:
+    packed = packed_of([9, 40])
+    first = loaded(bert, "bert", cache=tmp_path)
+    assert computed == ALL_COMPUTED
+    second = loaded(bert, "bert", cache=tmp_path)
+    assert computed == ALL_COMPUTED
+    assert second.certificate == first.certificate
+    assert second.tokenizer == first.tokenizer
+    torch.testing.assert_close(states(second, packed), states(first, packed), atol=1e-5, rtol=1e-4)
+    (_, in_groups, single) = (states for states, _ in second.backbone._runner.trials(packed))
+    torch.testing.assert_close(in_groups, states(first, packed), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(single, states(first, packed), atol=1e-5, rtol=1e-4)
+
+
+def test_models_of_equal_weights_share_a_graph(bert: Path, tmp_path: Path, computed: list[str]) -> None:
+    first = entry_of(bert, "bert", {"precision": "float32"})
+    for entry in (first, msgspec.structs.replace(first, id="toy/other")):
+        loader_of(tmp_path).load(Catalogue.resolve_profile(entry, "default", entry.id))
+    assert computed == ALL_COMPUTED
+
+
+def test_a_load_with_other_options_or_weights_computes_all_again(
+    bert: Path, tmp_path: Path, computed: list[str]
+) -> None:
+    loaded(bert, "bert", cache=tmp_path)
+    loaded(bert, "bert", cache=tmp_path, causal=False)
+    assert computed == 2 * ALL_COMPUTED
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("weight"))
+    status = (other / "model.safetensors").stat()
+    save_file({**tensors, name: tensors[name] + 1}, other / "model.safetensors", {"format": "pt"})
+    os.utime(other / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (other / "model.safetensors").stat().st_size == status.st_size
+    loaded(other, "bert", cache=tmp_path)
+    assert computed == 3 * ALL_COMPUTED
+
+
+@pytest.mark.parametrize("size", [-1, 0, 100])
+def test_a_changed_graph_is_computed_again(bert: Path, tmp_path: Path, computed: list[str], size: int) -> None:
+    """The file is longer, empty or shorter."""
+    loaded(bert, "bert", cache=tmp_path)
+    (weights,) = tmp_path.glob(f"{derived.FOLDER}/*/graph/graph.bin")
+    data = bytearray(weights.read_bytes())
+    if size < 0:
+        data[len(data) // 2] ^= 1
+        weights.write_bytes(data)
+    else:
+        weights.write_bytes(data[:size])
+    assert loaded(bert, "bert", cache=tmp_path).backbone.engine.engine == "openvino"
+    assert computed == [*ALL_COMPUTED, "_converted"]
+    loaded(bert, "bert", cache=tmp_path)
+    assert computed == [*ALL_COMPUTED, "_converted"]
+
+
+def test_a_kept_graph_that_computes_otherwise_is_not_used(bert: Path, tmp_path: Path) -> None:
+    """The digests are right, but the states differ from those of the first load."""
+    loaded(bert, "bert", cache=tmp_path)
+    (place,) = tmp_path.glob(f"{derived.FOLDER}/*/reference")
+    reference = safetensors.torch.load((place / "reference").read_bytes())["reference"]
+    kept = DerivedFiles(place.parents[1], place.parent.name, is_kept=True)
+    kept.keep("reference", safetensors.torch.save({"reference": reference.flip(1)}))
+    assert loaded(bert, "bert", cache=tmp_path).engine_choice.engine == "torch"
 
 
 def test_weights_in_8_bits_rank_as_those_in_32(bert: Path) -> None:

@@ -33,7 +33,7 @@ from sie_contracts.wire.ipc import BatchDone, Group, Refused, RunBatch
 from sie_contracts.wire.messages import Failed, Ok, RunOptions
 from sie_engines.sglang_server import SGLang
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 REAL = ROOT / ".venv-sglang" / "bin" / "python"
 ENDS_S = 30.0
 TEXTS = [[5, 6, 7], [9], list(range(10, 75)), [5, 6, 8], [30] * 17]
