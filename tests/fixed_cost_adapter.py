@@ -35,7 +35,7 @@ from sie_contracts.models.catalogue import Catalogue, fingerprint
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Ok
-from sie_sidecar.models.models import MEMORY_USED
+from sie_sidecar.models import MEMORY_USED
 
 BESIDE_BYTES = 64 << 20  # memory of the device beside models
 POISONED = 86  # exit status after the deadly text

@@ -50,9 +50,9 @@ from sie_contracts.wire.heartbeats import (
 )
 from sie_contracts.wire.messages import RunOptions
 from sie_runtime.process import Trouble, cancel_all
-from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models import devices
-from sie_sidecar.models.devices import DeviceView, SecondCopies
+from sie_sidecar import devices
+from sie_sidecar.devices import DeviceView, SecondCopies
+from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
