@@ -10,7 +10,6 @@ texts of similar length (bench/results/engine.md).
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import threading
 import warnings
@@ -27,7 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
-from sie_adapter.engine.device import Compute, weights_apart
+from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
 from sie_adapter.engine.engines import EngineFacts, EngineLoad, NotServed, Rule, reads_more
 from sie_adapter.loading.checkpoint import construction
@@ -61,7 +60,6 @@ _FIXED_LENGTHS = (8, 16)
 _EXAMPLE_TOKENS = 300
 _ATTENTION = "sie_graph"  # name under which transformers has the attention of a trace
 _DERIVED = "graph"  # name of the files of a graph
-_logger = logging.getLogger("sie.adapter")
 _GRAPH, _COMPRESSED = "graph.xml", "compressed"  # the graph; the number of its weights in 8 bits
 _TYPES = "token_type_ids"
 _ALL = slice(None)  # all states of a batch
@@ -109,9 +107,7 @@ class Graph:
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         earlier = compute.derived.find(_DERIVED)
-        # None until it is compiled: a load with a kept graph, which has passed all trials, does not wait for it
         self._alone: _Compiled | None = None
-        self._joining: threading.Thread | None = None
         try:
             # OpenVINO copies the weights in the layout of its kernels, but also keeps the float32 weights. It maps the
             # float32 weights from a file, so that the system can reclaim their pages if memory is short, and copies of
@@ -121,38 +117,20 @@ class Graph:
                 copy_bytes -= int((folder / _COMPRESSED).read_text()) * (dtype.itemsize - 1)
                 graph = _runtime().Core().read_model(folder / _GRAPH)
                 self._of_lanes = _Compiled(graph, options, lanes, lanes)
-                if is_twice and earlier is None:
-                    self._alone = self._compiled_alone(graph, options, compute)
+                if is_twice:
+                    is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+                    if is_avx2 and dtype == torch.float32 and not compute.int8:
+                        _write_out_gelu(graph)
+                    self._alone = _Compiled(_with_fixed_lengths(graph, max_tokens), options, 1, _THREADS_ALONE)
         except (RuntimeError, OSError) as error:
             compute.derived.discard(_DERIVED)
             raise _no_graph("OpenVINO could not compile its graph", error) from error
-        if is_twice and earlier is not None:
-            self._joining = threading.Thread(
-                target=self._join_alone, args=(graph, options, compute), name="graph", daemon=True
-            )
-            self._joining.start()
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
-
-    def _compiled_alone(self, graph: Any, options: Mapping[str, Any], compute: Compute) -> _Compiled:
-        """Compile the graph a second time, for a batch that runs alone. This changes `graph`."""
-        is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-        if is_avx2 and compute.dtype == torch.float32 and not compute.int8:
-            _write_out_gelu(graph)
-        return _Compiled(_with_fixed_lengths(graph, self._max_tokens), options, 1, _THREADS_ALONE)
-
-    def _join_alone(self, graph: Any, options: Mapping[str, Any], compute: Compute) -> None:
-        """Compile the second graph while the first serves. If this fails, the first serves all batches."""
-        try:
-            with weights_apart():
-                self._alone = self._compiled_alone(graph, options, compute)
-        except RuntimeError as error:
-            _logger.warning("OpenVINO could not compile the graph for a batch that runs alone: %s", error)
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
-        alone = self._alone
-        if alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
-            return self._run(packed, alone)
+        if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
+            return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[tuple[Tensor, slice]]:
@@ -160,8 +138,6 @@ class Graph:
         by text.
         """
         yield self._run(packed, self._of_lanes), _ALL
-        if self._joining is not None:
-            self._joining.join()
         if self._alone is not None:
             yield self._run(packed, self._alone), _ALL
             columns = [filled_length(length, self._max_tokens, self._max_filling) for length in packed.lengths.tolist()]
@@ -170,8 +146,6 @@ class Graph:
 
     def close(self) -> None:
         """Free the compiled graphs."""
-        if self._joining is not None:
-            self._joining.join()
         del self._of_lanes
         self._alone = None
 

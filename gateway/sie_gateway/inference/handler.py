@@ -338,6 +338,9 @@ class Inference:
             reads = "image" in request.resolved.entry.inputs
             if reads and request.operation in ("encode", "score", "extract"):
                 return await self._fetched(call, request, self._fetcher)
+        return await self._execute(call, request)
+
+    async def _execute(self, call: Call, request: InferRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # QueueFull from the broker lacks the depth of the queue
@@ -356,7 +359,7 @@ class Inference:
             count = len(request.items)
             query = files[count] if request.query else None
             request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
-            return await self.execute(call, request)
+            return await self._execute(call, request)
 
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
