@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from sie_contracts.settings import Settings, load
 from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import chunk
-from sie_sidecar.batching.batch import (
+from sie_sidecar.batch import (
     Batch,
     BatchKey,
     BatchLimits,
@@ -41,7 +41,7 @@ from sie_sidecar.batching.batch import (
     credit,
     next_batch,
 )
-from sie_sidecar.batching.sizing import Quantum
+from sie_sidecar.sizing import Quantum
 
 ACTIVE_S = 1.0  # for this number of seconds after its last delivery, a consumer gets a share of the worker's credit
 NO_LIMIT = 1 << 60
@@ -283,7 +283,7 @@ class _ReplayWorker:
 
     def _refill(self) -> None:
         """Set the number of messages that the worker requests from each active consumer, by the rules of the module
-        sie_sidecar.intake.pull.
+        sie_sidecar.pull.
         """
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held

@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 
-from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Queued, Waiting, next_batch
+from sie_sidecar.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Queued, Waiting, next_batch
 
 DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 

@@ -3,7 +3,7 @@
 import math
 from typing import Generic, TypeVar
 
-from sie_sidecar.batching.batch import BatchKey, Queued
+from sie_sidecar.batch import BatchKey, Queued
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from sie_broker import Broker, CoreMessage
 from sie_contracts.wire import ipc, messages, topology
 from sie_contracts.wire.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_sidecar.intake import pull
+from sie_sidecar import pull
 
 ENTRY = toy_entry()
 _PLAIN = RunOptions()

@@ -19,7 +19,7 @@ from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Trouble, wait_set
-from sie_sidecar.device.link import AdapterGone, AdapterLink, AdapterLinks
+from sie_sidecar.link import AdapterGone, AdapterLink, AdapterLinks
 from sie_sidecar.metrics import AdapterCounts, oom_counts, tower_counts
 from sie_sidecar.worker import Worker
 from sie_store.weights.cache import LocalCache

@@ -1,4 +1,4 @@
-"""Metrics of the sidecar. `SidecarMetrics` counts events when they happen; `collector` reads states at each scrape.
+"""Metrics of the sidecar. `SidecarMetrics` counts events, and `WorkerCollector` reads states at a scrape.
 
 The adapter has no HTTP port: it reports its counts in `ipc.Description`.
 """

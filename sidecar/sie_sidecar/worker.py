@@ -30,24 +30,24 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry, wait_set
-from sie_sidecar.batching.batch import BatchLimits
-from sie_sidecar.batching.sizing import quantum_of
-from sie_sidecar.device.dispatch import DeviceQueue, DeviceQueues, Dispatch
-from sie_sidecar.device.in_flight import InFlight, Inventory
-from sie_sidecar.device.isolate import Isolate
-from sie_sidecar.device.link import AdapterLink, AdapterLinks
-from sie_sidecar.device.poison import PoisonMarks
-from sie_sidecar.intake.intake import CHARACTERS_PER_TOKEN, WorkIntake
-from sie_sidecar.intake.pull import WorkSource
+from sie_sidecar.batch import BatchLimits
+from sie_sidecar.dead_letters import DeadLetterWriter
+from sie_sidecar.dispatch import DeviceQueue, DeviceQueues, Dispatch
+from sie_sidecar.in_flight import InFlight, Inventory
+from sie_sidecar.intake import CHARACTERS_PER_TOKEN, WorkIntake
+from sie_sidecar.isolate import Isolate
+from sie_sidecar.link import AdapterLink, AdapterLinks
+from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import Hosting, ModelState, WorkerModels
+from sie_sidecar.models import Hosting, ModelState, WorkerModels
+from sie_sidecar.poison import PoisonMarks
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
 from sie_sidecar.prepare.tokens import TokenizerPool
-from sie_sidecar.results.dead_letters import DeadLetterWriter
-from sie_sidecar.results.settle import Leases, ResultDelivery, Settle, open_ledger
+from sie_sidecar.pull import WorkSource
+from sie_sidecar.settle import Leases, ResultDelivery, Settle, open_ledger
+from sie_sidecar.sizing import quantum_of
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:

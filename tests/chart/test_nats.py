@@ -39,7 +39,7 @@ from sie_gateway.process import serve as serve_gateway
 from sie_runtime import keys as records
 from sie_runtime.feed import config_source
 from sie_runtime.process import Stop
-from sie_sidecar.device.poison import POISON_DEATHS, Mark
+from sie_sidecar.poison import POISON_DEATHS, Mark
 from sie_sidecar.process import serve as serve_sidecar
 
 # Passwords that a configuration without quotes, or a URL without percent-encoding, would read as another value.

@@ -24,7 +24,7 @@ from sie_contracts.errors import ModelLoading
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok
 from sie_runtime.process import Stop
-from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.link import AdapterGone, AdapterLink
 
 NUMBERS = itertools.count()
 

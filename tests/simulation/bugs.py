@@ -18,12 +18,12 @@ from simulation.network import Connection
 
 import sie_gateway.inference.answers
 import sie_gateway.inference.results
-import sie_sidecar.device.dispatch
-import sie_sidecar.device.in_flight
-import sie_sidecar.models.models
+import sie_sidecar.dispatch
+import sie_sidecar.in_flight
+import sie_sidecar.models
 import sie_sidecar.prepare.fetching
 import sie_sidecar.process
-import sie_sidecar.results.settle
+import sie_sidecar.settle
 from sie_broker import BrokerError
 from sie_contracts.settings import BY_NAME
 from sie_contracts.wire import messages
@@ -48,18 +48,18 @@ def _acked_before_confirmed() -> AbstractContextManager[Any]:
         with contextlib.suppress(BrokerError):
             await self._bus.request(item.reply, messages.encode(result), 2.0)
 
-    return mock.patch.object(sie_sidecar.results.settle.ResultDelivery, "send", answer)
+    return mock.patch.object(sie_sidecar.settle.ResultDelivery, "send", answer)
 
 
 def _no_fence() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_sidecar.results.settle.Leases, "left_s", return_value=60.0)
+    return mock.patch.object(sie_sidecar.settle.Leases, "left_s", return_value=60.0)
 
 
 def _never_renewed() -> AbstractContextManager[Any]:
     async def renew_all(self: Any) -> None:
         """Do nothing."""
 
-    return mock.patch.object(sie_sidecar.results.settle.Leases, "renew_all", renew_all)
+    return mock.patch.object(sie_sidecar.settle.Leases, "renew_all", renew_all)
 
 
 def _another_chunk() -> AbstractContextManager[Any]:
@@ -107,7 +107,7 @@ def _together() -> AbstractContextManager[Any]:
     def change(on_gone: Any) -> Any:
         return lambda self, flights, *, suspects: on_gone(self, flights, suspects=False)
 
-    return _around(sie_sidecar.device.dispatch.Dispatch, "_on_gone", change)
+    return _around(sie_sidecar.dispatch.Dispatch, "_on_gone", change)
 
 
 def _slots_reversed() -> AbstractContextManager[Any]:
@@ -129,7 +129,7 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 
         return gone
 
-    return _around(sie_sidecar.device.dispatch.Dispatch, "_on_gone", change)
+    return _around(sie_sidecar.dispatch.Dispatch, "_on_gone", change)
 
 
 def _loras_mixed() -> AbstractContextManager[Any]:
@@ -140,7 +140,7 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
         return mixed
 
-    return _around(sie_sidecar.device.dispatch.DeviceQueue, "entry", change)
+    return _around(sie_sidecar.dispatch.DeviceQueue, "entry", change)
 
 
 def _cached_loras_mixed() -> AbstractContextManager[Any]:
@@ -170,12 +170,12 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
     def change(count: Any) -> Any:
         return lambda self, held, cost: count(self, held, cost or 1)
 
-    return _around(sie_sidecar.device.in_flight.Inventory, "count", change)
+    return _around(sie_sidecar.in_flight.Inventory, "count", change)
 
 
 def _outdated() -> AbstractContextManager[Any]:
     """Run work on whatever entry of its model is loaded."""
-    return mock.patch.object(sie_sidecar.device.in_flight.InFlight, "is_outdated", new=False)
+    return mock.patch.object(sie_sidecar.in_flight.InFlight, "is_outdated", new=False)
 
 
 def _payloads_kept() -> AbstractContextManager[Any]:
@@ -186,7 +186,7 @@ def _never_unloaded() -> AbstractContextManager[Any]:
     async def unload_when_idle(self: Any, hosted: Any) -> bool:
         return False
 
-    return mock.patch.object(sie_sidecar.models.models.Hosting, "unload_when_idle", unload_when_idle)
+    return mock.patch.object(sie_sidecar.models.Hosting, "unload_when_idle", unload_when_idle)
 
 
 def _load_tried_once() -> AbstractContextManager[Any]:
@@ -199,7 +199,7 @@ def _load_tried_once() -> AbstractContextManager[Any]:
 
         return obtained
 
-    return _around(sie_sidecar.models.models.WorkerModels, "obtain", change)
+    return _around(sie_sidecar.models.WorkerModels, "obtain", change)
 
 
 BUGS: dict[str, Bug] = {

@@ -14,11 +14,11 @@ from simulation.adapter import Adapter, ModelInput, computed, inputs_of, lora_di
 from simulation.catalogue import ALIAS
 from simulation.virtual import SCOPE
 
-import sie_sidecar.batching.batch
+import sie_sidecar.batch
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import answer_fingerprint, fingerprint
 from sie_contracts.wire import ipc
-from sie_sidecar.batching.batch import Batch
+from sie_sidecar.batch import Batch
 
 if TYPE_CHECKING:
     from simulation.clients import Answered, Asked
@@ -168,7 +168,7 @@ class Checks:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Check each decision of a scheduler within the block."""
-        core = sie_sidecar.batching.batch
+        core = sie_sidecar.batch
         decide = core.next_batch
 
         def watched(waiting: Any, *args: Any, **more: Any) -> Any:

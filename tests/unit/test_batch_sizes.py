@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from inprocess import InProcess
 
 from sie_contracts.models.costs import BatchTimes
-from sie_sidecar.batching.batch import (
+from sie_sidecar.batch import (
     Batch,
     BatchKey,
     BatchLimits,
@@ -28,7 +28,7 @@ from sie_sidecar.batching.batch import (
     batch_of,
     next_batch,
 )
-from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, fitting
+from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, fitting
 
 LIMITS = BatchLimits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")

@@ -19,7 +19,7 @@ from sie_contracts import chunker
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks, WorkItem
-from sie_sidecar.device.in_flight import InFlight, only, runnable
+from sie_sidecar.in_flight import InFlight, only, runnable
 from sie_sidecar.prepare import chunk_rows
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, WorkRows, to_batch

@@ -52,7 +52,7 @@ _OF_PARAMETERS = frozenset({"sie_contracts.api.inference"})
 NAMED: dict[str, Collection[str]] = {
     # remedies for an operator, who has every command in each image
     "doctor": {"sie_adapter.engine.device"},
-    "dlq": {"sie_broker.limits", "sie_sidecar.results.dead_letters"},
+    "dlq": {"sie_broker.limits", "sie_sidecar.dead_letters"},
     "repair": {
         "sie_broker.nats.keyvalue",
         "sie_cli.serve.processes",

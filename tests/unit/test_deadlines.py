@@ -20,7 +20,7 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests
 from sie_contracts.wire.topology import work_stream
 from sie_runtime.clock import SAMPLES, BrokerClock, ClockSample, estimate
-from sie_sidecar.intake.intake import LATE_S
+from sie_sidecar.intake import LATE_S
 
 STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
 

@@ -21,10 +21,10 @@ from inprocess import GatewayProcess, InProcess, SidecarProcess, until, until_to
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import DeviceBeat
-from sie_sidecar.batching.batch import BatchLimits
-from sie_sidecar.device import link
-from sie_sidecar.intake.intake import batch_parts
-from sie_sidecar.models.devices import CHECKS_BEHIND, DeviceView, SecondCopies, choose
+from sie_sidecar import link
+from sie_sidecar.batch import BatchLimits
+from sie_sidecar.devices import CHECKS_BEHIND, DeviceView, SecondCopies, choose
+from sie_sidecar.intake import batch_parts
 from sie_sidecar.prepare.prepare import Prepare
 
 GIB = 1 << 30

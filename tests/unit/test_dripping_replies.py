@@ -12,7 +12,7 @@ import pytest
 from sie_contracts.settings import Settings
 from sie_gateway.fleet import workers
 from sie_runtime import feed
-from sie_sidecar.intake import pool_membership
+from sie_sidecar import pool_membership
 
 LIMIT_S = 0.3
 PAUSE_S = 0.05  # seconds between two bytes, much less than the limit of a read

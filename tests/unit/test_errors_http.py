@@ -40,7 +40,7 @@ from sie_gateway.streams import publish
 from sie_runtime import keys
 from sie_runtime.http.routes import OPEN
 from sie_runtime.keys import KeyLimits
-from sie_sidecar.models import loading
+from sie_sidecar import loading
 
 ONE = "toy/one"
 CANARY = "canary-7031"  # the prefix of every text; no answer contains it

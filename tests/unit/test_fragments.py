@@ -45,7 +45,7 @@ from sie_gateway.inference.results import ResultInbox
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.results.settle import Leases, ResultDelivery, failed, part_bytes
+from sie_sidecar.settle import Leases, ResultDelivery, failed, part_bytes
 
 WIDTH = 1024
 

@@ -22,7 +22,7 @@ from sie_contracts.wire import topology
 from sie_contracts.wire.topology import MAX_RESERVATIONS
 from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS_OF_A_KEY
 from sie_gateway.operations.pools import MAX_SPEC_BYTES
-from sie_sidecar.device.poison import MAX_MARKS
+from sie_sidecar.poison import MAX_MARKS
 
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
 ROWS = [

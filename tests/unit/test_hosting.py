@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
-from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models import models as sidecar_models
-from sie_sidecar.models.models import Hosting, ModelState
+from sie_sidecar import models as sidecar_models
+from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.models import Hosting, ModelState
 
 
 class Link:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import until
 
-from sie_sidecar.results.settle import SLOT_BYTES, SLOTS, LeaseLedger, open_ledger
+from sie_sidecar.settle import SLOT_BYTES, SLOTS, LeaseLedger, open_ledger
 
 NOW_S = 1_000_000.0
 REPLY = "$JS.ACK.WORK__default.cpu__default__interactive__m.1.%d.1.1700000000000000000.0"
@@ -33,7 +33,7 @@ def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None
     """
     path = tmp_path / "w.leases"
     body = (
-        f"import os, pathlib, sie_sidecar.results.settle as l; x = l.open_ledger(pathlib.Path({str(path)!r}), lambda: "
+        f"import os, pathlib, sie_sidecar.settle as l; x = l.open_ledger(pathlib.Path({str(path)!r}), lambda: "
         f"{NOW_S})\nslots = [x.put({REPLY!r} % n) for n in range(3)]; x.clear(slots[1]); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", body], check=False).returncode == -9

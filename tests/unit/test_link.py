@@ -14,11 +14,11 @@ import uvloop
 from fake_adapter import FakeAdapter, toy_entry, vector_of
 from inprocess import until
 
-import sie_sidecar.device.link as links
+import sie_sidecar.link as links
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, PayloadTooLarge
 from sie_contracts.wire import ipc
 from sie_runtime.process import Stop
-from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.link import AdapterGone, AdapterLink
 
 Linked = tuple[AdapterLink, FakeAdapter]
 

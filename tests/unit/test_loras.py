@@ -18,9 +18,9 @@ from inprocess import GatewayProcess, InProcess, until
 
 from sie_contracts.errors import LoraLoadFailed
 from sie_contracts.wire.messages import RunOptions
-from sie_sidecar.device.in_flight import InFlight
-from sie_sidecar.models import loading
-from sie_sidecar.models.models import ModelState
+from sie_sidecar import loading
+from sie_sidecar.in_flight import InFlight
+from sie_sidecar.models import ModelState
 
 TUNED = {
     "tuned": {"run": {"lora": "org/tuned"}},

@@ -8,7 +8,7 @@ from fake_adapter import TOKENIZER, toy_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
-from sie_sidecar.models.models import MAX_STATES, MAX_TURN_S, UNUSED_S, ModelState, ModelStates
+from sie_sidecar.models import MAX_STATES, MAX_TURN_S, UNUSED_S, ModelState, ModelStates
 
 NAMES = ("toy/a", "toy/b", "toy/c", "toy/d")
 

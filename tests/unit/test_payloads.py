@@ -31,7 +31,7 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Input, Payload, RunOptions, WorkItem
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import Offload, life_s
-from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.in_flight import InFlight
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_store import payloads
 from sie_store.object_stores import StoreError

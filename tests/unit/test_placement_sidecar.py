@@ -25,10 +25,9 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.assignments import assigned
-from sie_sidecar import process
-from sie_sidecar.intake import pull
-from sie_sidecar.intake.pool_membership import CLOSED_AFTER_S, admitted
-from sie_sidecar.intake.pull import AHEAD_AGAIN_S, OLD_S, HostAssignment, role
+from sie_sidecar import process, pull
+from sie_sidecar.pool_membership import CLOSED_AFTER_S, admitted
+from sie_sidecar.pull import AHEAD_AGAIN_S, OLD_S, HostAssignment, role
 
 LANE = Lane("_default", "_default", "default")
 ENTRIES = [toy_entry(f"toy/{number}") for number in range(12)]

@@ -24,7 +24,7 @@ from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
-from sie_sidecar.device.poison import MAX_MARKS, POISON_DEATHS, Mark, PoisonMarks, after_death
+from sie_sidecar.poison import MAX_MARKS, POISON_DEATHS, Mark, PoisonMarks, after_death
 
 POISON = "INFERENCE_ERROR poison"
 

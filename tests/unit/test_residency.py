@@ -17,8 +17,8 @@ from sie_broker import CoreMessage
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.wire import records, topology
 from sie_contracts.wire.topology import Lane
-from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import Hosting, ModelState
+from sie_sidecar.loading import Loading
+from sie_sidecar.models import Hosting, ModelState
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": USER}

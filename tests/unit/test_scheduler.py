@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sie_sidecar.batching.batch import (
+from sie_sidecar.batch import (
     Batch,
     BatchKey,
     BatchLimits,

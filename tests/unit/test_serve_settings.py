@@ -24,7 +24,7 @@ from sie_cli.serve.ports import free_port
 from sie_cli.serve.standalone import standalone
 from sie_cli.serve.supervisor import Child
 from sie_contracts.settings import Mode, Settings
-from sie_sidecar.batching.batch import BatchLimits
+from sie_sidecar.batch import BatchLimits
 from sie_sidecar.process import limits_of
 
 QUEUE = {"config": ("config",), "gateway": ("gateway",), "sidecar": ("sidecar",), "adapter": ("adapter",)}

@@ -26,7 +26,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.routes import TABLE
-from sie_sidecar.results.settle import Leases
+from sie_sidecar.settle import Leases
 
 STREAM = "WORK__default"
 

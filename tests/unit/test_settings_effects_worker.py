@@ -24,7 +24,7 @@ from sie_contracts.settings import SettingError
 from sie_contracts.wire import ipc, messages, topology
 from sie_contracts.wire.configs import ConfigDelta
 from sie_sidecar import process
-from sie_sidecar.models.models import Hosting
+from sie_sidecar.models import Hosting
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 

@@ -21,12 +21,12 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop, cancel_all
-from sie_sidecar.batching.batch import BatchKey, Waiting
-from sie_sidecar.device.link import AdapterLinks
+from sie_sidecar.batch import BatchKey, Waiting
 from sie_sidecar.health import WorkerHealth
-from sie_sidecar.models.models import Hosting
+from sie_sidecar.link import AdapterLinks
+from sie_sidecar.models import Hosting
 from sie_sidecar.process import _unless_stopped
-from sie_sidecar.results.settle import Leases
+from sie_sidecar.settle import Leases
 
 
 @dataclass

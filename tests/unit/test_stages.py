@@ -13,8 +13,8 @@ from sie_contracts.stages import STAGE_WORDS, STAGES
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok, Stages, WorkResult
 from sie_gateway.inference.results import _TIMING_HEADERS, stage_times
-from sie_sidecar.device.in_flight import InFlight, stages_of
-from sie_sidecar.results.spans import _STAGES
+from sie_sidecar.in_flight import InFlight, stages_of
+from sie_sidecar.spans import _STAGES
 
 ROOT = Path(__file__).parents[2]
 AT_WORKER = Stages(

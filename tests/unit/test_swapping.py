@@ -12,12 +12,12 @@ from fake_adapter import TOKENIZER, toy_entry
 from inprocess import settings_of
 from simulation.virtual import VirtualLoop
 
-import sie_sidecar.models.models
+import sie_sidecar.models
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
-from sie_sidecar.device.link import AdapterLink
-from sie_sidecar.models.models import MAX_TURN_S, Hosting, ModelState
+from sie_sidecar.link import AdapterLink
+from sie_sidecar.models import MAX_TURN_S, Hosting, ModelState
 
 
 class OneModel:
@@ -238,7 +238,7 @@ async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() 
 
 
 async def test_a_model_that_got_work_after_it_was_offered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sie_sidecar.models.models, "NEXT_CHUNK_S", 0.0)  # it is offered at once
+    monkeypatch.setattr(sie_sidecar.models, "NEXT_CHUNK_S", 0.0)  # it is offered at once
     worker = Worker(1000.0)
     count = 0
     ensure_ready = worker.link.ensure_ready
@@ -289,7 +289,7 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
 
     worker.link.ensure_ready = arriving  # type: ignore[method-assign]
-    with mock.patch.object(sie_sidecar.models.models, "EARLIER_LOAD_S", 0.01):
+    with mock.patch.object(sie_sidecar.models, "EARLIER_LOAD_S", 0.01):
         async with asyncio.timeout(30):
             assert await worker.run(worker.a) == "toy/a"
     assert worker.link.evictions == 1

@@ -44,11 +44,11 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.fragments import Damaged, put_together
 from sie_gateway.inference.results import ResultInbox
 from sie_runtime import feed, keys
-from sie_sidecar.intake.intake import WorkIntake
-from sie_sidecar.intake.pool_membership import PoolMembership
-from sie_sidecar.models.loading import Loading
+from sie_sidecar.intake import WorkIntake
+from sie_sidecar.loading import Loading
+from sie_sidecar.pool_membership import PoolMembership
 from sie_sidecar.prepare import fetching
-from sie_sidecar.results.settle import ResultDelivery
+from sie_sidecar.settle import ResultDelivery
 from sie_store.weights import listing, manifest
 
 pytestmark = pytest.mark.xdist_group("sources")

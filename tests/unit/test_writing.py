@@ -13,7 +13,7 @@ from inprocess import InProcess
 
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Failed, Ok
-from sie_sidecar.device.dispatch import WRITTEN_AT_ONCE, WRITTEN_READY
+from sie_sidecar.dispatch import WRITTEN_AT_ONCE, WRITTEN_READY
 
 WRITER, OTHER = "toy/one", "toy/two"
 

@@ -16,7 +16,7 @@ from unit.adapter.test_residency import World
 from sie_contracts.errors import ModelLoading
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
-from sie_sidecar.models.models import Hosting
+from sie_sidecar.models import Hosting
 
 MODELS, CAPACITY, REQUESTS, LOAD_S, RUN_S = 20, 5, 800, 1.0, 0.01
 

@@ -16,7 +16,7 @@ import msgspec
 from sie_contracts.errors import UNDECODABLE, InternalFailure, QueueUnavailable, ResourceExhausted
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
-from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 

@@ -20,17 +20,17 @@ from sie_contracts.media.images import Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import WorkItem
-from sie_sidecar.device.in_flight import InFlight, Inventory, changed
-from sie_sidecar.intake.pull import WorkSource
-from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import ModelState
+from sie_sidecar.in_flight import InFlight, Inventory, changed
+from sie_sidecar.loading import Loading
+from sie_sidecar.models import ModelState
 from sie_sidecar.prepare import layouts, tokenizer_requests
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, effort_of
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
-from sie_sidecar.results.settle import Settle
+from sie_sidecar.pull import WorkSource
+from sie_sidecar.settle import Settle
 
 # a worker that lacks a work item's model or payload store returns the item to the queue so many times, then it sends an
 # error; the number of deliveries does not count, because it grows also when workers die or drain
@@ -105,7 +105,7 @@ class Prepare:
         for flight in group:
             self._inventory.keep_model(flight, hosted)
         is_tokenizers = item.operation in tokenizer_requests.OPERATIONS
-        if hosted.tokenizer is None or not is_tokenizers:
+        if hosted.tokenizer is None if is_tokenizers else not hosted.is_ready(item.options.lora):
             try:
                 await self._loading.ensure(hosted, group)
             except ModelLoadFailed:
@@ -114,8 +114,8 @@ class Prepare:
                 self._settle.answer_changed(self._settle.still_wanted(group))
                 return []
             group = self._settle.still_wanted(group)
-        if not group:
-            return []
+            if not group:
+                return []
         hosted = group[0].hosted or hosted  # the model's state on another device, if the group was moved there
         loaded_s = time.monotonic()
         for flight in group:

@@ -35,7 +35,7 @@ from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigExport, ConfigModel
 from sie_contracts.wire.topology import Lane
-from sie_sidecar.models import models
+from sie_sidecar import models
 from sie_store.object_stores import StoreError
 
 MODEL = "toy/one"

@@ -52,12 +52,12 @@ from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import TRACE_ID, set_current
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks, Trouble
-from sie_sidecar.device.in_flight import InFlight, Inventory, Lease, changed, stages_of
-from sie_sidecar.device.poison import refusal
+from sie_sidecar import spans
+from sie_sidecar.dead_letters import DeadLetterWriter
+from sie_sidecar.in_flight import InFlight, Inventory, Lease, changed, stages_of
 from sie_sidecar.metrics import SidecarMetrics
+from sie_sidecar.poison import refusal
 from sie_sidecar.prepare.fetching import PayloadFetching
-from sie_sidecar.results import spans
-from sie_sidecar.results.dead_letters import DeadLetterWriter
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0

@@ -39,18 +39,18 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.process import Tasks, wait_set
-from sie_sidecar.batching import batch as batches
-from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, Load, Waiting, WaitUntil
-from sie_sidecar.batching.sizing import DeviceForecast, Quantum, Rate
-from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
-from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar import batch as batches
+from sie_sidecar import spans
+from sie_sidecar.batch import Batch, BatchKey, BatchLimits, Load, Waiting, WaitUntil
+from sie_sidecar.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
+from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import ModelState, WorkerModels
+from sie_sidecar.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
-from sie_sidecar.results import spans
-from sie_sidecar.results.settle import Settle
+from sie_sidecar.settle import Settle
+from sie_sidecar.sizing import DeviceForecast, Quantum, Rate
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer

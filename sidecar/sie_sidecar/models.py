@@ -50,9 +50,9 @@ from sie_contracts.wire.heartbeats import (
 )
 from sie_contracts.wire.messages import RunOptions
 from sie_runtime.process import Trouble, cancel_all
-from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models import devices
-from sie_sidecar.models.devices import DeviceView, SecondCopies
+from sie_sidecar import devices
+from sie_sidecar.devices import DeviceView, SecondCopies
+from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -153,6 +153,10 @@ class ModelState:
     def is_open(self) -> bool:
         """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
         return self.state == "loaded" and not self.is_closed
+
+    def is_ready(self, lora: str) -> bool:
+        """Return True if new work can run now: the model is open, and the LoRA, if one is named, was loaded."""
+        return self.is_open and (not lora or lora in self.loras)
 
     @property
     def has_waiters(self) -> bool:

@@ -20,7 +20,7 @@ from sie_contracts.wire.trace_context import Context
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
-    from sie_sidecar.device.in_flight import InFlight
+    from sie_sidecar.in_flight import InFlight
 
 # names of the spans of a work item's stages, in the order in which the stages run
 _STAGES = ("fetch", "load", "preprocess", "batch_wait", "device_wait")

@@ -33,9 +33,9 @@ from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEErro
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
-from sie_sidecar.batching.batch import Queued
-from sie_sidecar.device.poison import Mark
-from sie_sidecar.models.models import ModelState, WorkerModels
+from sie_sidecar.batch import Queued
+from sie_sidecar.models import ModelState, WorkerModels
+from sie_sidecar.poison import Mark
 from sie_sidecar.prepare.rows import TokenRow
 
 if TYPE_CHECKING:

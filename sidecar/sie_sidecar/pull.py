@@ -32,11 +32,11 @@ from sie_broker.tables import StoredTable
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 from sie_contracts.wire.topology import Lane
-from sie_sidecar.batching import batch
-from sie_sidecar.batching.batch import BatchLimits, Load
-from sie_sidecar.device.dispatch import DeviceQueues
-from sie_sidecar.device.in_flight import InFlight, Inventory
-from sie_sidecar.models.loading import Loading
+from sie_sidecar import batch
+from sie_sidecar.batch import BatchLimits, Load
+from sie_sidecar.dispatch import DeviceQueues
+from sie_sidecar.in_flight import InFlight, Inventory
+from sie_sidecar.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0

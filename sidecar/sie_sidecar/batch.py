@@ -29,7 +29,7 @@ from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from sie_contracts.models.costs import BatchTimes
-from sie_sidecar.batching.sizing import LEAD_S, UNKNOWN_S, Ask, fitting
+from sie_sidecar.sizing import LEAD_S, UNKNOWN_S, Ask, fitting
 
 # A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until the waiting work fills
 # this number of batches for each lane.

@@ -31,9 +31,9 @@ from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Tasks, cancel_all
-from sie_sidecar.device.in_flight import InFlight, Inventory, unsettled
-from sie_sidecar.device.link import AdapterGone, AdapterLinks
-from sie_sidecar.models.models import ModelState, WorkerModels
+from sie_sidecar.in_flight import InFlight, Inventory, unsettled
+from sie_sidecar.link import AdapterGone, AdapterLinks
+from sie_sidecar.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0

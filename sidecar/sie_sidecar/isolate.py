@@ -25,14 +25,14 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote, Failed, Outcome
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
-from sie_sidecar.device.dispatch import DeviceQueue
-from sie_sidecar.device.in_flight import InFlight, joined, merge, only, runnable
-from sie_sidecar.device.link import AdapterGone
-from sie_sidecar.device.poison import PoisonMarks, refusal
+from sie_sidecar.dispatch import DeviceQueue
+from sie_sidecar.in_flight import InFlight, joined, merge, only, runnable
+from sie_sidecar.link import AdapterGone
+from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import ModelState
-from sie_sidecar.results.settle import Settle
+from sie_sidecar.models import ModelState
+from sie_sidecar.poison import PoisonMarks, refusal
+from sie_sidecar.settle import Settle
 
 SLICE_S = 0.05
 # when inputs have run alone for SLICE_S, a waiting batch runs; the next input waits at most this number of seconds for

@@ -1,1 +1,0 @@
-"""Models that this worker serves: their states, loading and unloading, and LoRAs."""
