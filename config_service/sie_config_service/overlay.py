@@ -65,7 +65,6 @@ class Overlay:
         self.name = settings.models_dir or USUAL
         self.is_remote = self.name.startswith(("s3://", "gs://"))
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
-        self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
         self._cached: dict[str, tuple[tuple[int, int, int], Any]] = {}
         self.last: Folders | None = None  # contents at the last read without an error
 
@@ -87,11 +86,8 @@ class Overlay:
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
     def _entries(self) -> list[ModelEntry]:
-        documents = [
-            *(document for document, _ in self._packaged.values()),
-            *(document for _, document in self._cached.values()),
-        ]
-        return [document for document in documents if isinstance(document, ModelEntry)]
+        own = (document for _, document in self._cached.values())
+        return [*packaged_models().values(), *(document for document in own if isinstance(document, ModelEntry))]
 
     def read_signature(self) -> Signature:
         """Return the current state of each file: its time, size, and inode or tag. Raises OSError, and SettingError if
@@ -123,9 +119,9 @@ class Overlay:
         """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line. For an
         alias whose targets do not fit, ValidationFailed names only the alias.
         """
-        if not self._packaged:  # read only once: the package does not change
-            self._packaged = {model: (entry, "packaged") for model, entry in packaged_models().items()}
-        models = dict(self._packaged)
+        models: dict[str, tuple[ModelEntry | Alias, str]] = {
+            model: (entry, "packaged") for model, entry in packaged_models().items()
+        }
         bundles = dict(read_bundles(packaged_folder() / "bundles"))
         bundles[DEFAULT] = _with_plug_ins(bundles[DEFAULT])
         files: dict[str, str] = {}

@@ -4,7 +4,6 @@ Unreadable files are skipped.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -30,12 +29,7 @@ def worker_trust(allowed: Allowed) -> Trust:
     check reads SIE_MODELS_DIR again if the settings do not allow a claim.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
-    return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
-
-
-@functools.cache
-def _packaged() -> tuple[ModelEntry, ...]:
-    return tuple(packaged_models().values())
+    return Trust(allowed, bundles, lambda: [*packaged_models().values(), *own_entries(allowed)])
 
 
 def examined(allowed: Allowed) -> str:
