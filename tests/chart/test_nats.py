@@ -27,7 +27,7 @@ from nats_server import NatsServer, binary
 from sie_broker import Broker, BrokerError, CoreMessage, Write
 from sie_broker.nats import connect, transport
 from sie_broker.owner import own
-from sie_cli.serve.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
+from sie_cli.serve.embedded import MAX_PAYLOAD_BYTES
 from sie_cli.serve.ports import free_port
 from sie_config_service.process import run as run_config
 from sie_contracts.errors import ErrorInfo
@@ -107,12 +107,12 @@ def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_written_is_on_the_disk_as_fast_as_with_serve() -> None:
-    """A single server syncs as often as that of `sie serve`, replicated servers sync always. The pods of the servers
-    start in parallel, so one that does not start does not block the others.
+def test_nats_syncs_what_is_written() -> None:
+    """A single server syncs every 100 ms, replicated servers sync always. The pods of the servers start in parallel, so
+    one that does not start does not block the others.
     """
     text = of_kind("ConfigMap", objects(template(values=CHOSEN)))["sie-nats"]["data"]["nats.conf"]
-    assert f'sync_interval: "{SYNC_INTERVAL}"' in text
+    assert 'sync_interval: "100ms"' in text
     assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
     ha = of_kind("ConfigMap", rendered("values-ha.yaml"))["sie-nats"]["data"]["nats.conf"]
     assert 'sync_interval: "always"' in ha

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
@@ -32,6 +33,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
+IDLE_S = 2.5  # seconds between two steps while no model gets work and no worker comes or goes
 # shortest time in seconds between two steps, so that one step places all models that get their first work in this time
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
@@ -90,6 +92,9 @@ class Placer:
         # step
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
+        self._is_busy = True  # the last step changed a table or found waiting work
+        self._workers: frozenset[tuple[str, bool, bool]] = frozenset()  # result of `_present` at the last step
+        self._stepped_s = -IDLE_S  # time of the last step, by `time.monotonic`
         # a stored table that cannot be decoded counts as removed: the next step then writes a new table
         self._record = Record(
             RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
@@ -168,17 +173,35 @@ class Placer:
             self._cold.set()
 
     async def run(self, stop: Stop) -> None:
-        """Update all tables until `stop`: every EVERY_S seconds, and at once when a model without a host gets work."""
+        """Update all tables until `stop`: every EVERY_S seconds, at once when a model without a host gets work, and
+        every IDLE_S seconds while nothing happens, because a step asks the broker and wakes a thread.
+        """
         trouble = Trouble(_logger, "not every placement table could be computed")
-        while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
+        while not await stop.wait_woken(self._cold, EVERY_S):
+            is_idle = self._is_idle() and not trouble.lasting
+            if is_idle and time.monotonic() - self._stepped_s < IDLE_S:
+                continue
             with trouble.logged(BrokerError):
                 # after an error or a lost connection, the broker may have lost the bucket of the tables
                 if trouble.lasting or self._record.is_stale:
                     await self.start()
                 await self.step()
+            if await stop.wait_for(COLD_GAP_S):
+                break
+
+    def _is_idle(self) -> bool:
+        return not self._is_busy and not self._noted and not self._record.is_stale and self._present() == self._workers
+
+    def _present(self) -> frozenset[tuple[str, bool, bool]]:
+        """Return the name of each worker, whether its heartbeat is overdue, and whether it leaves."""
+        lanes = ((False, self.fleet.lanes()), (True, self.fleet.silent()))
+        return frozenset(
+            (beat.worker, overdue, beat.leaving) for overdue, of in lanes for beats in of.values() for beat in beats
+        )
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
+        self._stepped_s, self._workers, self._is_busy = time.monotonic(), self._present(), False
         # While `_held` is a list, changes of the stored tables are appended to it and applied at the end of the step,
         # because the threads that compute new tables read the stored tables during the step.
         self._held = []
@@ -215,10 +238,12 @@ class Placer:
             silent = [*silent, *unheard]
             self._hosts |= {beat.worker for beat in unheard}
         backlog = await self._waiting(lane, planner.models)
+        self._is_busy |= bool(backlog)
         planner.note(self._noted.pop(lane, {}))
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
         change = await asyncio.to_thread(self._changed, stored, look)
         if change is not None:
+            self._is_busy = True
             await self._write(stored, change)
         elif not live and not planner.models:
             self._planners.pop(lane, None)  # `drop_pool` may have removed the planner already

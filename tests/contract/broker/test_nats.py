@@ -19,7 +19,7 @@ from nats_server import free_port
 from tcp_proxy import TcpProxy
 
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
-from sie_broker.nats import NatsBroker, NatsDelivery, connect
+from sie_broker.nats import NatsBroker, NatsDelivery, connect, keyvalue
 from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
 from sie_broker.nats.jetstream import WORK_EXPIRES_S, NatsPulls
 from sie_broker.nats.keyvalue import NatsKeyValue
@@ -174,9 +174,10 @@ async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[.
 
 
 async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
-    nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
+    nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A subscription that silently ended brings no more messages. The watch compares revisions and reads again."""
+    monkeypatch.setattr(keyvalue, "_WATCH_CHECK_S", 0.5)
     harness = await nats()
     broker = await harness.connect()
     bucket = await broker.key_value("things")

@@ -31,7 +31,7 @@ log = logging.getLogger("sie.broker")
 _WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not yet handled
 _WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes the consumer of a read or watch
 _READ_CHECK_S = 1.0  # seconds without entries after which a read asks the broker whether it has all entries
-_WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed entries
+_WATCH_CHECK_S = 5.0  # seconds without entries after which a watch asks the broker whether it missed entries
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
