@@ -25,7 +25,7 @@ from nats_server import NatsServer
 from tcp_proxy import TcpProxy
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
-from sie_broker.nats import connect, connection
+from sie_broker.nats import client, connect
 from sie_contracts.errors import ErrorInfo, GatewayTimeout, QueueUnavailable
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Failed, WorkResult
@@ -200,8 +200,8 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
     (here every second) the connection counts as lost, and one log line says so. Fetching goes on when the network is
     back.
     """
-    assert 3 * connection.PING_S < 30
-    monkeypatch.setattr(connection, "PING_S", 1.0)
+    assert 3 * client.PING_S < 30
+    monkeypatch.setattr(client, "PING_S", 1.0)
     received = Received()
     spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
     async with TcpProxy(server.port) as proxy, connections() as opened:

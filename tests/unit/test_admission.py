@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
-from sie_broker.nats.connection import PING_S
+from sie_broker.nats.client import PING_S
 from sie_contracts.errors import NotProvisioned, QueueFull
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings

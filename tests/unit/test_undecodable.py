@@ -21,7 +21,7 @@ from undecodable import FAULTS, MARK, check, damages_of, json, msgpack, of_file
 
 from sie_broker import BrokerError, CoreMessage, Entry, StreamMessage
 from sie_broker.dead_letters import Letters
-from sie_broker.nats.jetstream import JetStream, publish_ack
+from sie_broker.nats.client import JetStream, publish_ack
 from sie_broker.owner import own
 from sie_broker.record import Record, UnreadableRecord
 from sie_broker.tables import read_lane

@@ -21,7 +21,7 @@ from tcp_proxy import TcpProxy
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
 from sie_broker.nats import NatsBroker, NatsDelivery, connect, keyvalue
 from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
-from sie_broker.nats.jetstream import WORK_EXPIRES_S, NatsPulls
+from sie_broker.nats.client import WORK_EXPIRES_S, NatsPulls
 from sie_broker.nats.keyvalue import NatsKeyValue
 
 
@@ -129,7 +129,7 @@ async def test_a_broker_that_falls_silent_is_left_and_found_again(
     two pings without an answer the connection counts as lost. When the server goes on, a message that it hands to a
     pull of the lost connection is delivered again after the ack wait.
     """
-    monkeypatch.setattr("sie_broker.nats.connection.PING_S", 0.5)
+    monkeypatch.setattr("sie_broker.nats.client.PING_S", 0.5)
     spec = consumer_of("a", ack_wait_s=1.0)
     box: Box[Delivery] = Box()
     harness = await nats()

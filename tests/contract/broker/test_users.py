@@ -22,7 +22,7 @@ from sie_broker import BrokerUnavailable, CoreMessage, NotPermitted, TopologyMis
 from sie_broker.limits import API_TIMEOUT_S
 from sie_broker.nats import NatsBroker, connect
 from sie_broker.nats.api import bucket_config
-from sie_broker.nats.connection import OWNER_WITHIN_S
+from sie_broker.nats.client import OWNER_WITHIN_S
 from sie_broker.nats.transport import inbox_prefix
 from sie_broker.owner import own
 from sie_broker.record import RecordBucket

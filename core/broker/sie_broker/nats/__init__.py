@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker
-from sie_broker.nats.jetstream import PULL_EXPIRES_S, NatsDelivery
+from sie_broker.nats.client import PULL_EXPIRES_S, NatsDelivery
 from sie_broker.nats.keyvalue import NatsStore
 from sie_broker.nats.queue import NatsAdministration
 

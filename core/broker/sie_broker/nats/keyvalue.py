@@ -20,7 +20,7 @@ from sie_broker.nats.api import (
     mismatch,
     nanoseconds,
 )
-from sie_broker.nats.jetstream import JetStream, NatsDelivery, publish_ack
+from sie_broker.nats.client import JetStream, NatsDelivery, publish_ack
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 from sie_broker.tasks import guarded
 from sie_contracts.wire.records import StreamRequest

@@ -39,7 +39,7 @@ from sie_broker.nats.api import (
     update_of,
     version_of,
 )
-from sie_broker.nats.jetstream import JetStream, parse_reply
+from sie_broker.nats.client import JetStream, parse_reply
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
