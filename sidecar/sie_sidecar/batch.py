@@ -161,33 +161,29 @@ class _KeyQueue(Generic[T]):
     def head_s(self) -> float:
         return self.entries[0].arrived_s
 
-    def is_ready(self, now_s: float, limits: BatchLimits, *, idle: bool) -> bool:
-        return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
-
     def is_full(self, limits: BatchLimits) -> bool:
         """Return True if the next batch cannot become larger: it is full, or a work item must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
-
-    def insert(self, entry: T, index: int) -> None:
-        self.entries.insert(index, entry)
-        self.cost += entry.cost
-        self.alone += entry.alone
 
     def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[T]:
         """Remove the work items of the next batch, which begins to run at `begins_s`, and return them in the order of
         arrival. The oldest work item is always one of them. A work item that is larger than a batch runs alone.
         """
-        indexes = self._together(limits)
-        indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
-        if indexes[-1] == len(indexes) - 1:
-            entries = [self.entries.popleft() for _ in indexes]
-        else:
-            chosen = set(indexes)
-            ahead = [self.entries.popleft() for _ in range(indexes[-1] + 1)]
-            entries = [ahead[index] for index in indexes]
-            self.entries.extendleft(reversed([entry for index, entry in enumerate(ahead) if index not in chosen]))
-        self.cost -= sum(entry.cost for entry in entries)
-        self.alone -= sum(entry.alone for entry in entries)
+        head = self.entries[0]
+        indexes = self._alike(limits) if self.key.padded and not head.alone else self._first(limits)
+        if len(indexes) > 1:  # if deadlines require a smaller batch, it has only the first of these indexes
+            indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
+        entries: list[T] = []
+        passed: list[T] = []
+        for index in range(indexes[-1] + 1):
+            entry = self.entries.popleft()
+            if index == indexes[len(entries)]:
+                entries.append(entry)
+                self.cost -= entry.cost
+                self.alone -= entry.alone
+            else:
+                passed.append(entry)
+        self.entries.extendleft(reversed(passed))
         return entries
 
     def is_urgent(self) -> bool:
@@ -197,14 +193,6 @@ class _KeyQueue(Generic[T]):
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
         entries = map(self.entries.__getitem__, indexes)
         return [Ask(entry.time_cost or entry.cost, entry.due_s - begins_s, entry.budget_s) for entry in entries]
-
-    def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the work items that fit into the next batch. If deadlines require a smaller batch, the
-        batch takes only the first of these indexes.
-        """
-        if self.entries[0].alone:
-            return [0]
-        return self._alike(limits) if self.key.padded else self._first(limits)
 
     def remove(self, entry: T) -> None:
         del self.entries[next(index for index, queued in enumerate(self.entries) if queued is entry)]
@@ -219,6 +207,8 @@ class _KeyQueue(Generic[T]):
             if number and (entry.alone or is_over):
                 break
             number += 1
+            if entry.alone:
+                break
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
@@ -248,7 +238,7 @@ class _ModelLine(Generic[T]):
     """
 
     name: str
-    head_s: float  # arrival time of the oldest work item
+    head_s: float = math.inf  # arrival time of the oldest work item
     push_number: int = 0
     queues: dict[BatchKey, _KeyQueue[T]] = field(default_factory=dict)
 
@@ -272,8 +262,7 @@ class _PriorityLine(Generic[T]):
         """
         model = self.models.get(entry.key.residency)
         if model is None:
-            model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
-            self._enter(model)
+            model = self.models[entry.key.residency] = _ModelLine(entry.key.residency)
         queue = model.queues.get(entry.key)
         if queue is None:
             queue = model.queues[entry.key] = _KeyQueue(entry.key)
@@ -282,10 +271,11 @@ class _PriorityLine(Generic[T]):
             index = next(
                 (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
             )
-        queue.insert(entry, index)
+        queue.entries.insert(index, entry)
+        queue.cost += entry.cost
+        queue.alone += entry.alone
         if entry.arrived_s < model.head_s:
-            model.head_s = entry.arrived_s
-            self._enter(model)
+            self._enter(model, entry.arrived_s)
 
     def oldest(self) -> _ModelLine[T] | None:
         """Return the model with the oldest work item. None if no work item waits."""
@@ -296,14 +286,19 @@ class _PriorityLine(Generic[T]):
             heapq.heappop(self._heads)
         return None
 
+    def head_s(self) -> float:
+        """Return the arrival time of the oldest work item; infinity if no work item waits."""
+        model = self.oldest()
+        return math.inf if model is None else model.head_s
+
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
         """Return the queue from which the next batch is taken. None if no queue is ready."""
         model = self.oldest()
         if model is None:
             return None
-        queues = model.queues.values()
-        if (queue := next((queue for queue in queues if queue.is_ready(now_s, limits, idle=idle)), None)) is not None:
-            return queue
+        for queue in model.queues.values():
+            if idle or queue.is_full(limits) or now_s >= queue.head_s + limits.wait_s:
+                return queue
         # the oldest work item has not waited for `wait_s` yet, so no other work item has: only full queues are ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
@@ -320,7 +315,10 @@ class _PriorityLine(Generic[T]):
         del model.queues[queue.key]
         if queue.entries:
             model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
-        self._reorder(model)
+        if model.queues:
+            self._enter(model, min(queue.head_s for queue in model.queues.values()))
+        else:
+            self._leave(model)
         return entries
 
     def remove(self, entry: T) -> None:
@@ -329,21 +327,18 @@ class _PriorityLine(Generic[T]):
         queue.remove(entry)
         if not queue.entries:
             del model.queues[entry.key]
-        if entry.arrived_s == model.head_s or not model.queues:
-            self._reorder(model)
-
-    def _reorder(self, model: _ModelLine[T]) -> None:
-        """Update the position of a model in the heap after work items were removed."""
         if not model.queues:
-            del self.models[model.name]
-            model.push_number = 0
-            return
-        model.head_s = min(queue.head_s for queue in model.queues.values())
-        self._enter(model)
+            self._leave(model)
+        elif entry.arrived_s == model.head_s:
+            self._enter(model, min(queue.head_s for queue in model.queues.values()))
 
-    def _enter(self, model: _ModelLine[T]) -> None:
+    def _leave(self, model: _ModelLine[T]) -> None:
+        del self.models[model.name]
+        model.push_number = 0
+
+    def _enter(self, model: _ModelLine[T], head_s: float) -> None:
         """Push a model on the heap by its oldest work item's arrival. At equal times, the earlier push comes first."""
-        model.push_number = next(self._push_numbers)
+        model.head_s, model.push_number = head_s, next(self._push_numbers)
         heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
 
@@ -354,19 +349,11 @@ class Waiting(Generic[T]):
         # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
         self.overtakes = 0  # number of interactive batches in a row that were sent while bulk work waited
-        self._length = 0
         # measured times of batches, by residency (a model with one set of load options)
         self._times: dict[str, BatchTimes] = {}
 
-    def ran(self, batch: Batch[T], seconds: float) -> None:
-        """Record how many seconds a batch took on the device."""
-        self._times_of(batch.key.residency).note(batch.time_cost, seconds)
-
-    def seconds(self, batch: Batch[T]) -> float:
-        """Return the predicted seconds of a batch; 0 before a batch of its model was measured."""
-        return self._times_of(batch.key.residency).seconds(batch.time_cost)
-
-    def _times_of(self, residency: str) -> BatchTimes:
+    def times_of(self, residency: str) -> BatchTimes:
+        """Return the measured times of the batches of a residency. Their size is `Batch.time_cost`."""
         if (times := self._times.get(residency)) is None:
             if len(self._times) >= MAX_TIMES:
                 del self._times[next(iter(self._times))]
@@ -378,14 +365,12 @@ class Waiting(Generic[T]):
         insert it by its time of arrival.
         """
         self.lines[entry.bulk].add(entry, in_order=not back)
-        self._length += 1
 
     def remove(self, entry: T) -> None:
         self.lines[entry.bulk].remove(entry)
-        self._length -= 1
 
     def __len__(self) -> int:
-        return self._length
+        return sum(len(queue.entries) for line in self.lines for queue in line.queues())
 
     def __iter__(self) -> Iterator[T]:
         return (entry for line in self.lines for queue in line.queues() for entry in queue.entries)
@@ -397,7 +382,7 @@ class Waiting(Generic[T]):
         batch until LEAD_S before a lane is free: return WaitUntil with this time. Return None if a batch of the model
         was never measured and a work item is urgent: it waits for the end of a batch.
         """
-        begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
+        begins_s, times = now_s + device.busy_s, self.times_of(queue.key.residency)
         if device.sent >= device.lanes:
             # the times are compared, not the durations: their rounding could ask for a wait of nothing, again and again
             if begins_s - LEAD_S > now_s:
@@ -406,7 +391,6 @@ class Waiting(Generic[T]):
                 return None
         bulk = queue.entries[0].bulk
         entries = sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=_COST)
-        self._length -= len(entries)
         self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
         return batch_of(entries)
 
@@ -417,21 +401,24 @@ def next_batch(
     """Return the batch to send now; WaitUntil if a batch is due later; None if nothing can be sent before a batch ends
     or a work item arrives.
     """
-    if device.sent >= device.depth or not len(waiting):
-        return None
     interactive, bulk = waiting.lines
+    if device.sent >= device.depth or not (interactive.models or bulk.models):
+        return None
     idle = device.sent == 0 and not device.more_expected
-    heads = [model.head_s for line in waiting.lines if (model := line.oldest()) is not None]
     first = interactive.pick(now_s, limits, idle=idle)
     if first is None:
         second = bulk.pick(now_s, limits, idle=idle)
-        return WaitUntil(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
+        if second is not None:
+            return waiting.seal(second, now_s, limits, device)
+        return WaitUntil(min(interactive.head_s(), bulk.head_s()) + limits.wait_s)
     if not bulk.models:
         return waiting.seal(first, now_s, limits, device)
     # if bulk work may not be overtaken, the priority with the older work item comes first
     if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
+        if second is not None and bulk.head_s() < interactive.head_s():
+            first = second
+        return waiting.seal(first, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
         return waiting.seal(first, now_s, limits, device)
     return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)

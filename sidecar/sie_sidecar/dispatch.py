@@ -218,7 +218,9 @@ class DeviceQueue:
             self._written[id(flight)] = abandoned, timer
             return
         self.sent += 1
-        self._ahead.sent(id(batch), self.waiting.seconds(batch), time.monotonic(), self.lanes)
+        self._ahead.sent(
+            id(batch), self.waiting.times_of(batch.key.residency).seconds(batch.time_cost), time.monotonic(), self.lanes
+        )
 
     def end(self, batch: Batch[InFlight]) -> None:
         if batch.writes:
@@ -519,7 +521,8 @@ class Dispatch:
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.entries[0].hosted
         ran_s = (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000
-        (device.writing if batch.writes else device.waiting).ran(batch, ran_s)
+        waiting = device.writing if batch.writes else device.waiting
+        waiting.times_of(batch.key.residency).note(batch.time_cost, ran_s)
         view, start = memoryview(done.block), 0
         for flight in batch.entries:
             count = len(runnable(flight)[1])
