@@ -434,12 +434,13 @@ class Load(NamedTuple):
     lanes: int
 
 
-def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
+def credit(load: Load, mean_cost: float, limits: BatchLimits, consumers: int = 1) -> int:
     """Return how many more deliveries (of `mean_cost` tokens each) may be pulled, until READY_PER_LANE full batches
-    wait for each lane of the device.
+    wait for each lane of the device: the share of one of `consumers` active consumers, at least one delivery.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items
     if cost_left <= 0 or items_left <= 0:
         return 0
-    return max(1, min(int(cost_left / max(1.0, mean_cost)), items_left))
+    deliveries = max(1, min(int(cost_left / max(1.0, mean_cost)), items_left))
+    return max(1, deliveries // max(1, consumers))

@@ -145,10 +145,10 @@ def unsettled(flights: Iterable[InFlight]) -> int:
     return sum(not flight.settled for flight in flights)
 
 
-def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
+def runnable(flight: InFlight) -> tuple[list[TokenRow], Sequence[int]]:
     """Return the rows to run, and the indexes of their inputs: all inputs without an error in `stopped`."""
     if flight.is_whole:
-        return flight.rows, list(range(len(flight.item.inputs)))
+        return flight.rows, range(len(flight.item.inputs))
     inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
     return [
         *flight.rows[: flight.shared],
@@ -180,21 +180,26 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
     says whether the input was truncated, whether its file has several images, and how long its sound is.
     """
     ran = iter(outcomes)
-    common = any(row.truncated for row in flight.rows[: flight.shared])
+    errors = None if flight.is_whole else flight.stopped()
+    shared = flight.rows[: flight.shared]
     outcomes_by_input: list[Outcome] = []
-    for index, error in enumerate(flight.stopped()):
-        if error is not None:
+    for index in range(len(flight.item.inputs)):
+        if errors is not None and (error := errors[index]) is not None:
             outcomes_by_input.append(Failed(error.info()))
             continue
         outcome = next(ran)
         if isinstance(outcome, Ok):
-            rows = flight.of_input(index)
-            if common or any(row.truncated for row in rows):
-                outcome = msgspec.structs.replace(outcome, truncated=True)
-            if any(image.animated for row in rows for image in row.images):
-                outcome = msgspec.structs.replace(outcome, first_of_several=True)
-            if (sound := next((row.sound for row in rows if row.sound is not None), None)) is not None:
-                outcome = msgspec.structs.replace(outcome, sound_s=sound.seconds)
+            is_truncated, is_first, sound_s = outcome.truncated, outcome.first_of_several, outcome.sound_s
+            for row in (*shared, *flight.of_input(index)):
+                is_truncated = is_truncated or row.truncated
+                for image in row.images:
+                    is_first = is_first or image.animated
+                if row.sound is not None:
+                    sound_s = row.sound.seconds
+            if is_truncated or is_first or sound_s:
+                outcome = msgspec.structs.replace(
+                    outcome, truncated=is_truncated, first_of_several=is_first, sound_s=sound_s
+                )
         outcomes_by_input.append(outcome)
     return tuple(outcomes_by_input)
 
@@ -203,12 +208,14 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
     """Copy the arrays of a work item, which lie next to each other, from the `block` of its batch. Return the outcomes
     with new offsets, and the bytes of the arrays.
     """
-    slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
-    if not slices:
-        return outcomes, b""
-    low = min(piece.offset for piece in slices)
-    high = max(piece.offset + math.prod(piece.shape) * np.dtype(piece.dtype).itemsize for piece in slices)
-    return tuple(_moved(outcome, -low) for outcome in outcomes), bytes(block[low:high])
+    low, high = len(block), 0
+    for outcome in outcomes:
+        if isinstance(outcome, Ok):
+            for piece in outcome.outputs.values():
+                low = min(low, piece.offset)
+                high = max(high, piece.offset + math.prod(piece.shape) * np.dtype(piece.dtype).itemsize)
+    moved = tuple([_moved(outcome, -low) for outcome in outcomes]) if low and high else outcomes
+    return moved, bytes(block[low:high])
 
 
 def _moved(outcome: Outcome, by: int) -> Outcome:
@@ -277,7 +284,7 @@ class Inventory:
         # by device (_NO_DEVICE: not assigned yet): two lists [tokens, work items] of waiting work, for interactive and
         # for bulk work
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
-        self._coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet
+        self.coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet
 
     def attach(self, on_less: Callable[[], None], on_free: Callable[[str], None]) -> None:
         """Set two callbacks. `on_less` is called when fewer tokens wait for a device. `on_free` is called with the name
@@ -292,12 +299,8 @@ class Inventory:
     def add(self, flight: InFlight) -> None:
         self._all[flight.lease] = flight
         flight.is_coming = True
-        self._coming[flight.item.model] += 1
+        self.coming[flight.item.model] += 1
         self.count(flight, max(1, flight.item.cost))
-
-    def is_coming(self, model: str) -> bool:
-        """Return True if a work item of this model was delivered but is not assigned to a device yet."""
-        return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
         """Assign a work item to a device. Until `let_model_go`, only `Loading.park` lets its model be evicted."""
@@ -309,21 +312,23 @@ class Inventory:
     def move(self, flight: InFlight, hosted: ModelState) -> None:
         """Assign a work item to another device that hosts its model."""
         assert flight.hosted is not None
-        self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
+        self._models.devices[flight.hosted.device].let_go(flight.hosted, flight.item.cost)
         self._assign(flight, hosted)
 
     def _assign(self, flight: InFlight, hosted: ModelState) -> None:
-        cost = flight.counted
-        self._add(flight, -cost)
+        before = _NO_DEVICE if flight.hosted is None else flight.hosted.device
+        for device, sign in ((before, -1), (hosted.device, 1)):
+            load = self._loads[device][flight.bulk]
+            load[0] += sign * flight.counted
+            load[1] += sign * (flight.counted > 0)
         flight.hosted = hosted
-        self._add(flight, cost)
-        self._models.device_of(hosted).add_items(hosted, cost=flight.item.cost)
+        self._models.devices[hosted.device].add_items(hosted, cost=flight.item.cost)
 
     def _arrived(self, flight: InFlight) -> None:
         flight.is_coming = False
-        self._coming[flight.item.model] -= 1
-        if not self._coming[flight.item.model]:
-            del self._coming[flight.item.model]
+        self.coming[flight.item.model] -= 1
+        if not self.coming[flight.item.model]:
+            del self.coming[flight.item.model]
 
     def let_model_go(self, flight: InFlight) -> None:
         """Record that a work item does not need its model any more."""
@@ -332,7 +337,7 @@ class Inventory:
             # the consumer may have delivered no further item while this item waited for its model: it may deliver again
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
-            self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
+            self._models.devices[flight.hosted.device].let_go(flight.hosted, flight.item.cost)
             # a consumer delivers only one work item of a model that is not loaded: it may deliver the next item now
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
@@ -350,16 +355,16 @@ class Inventory:
 
     def count(self, flight: InFlight, cost: int) -> None:
         """Set the number of tokens of a work item that wait for a device. 0: the item was sent or has ended."""
-        if cost < flight.counted:
+        before = flight.counted
+        if cost == before:
+            return
+        if cost < before:
             self._on_less()
-        self._add(flight, cost - flight.counted)
-
-    def _add(self, flight: InFlight, cost: int) -> None:
         device = _NO_DEVICE if flight.hosted is None else flight.hosted.device
-        load, before = self._loads[device][flight.item.priority == "bulk"], flight.counted
-        flight.counted = before + cost
-        load[0] += cost
-        load[1] += (flight.counted > 0) - (before > 0)
+        load = self._loads[device][flight.bulk]
+        flight.counted = cost
+        load[0] += cost - before
+        load[1] += (cost > 0) - (before > 0)
 
     def load(self, *, bulk: bool, devices: Collection[int] | None = None) -> tuple[int, int]:
         """Return the tokens and the number of work items that wait for a device. Bulk work counts only with `bulk`.

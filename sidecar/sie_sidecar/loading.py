@@ -149,6 +149,9 @@ class Loading:
         on_unloaded: Callable[[str], None],
     ) -> None:
         self._feed = feed
+        # resolved profiles of the models in `_catalogue`, by model and profile
+        self._catalogue = feed.catalogue
+        self._resolved: dict[tuple[str, str], Resolved] = {}
         self._links = links
         self.models = models
         self._inventory = inventory
@@ -170,11 +173,18 @@ class Loading:
         """Choose a device for the item. Return the model's state there; None if the catalogue lacks the item's
         revision.
         """
-        entry = self._feed.catalogue.entries.get(item.model)
-        if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
+        catalogue = self._feed.catalogue
+        if catalogue is not self._catalogue:
+            self._catalogue = catalogue
+            self._resolved.clear()
+        entry, revision = catalogue.entries.get(item.model), catalogue.revisions.get(item.model, 0)
+        if entry is None or entry.revision != item.revision or revision < item.config_revision:
             return None
-        resolved = self._feed.catalogue.resolve_profile(entry, item.profile, item.model)
-        return self.models.obtain(resolved, self.revision(item.model))
+        resolved = self._resolved.get((item.model, item.profile))
+        if resolved is None:
+            resolved = catalogue.resolve_profile(entry, item.profile, item.model)
+            self._resolved[item.model, item.profile] = resolved
+        return self.models.obtain(resolved, revision)
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
         """Wait until the config service has replaced the catalogue entry that could not be loaded, for example by the

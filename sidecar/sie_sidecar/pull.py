@@ -189,15 +189,17 @@ class HostAssignment:
         """Return the highest role of this worker for a consumer's models, in the order pull, probe, ahead, none."""
         if self.table is None:
             return "pull" if self._first is None else "none"
-        return max(
-            (self._model_role(model) for model in self._consumers.get(consumer, ())),
-            key=_ORDER.__getitem__,
-            default="none",
-        )
+        highest: Role = "none"
+        for model in self._consumers.get(consumer, ()):
+            model_role = self._model_role(model)
+            if _ORDER[model_role] > _ORDER[highest]:
+                highest = model_role
+        return highest
 
     def _model_role(self, model: str) -> Role:
         hosts = self.table.hosts.get(model, ()) if self.table else ()
-        loaded, held = self._loaded(model), self._held(model)
+        loaded = self._loaded(model)
+        held = not loaded and self._held(model)
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
@@ -347,21 +349,23 @@ class Pulling:
         self._more.discard(name)
         self._pulls.want(name, 0)
 
-    def note(self, delivery: Delivery) -> None:
-        """Record a delivery, valid or not: its consumer is active, and `refill` may let the consumer deliver more."""
+    def note(self, delivery: Delivery, cost: int) -> None:
+        """Record a delivery, valid or not: its consumer is active, and `refill` may let the consumer deliver more.
+        `cost`: its tokens, as a gateway has estimated them, 0 if unknown. They are the mean cost of a consumer that has
+        no mean cost yet.
+        """
         name = delivery.consumer
-        consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
+        if (consumer := self._consumers.get(name)) is None:
+            consumer = self._consumers[name] = _DeliveryStatistics()
+        if not consumer.mean_cost:
+            consumer.mean_cost = cost
+        self._active[name] = consumer
         consumer.delivered_s = self._clock()
         self._short[name] = None
         if delivery.pending:
             self._more.add(name)
         else:
             self._more.discard(name)
-
-    def estimate(self, name: str, cost: int) -> None:
-        """Set the mean cost of a consumer to `cost`, a gateway's estimate, if the consumer has no mean cost yet."""
-        if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
-            consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
         """Add a tokenised delivery to the mean cost of its consumer. `cost`: exact number of tokens of the delivery."""
@@ -401,7 +405,9 @@ class Pulling:
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)
-                    target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
+                    share = len(self._active)
+                    target = batch.credit(backlog, consumer.mean_cost, self._limits, share)
+                    ideal = batch.credit(Load(0, 0, backlog.lanes), consumer.mean_cost, self._limits, share)
             # pull again only when half of the credit is used: a busy consumer then needs one request for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
@@ -413,13 +419,9 @@ class Pulling:
                 self._active.pop(name, None)
                 self._more.discard(name)
 
-    def _share(self, load: Load, consumer: _DeliveryStatistics) -> int:
-        credit = batch.credit(load, consumer.mean_cost, self._limits)
-        return min(credit, max(1, credit // max(1, len(self._active))))
-
     def more_expected(self) -> bool:
         """Return True if more messages wait at the broker, and the broker may send them to this worker."""
-        return any(self._pulls.outstanding(name) > 0 for name in self._more)
+        return max(map(self._pulls.outstanding, self._more), default=0) > 0
 
     async def stop(self) -> None:
         """Send no more pull requests. Return when messages on their way have been delivered."""
@@ -489,6 +491,8 @@ class WorkSource:
 
     def _narrowed(self, load: Load, consumer: str) -> Load:
         """Return the part of a load that waits for the devices that would run this consumer's work."""
+        if len(self._queues.all) == 1:
+            return load
         is_bulk = consumer.startswith(self.pulling.bulk_prefix)
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
@@ -497,7 +501,7 @@ class WorkSource:
         the model is closed to new work.
         """
         models = self._loading.models
-        return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
+        return model in self._inventory.coming or models.holds(model) or models.is_closed(model)
 
     async def pull(self) -> None:
         """Watch the placement table and begin to pull from an existing stream; may be repeated. Raises BrokerError."""
@@ -546,19 +550,20 @@ class WorkSource:
             self._loading.ahead(self.assignment.ahead())
 
     def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:
-        pulling.note(delivery)
         flight = self._accept(delivery)
+        pulling.note(delivery, 0 if flight is None else flight.item.cost)
         if flight is None:
             self.refill_soon()
-        else:
-            pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
         """Add the tokens of a work item to the mean cost of its consumer. This mean limits how many messages the
         consumer may deliver.
         """
         if flight.stage == "waiting":
-            self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
+            cost = 0
+            for row in flight.rows:
+                cost += row.cost
+            self.pulling.weigh(flight.lease.delivery.consumer, cost)
 
     def refill_soon(self) -> None:
         """Schedule a call of `Pulling.refill`. Further calls before it runs schedule nothing."""

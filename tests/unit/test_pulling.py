@@ -39,8 +39,7 @@ class Taking:
 
     def _on_delivery(self, delivery: Delivery) -> None:
         self.taken.append(delivery)
-        self.pulling.note(delivery)
-        self.pulling.estimate(delivery.consumer, 100)
+        self.pulling.note(delivery, 100)
         self.pulling.refill()
 
 
@@ -85,7 +84,7 @@ async def test_a_consumer_without_new_deliveries_leaves_its_share_of_the_credit(
     taking.pulling.level()
     shared = taking.pulling._pulls.outstanding(busy)
     taking.now_s = 2 * ACTIVE_S
-    taking.pulling.note(taking.taken[1])
+    taking.pulling.note(taking.taken[1], 0)
     for _ in range(2):  # the first call finds that the other consumer has no new deliveries
         taking.pulling.level()
     assert taking.pulling._pulls.outstanding(busy) == 2 * shared > 0

@@ -48,7 +48,7 @@ class TokenRow:
     [length], token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts `spans` and
     `passages`. `expanded`: the row's cost on the device in tokens, if this is more than the number of ids. `vectors`,
     `images`, `sound` or `document` may replace ids. `uncounted`: part of the row's cost, in tokens, that does not count
-    towards the size of a batch.
+    towards the size of a batch: if the model scales all images to one size, an image without text counts as 1 token.
     """
 
     ids: Ids
@@ -75,17 +75,12 @@ class TokenRow:
         return max(len(self.ids), self.expanded)
 
     @property
-    def batch_cost(self) -> int:
-        """Return the tokens of the row that count towards the size of a batch. If the model scales all images to one
-        size, the patches of an image without text count as only 1 token.
-        """
-        return self.cost - self.uncounted
-
-    @property
     def media_bytes(self) -> int:
         """Return the bytes of the row's pixels, of the features of its sound, or of its document."""
-        beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
-        return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
+        size = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
+        for image in self.images:
+            size += len(image.pixels)
+        return size
 
 
 class WorkItemInput(NamedTuple):
@@ -332,18 +327,6 @@ def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
     ]
 
 
-def types_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the token types of all rows, concatenated, uint8. Empty if no row has types."""
-    if all(row.types is None for row in rows):
-        return b""
-    return b"".join(bytes(len(row.ids)) if row.types is None else row.types.tobytes() for row in rows)
-
-
-def offsets_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the token offsets of all rows, concatenated, int32. Empty if no row has offsets."""
-    return b"".join(row.offsets.tobytes() for row in rows if row.offsets is not None)
-
-
 class BatchPart(NamedTuple):
     """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are neither
     in `rows` nor in `work`. `context`: trace context of the work item. `asker`: name of the client that sent the item,
@@ -384,7 +367,6 @@ def to_batch(
     groups: list[Group] = []
     texts: list[str] = []
     mentions: list[tuple[Mention, ...]] = []
-    keys: list[bytes] = []
     for part in parts:
         options = _adapter_options(part.work.options)
         stop = len(rows) + len(part.rows)
@@ -394,44 +376,59 @@ def to_batch(
         if layout == "raw":
             mentions += [()] * (part.work.query is not None) + [source.mentions for source in part.work.inputs]
         rows += part.rows
-        keys.append(part.image_keys())
-    files = tuple(row.document for row in rows)
-    lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
-    ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
-    vector_blocks = [row.vectors for row in rows if row.vectors is not None]
-    row_images = [(number, image) for number, row in enumerate(rows) for image in row.images]
-    row_sounds = [(number, row.sound) for number, row in enumerate(rows) if row.sound is not None]
-    counts = (
-        np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes()
-        if vector_blocks
-        else b""
-    )
+    lengths: list[int] = []
+    ids: list[Ids] = []
+    types: list[bytes] = []
+    has_types = False
+    offsets: list[bytes] = []
+    vectors: list[bytes] = []
+    counts: list[int] = []
+    images: list[tuple[int, ...]] = []
+    pixels: list[bytes] = []
+    sounds: list[tuple[int, ...]] = []
+    features: list[bytes] = []
+    documents: list[DocumentFile | None] = []
+    for number, row in enumerate(rows):
+        lengths.append(len(row.ids))
+        ids.append(row.ids)
+        types.append(bytes(len(row.ids)) if row.types is None else row.types.tobytes())
+        has_types = has_types or row.types is not None
+        if row.offsets is not None:
+            offsets.append(row.offsets.tobytes())
+        counts.append(-1 if row.vectors is None else row.vectors.rows)
+        if row.vectors is not None:
+            vectors.append(row.vectors.data)
+        for image in row.images:
+            images.append((number, image.height, image.width, *image.upright))
+            pixels.append(image.pixels)
+        if row.sound is not None:
+            sounds.append((number, *row.sound.shape))
+            features.append(row.sound.features)
+        documents.append(row.document)
     return RunBatch(
         name,
         model,
         operation,
-        lengths.tobytes(),
-        ids,
+        np.array(lengths, np.int32).tobytes(),
+        b"" if layout == "raw" else np.concatenate(ids).tobytes(),
         tuple(groups),
-        types_of(rows),
+        b"".join(types) if has_types else b"",
         tuple(texts),
-        offsets_of(rows),
+        b"".join(offsets),
         pooling,
         lora,
         context.traceparent,
-        counts,
-        b"".join(vectors.data for vectors in vector_blocks),
+        np.array(counts, np.int32).tobytes() if vectors else b"",
+        b"".join(vectors),
         fingerprint,
         context.tracestate,
-        images=np.array(
-            [(number, image.height, image.width, *image.upright) for number, image in row_images], np.int32
-        ).tobytes(),
-        pixels=b"".join(image.pixels for _, image in row_images),
+        images=np.array(images, np.int32).tobytes() if images else b"",
+        pixels=b"".join(pixels),
         mentions=tuple(mentions) if any(mentions) else (),
-        sounds=np.array([(number, *sound.shape) for number, sound in row_sounds], np.int32).tobytes(),
-        features=b"".join(sound.features for _, sound in row_sounds),
-        documents=files if any(files) else (),
-        image_keys=b"".join(keys),
+        sounds=np.array(sounds, np.int32).tobytes() if sounds else b"",
+        features=b"".join(features),
+        documents=tuple(documents) if any(documents) else (),
+        image_keys=b"".join([part.image_keys() for part in parts]) if images else b"",
     )
 
 
