@@ -256,27 +256,6 @@ class _PriorityLine(Generic[T]):
     def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
 
-    def add(self, entry: T, *, in_order: bool) -> None:
-        """Add a work item to its queue: with `in_order` at the end, otherwise by its time of arrival (the item was in
-        the queue before and comes back).
-        """
-        model = self.models.get(entry.key.residency)
-        if model is None:
-            model = self.models[entry.key.residency] = _ModelLine(entry.key.residency)
-        queue = model.queues.get(entry.key)
-        if queue is None:
-            queue = model.queues[entry.key] = _KeyQueue(entry.key)
-        index = len(queue.entries)
-        if not in_order:
-            index = next(
-                (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
-            )
-        queue.entries.insert(index, entry)
-        queue.cost += entry.cost
-        queue.alone += entry.alone
-        if entry.arrived_s < model.head_s:
-            self._enter(model, entry.arrived_s)
-
     def oldest(self) -> _ModelLine[T] | None:
         """Return the model with the oldest work item. None if no work item waits."""
         while self._heads:
@@ -309,18 +288,6 @@ class _PriorityLine(Generic[T]):
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def pop_batch(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[T]:
-        model = self.models[queue.key.residency]
-        entries = queue.pop_batch(limits, begins_s, times)
-        del model.queues[queue.key]
-        if queue.entries:
-            model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
-        if model.queues:
-            self._enter(model, min(queue.head_s for queue in model.queues.values()))
-        else:
-            self._leave(model)
-        return entries
-
     def remove(self, entry: T) -> None:
         model = self.models[entry.key.residency]
         queue = model.queues[entry.key]
@@ -328,15 +295,12 @@ class _PriorityLine(Generic[T]):
         if not queue.entries:
             del model.queues[entry.key]
         if not model.queues:
-            self._leave(model)
+            del self.models[model.name]
+            model.push_number = 0
         elif entry.arrived_s == model.head_s:
-            self._enter(model, min(queue.head_s for queue in model.queues.values()))
+            self.enter(model, min(queue.head_s for queue in model.queues.values()))
 
-    def _leave(self, model: _ModelLine[T]) -> None:
-        del self.models[model.name]
-        model.push_number = 0
-
-    def _enter(self, model: _ModelLine[T], head_s: float) -> None:
+    def enter(self, model: _ModelLine[T], head_s: float) -> None:
         """Push a model on the heap by its oldest work item's arrival. At equal times, the earlier push comes first."""
         model.head_s, model.push_number = head_s, next(self._push_numbers)
         heapq.heappush(self._heads, (model.head_s, model.push_number, model))
@@ -364,7 +328,23 @@ class Waiting(Generic[T]):
         """Add a work item behind all work items of its key. `back`: the work item was accepted earlier and returns, so
         insert it by its time of arrival.
         """
-        self.lines[entry.bulk].add(entry, in_order=not back)
+        line = self.lines[entry.bulk]
+        model = line.models.get(entry.key.residency)
+        if model is None:
+            model = line.models[entry.key.residency] = _ModelLine(entry.key.residency)
+        queue = model.queues.get(entry.key)
+        if queue is None:
+            queue = model.queues[entry.key] = _KeyQueue(entry.key)
+        index = len(queue.entries)
+        if back:
+            index = next(
+                (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
+            )
+        queue.entries.insert(index, entry)
+        queue.cost += entry.cost
+        queue.alone += entry.alone
+        if entry.arrived_s < model.head_s:
+            line.enter(model, entry.arrived_s)
 
     def remove(self, entry: T) -> None:
         self.lines[entry.bulk].remove(entry)
@@ -390,7 +370,17 @@ class Waiting(Generic[T]):
             if not times.is_known and queue.is_urgent():
                 return None
         bulk = queue.entries[0].bulk
-        entries = sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=_COST)
+        line = self.lines[bulk]
+        entries = sorted(queue.pop_batch(limits, begins_s, times), key=_COST)
+        model = line.models[queue.key.residency]
+        del model.queues[queue.key]
+        if queue.entries:
+            model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
+        if model.queues:
+            line.enter(model, min(queue.head_s for queue in model.queues.values()))
+        else:
+            del line.models[model.name]
+            model.push_number = 0
         self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
         return batch_of(entries)
 

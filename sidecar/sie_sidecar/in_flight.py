@@ -13,7 +13,7 @@ its remaining inputs do not run.
 work items need them.
 
     delivery ──► add ──► keep_model (assigns it to a device) ──► count (its tokens that wait for the device)
-    ──► let_model_go ──► remove
+    ──► let_go ──► remove
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _NO_DEVICE = -1
 Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settled"]
 
 
-class Lease:
-    """Message that the broker has leased to this worker: its last delivery, and the time of the last renewal."""
+class Lease(msgspec.Struct, eq=False):
+    """Message that the broker has leased to this worker: its last delivery, and the time of the last renewal. `place`:
+    its pool and its sequence. `slot`: number of its record in the file of leased deliveries (`LeaseLedger`); 0 if none.
+    """
 
-    __slots__ = ("delivery", "renewed_s", "slot")
-
-    def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
-        self.delivery = delivery
-        self.renewed_s = now_s
-        self.slot = slot  # number of the lease's record in the file of leased deliveries (`LeaseLedger`); 0 if none
+    delivery: Delivery
+    renewed_s: float
+    place: tuple[str, int]
+    slot: int = 0
 
 
 @dataclass(eq=False)
@@ -303,7 +303,7 @@ class Inventory:
         self.count(flight, max(1, flight.item.cost))
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device. Until `let_model_go`, only `Loading.park` lets its model be evicted."""
+        """Assign a work item to a device. Until `let_go`, only `Loading.park` lets its model be evicted."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)
@@ -330,8 +330,9 @@ class Inventory:
         if not self.coming[flight.item.model]:
             del self.coming[flight.item.model]
 
-    def let_model_go(self, flight: InFlight) -> None:
-        """Record that a work item does not need its model any more."""
+    def let_go(self, flight: InFlight) -> None:
+        """Record that a work item is settled: it needs its model no more, and none of its tokens wait for a device."""
+        self.count(flight, 0)
         if flight.is_coming:
             self._arrived(flight)
             # the consumer may have delivered no further item while this item waited for its model: it may deliver again
@@ -344,7 +345,7 @@ class Inventory:
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """Remove a work item, and end its span. The caller has called `let_model_go` before."""
+        """Remove a work item, and end its span. The caller has called `let_go` before."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from sie_broker import CoreMessage, Delivery
 from sie_contracts.errors import UNDECODABLE, InternalFailure
 from sie_contracts.wire import messages
-from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
 from sie_sidecar import spans
 from sie_sidecar.batch import BatchLimits
@@ -67,21 +66,26 @@ class WorkIntake:
         """Return the work item of a delivery; None if the message cannot be decoded or the item is in flight here."""
         now_s = time.monotonic()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
-        if (lease_in_hand := self._leases.adopt(delivery)) is not None:
+        lease = self._leases.hold(delivery)
+        if lease is None:
             # not logged at INFO: after a restart of the broker, every work item in flight here is delivered again
             _logger.debug(
                 "a work item in flight here was delivered again (delivery %d): its lease had ended and is renewed",
-                lease_in_hand.delivery.delivered,
+                delivery.delivered,
             )
             return None
-        lease = self._leases.hold(delivery)
         try:
             item = messages.decode_work(delivery.data)
         except UNDECODABLE as error:
             _logger.error("a message could not be decoded as a work item and becomes a dead letter: %s", error)
             self._settle.bury(lease, InternalFailure("not a work item", reason="undecodable"))
             return None
-        left_s, doubt_s = self._left_s(delivery, item)
+        # the time limit counts from the publication of the message, also after a redelivery; while the clock of the
+        # broker is not measured, from now
+        left_s, doubt_s, margin_s = item.budget_ms / 1000, 0.0, self._broker_clock.margin_s
+        if math.isfinite(margin_s):
+            left_s -= self._broker_clock.now_s() - delivery.sent_s
+            doubt_s = margin_s + LATE_S
         span = spans.of_work(self._tracer, delivery, item) if self._tracer is not None else None
         flight = InFlight(
             lease,
@@ -97,16 +101,6 @@ class WorkIntake:
         self.arrived.append(flight)
         self._arrival.set()
         return flight
-
-    def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return two numbers of seconds: the estimated time until a request's time limit, and the possible error of
-        this estimate, which comes from the measurement of the broker's clock. The limit counts from the publication of
-        the message, also after a redelivery. While the broker's clock is not measured, return the whole limit and 0.
-        """
-        left_s = item.budget_ms / 1000
-        if not math.isfinite(self._broker_clock.margin_s):
-            return left_s, 0.0
-        return left_s - (self._broker_clock.now_s() - delivery.sent_s), self._broker_clock.margin_s + LATE_S
 
     async def on_cancel(self, message: CoreMessage) -> None:
         """Decode a gateway's message about cancelled requests, and drop their work items."""
@@ -179,12 +173,12 @@ class WorkIntake:
         """Return True if waiting is useful: the gathered work items do not fill a batch, and the broker has more
         messages to send or the tokeniser is busy with earlier work.
         """
-        if (
-            len(self.arrived) >= self._limits.requests
-            or sum(flight.item.cost for flight in self.arrived) >= self._limits.cost
-        ):
+        cost, pending = 0, dict[str, int]()
+        for flight in self.arrived:
+            cost += flight.item.cost
+            pending[flight.lease.delivery.consumer] = flight.lease.delivery.pending
+        if len(self.arrived) >= self._limits.requests or cost >= self._limits.cost:
             return False
-        pending = {flight.lease.delivery.consumer: flight.lease.delivery.pending for flight in self.arrived}
         return is_tokenising() or (any(pending.values()) and more_expected())
 
 

@@ -512,7 +512,7 @@ _logger = logging.getLogger("sie.sidecar.hosting")
 
 
 def _names(models: list[ModelState]) -> tuple[str, ...]:
-    return tuple([hosted.name for hosted in models]) if models else ()
+    return tuple([hosted.name for hosted in models])
 
 
 class Hosting(ModelStates):
@@ -556,7 +556,7 @@ class Hosting(ModelStates):
         self._on_failed = on_failed
         self._on_role = on_role
         link.listeners.append(self._on_link)
-        link.attach(lambda: _names(self.evictable(IDLE_S)), self._on_dropped)
+        link.attach(self._may_drop, self._on_dropped)
 
     def let_go(self, hosted: ModelState, cost: int = 0) -> None:
         """Record that a work item with `cost` tokens was settled or moved to another device."""
@@ -578,6 +578,11 @@ class Hosting(ModelStates):
                 hosted.mark_unloaded()
             self._look_again()
         self._on_change()
+
+    def _may_drop(self) -> tuple[str, ...]:
+        """Return the names of the models that a batch or `relieve` may evict, in the order of eviction."""
+        idle = self.evictable(IDLE_S)
+        return _names(idle) if idle else ()
 
     def _on_dropped(self, names: tuple[str, ...]) -> None:
         _logger.info("the adapter evicted %s to free memory", ", ".join(names))
@@ -852,7 +857,7 @@ class Hosting(ModelStates):
 
     async def relieve(self) -> None:
         """Let the adapter evict idle models while its memory is above the threshold."""
-        may_drop = _names(self.evictable(IDLE_S))
+        may_drop = self._may_drop()
         if not may_drop:
             return
         # AdapterGone is not logged: without an adapter, no model is loaded

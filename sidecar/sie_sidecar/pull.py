@@ -277,7 +277,7 @@ class Pulling:
         queue: Queue,
         lane: Lane,
         limits: BatchLimits,
-        on_delivery: Callable[[Delivery], None],
+        on_delivery: Callable[[Pulling, Delivery], None],
         backlog: Callable[[bool], Load | None],
         clock: Callable[[], float],
         role: Callable[[str], Role] = lambda consumer: "pull",
@@ -297,12 +297,13 @@ class Pulling:
         # consumers that `refill` checks: they have delivered since the last refill, or have less credit than usual
         # because too much work waited at this worker
         self._short: dict[str, None] = {}
-        self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
+        self.more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may lack these
         # consumers
         self._announced: set[str] = set()
         self._open = False  # true if the last call of `refill` allowed pull requests
-        self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
+        self._pulls: Pulls = queue.pulls(self._stream, functools.partial(on_delivery, self))
+        self.outstanding = self._pulls.outstanding
         self._notices: Subscription | None = None
         self._stopped = False
 
@@ -338,7 +339,7 @@ class Pulling:
         if exists:
             self._announced.add(name)
             self._consumers.setdefault(name, _DeliveryStatistics())
-            self._refill([name])
+            self.refill([name])
         else:
             self._discard(name)
 
@@ -346,7 +347,7 @@ class Pulling:
         self._consumers.pop(name, None)
         for consumers in (self._active, self._short):
             consumers.pop(name, None)
-        self._more.discard(name)
+        self.more.discard(name)
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery, cost: int) -> None:
@@ -363,36 +364,43 @@ class Pulling:
         consumer.delivered_s = self._clock()
         self._short[name] = None
         if delivery.pending:
-            self._more.add(name)
+            self.more.add(name)
         else:
-            self._more.discard(name)
+            self.more.discard(name)
 
-    def weigh(self, name: str, cost: int) -> None:
-        """Add a tokenised delivery to the mean cost of its consumer. `cost`: exact number of tokens of the delivery."""
-        if (consumer := self._consumers.get(name)) is not None:
+    def weigh(self, flight: InFlight) -> None:
+        """Add the tokens of a work item that waits for a device to the mean cost of its consumer. This mean limits how
+        many messages the consumer may deliver.
+        """
+        consumer = self._consumers.get(flight.lease.delivery.consumer)
+        if consumer is not None and flight.stage == "waiting":
+            cost = 0
+            for row in flight.rows:
+                cost += row.cost
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
         """Set how many messages each consumer may deliver. Called regularly and after changes of the models."""
-        self._refill(list(self._consumers))
+        self.refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
         if consumer in self._consumers:
-            self._refill([consumer])
-
-    def refill(self) -> None:
-        """Raise the credit (number of messages to deliver) of all consumers whose credit may be too low."""
-        self._refill(list(self._short))
+            self.refill([consumer])
 
     def level(self) -> None:
         """Raise or lower the credit of the active consumers. The broker may still deliver the old number of messages
         for some seconds after the credit was lowered.
         """
-        self._refill(list(self._active))
+        self.refill(list(self._active))
 
-    def _refill(self, names: list[str]) -> None:
+    def refill(self, names: list[str] | None = None) -> None:
+        """Set how many messages these consumers may deliver. Without `names`: raise the credit (number of messages to
+        deliver) of all consumers whose credit may be too low.
+        """
         if self._stopped:
             return
+        if names is None:
+            names = list(self._short)
         now_s, backlogs = self._clock(), (self._backlog(False), self._backlog(True))
         if (backlogs[0] is not None) != self._open:
             self._open, names = backlogs[0] is not None, list(self._consumers)
@@ -417,11 +425,7 @@ class Pulling:
                 self._short[name] = None
             if now_s - consumer.delivered_s >= ACTIVE_S:
                 self._active.pop(name, None)
-                self._more.discard(name)
-
-    def more_expected(self) -> bool:
-        """Return True if more messages wait at the broker, and the broker may send them to this worker."""
-        return max(map(self._pulls.outstanding, self._more), default=0) > 0
+                self.more.discard(name)
 
     async def stop(self) -> None:
         """Send no more pull requests. Return when messages on their way have been delivered."""
@@ -473,17 +477,16 @@ class WorkSource:
             self._on_assignment,
             lambda: bool(self._queues.connected),
         )
-        pulling = Pulling(
+        self.pulling = Pulling(
             self._broker,
             lane,
             self._queues.limits,
-            lambda delivery: self._on_delivery(delivery, pulling),
+            self._on_delivery,
             self._queues.backlog,
             time.monotonic,
             self._role,
             self._narrowed,
         )
-        self.pulling = pulling
 
     def _role(self, consumer: str) -> Role:
         held = consumer in self._paused or self._queues.is_full_of(consumer)
@@ -549,21 +552,15 @@ class WorkSource:
         if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 
-    def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:
+    def _on_delivery(self, pulling: Pulling, delivery: Delivery) -> None:
         flight = self._accept(delivery)
         pulling.note(delivery, 0 if flight is None else flight.item.cost)
         if flight is None:
             self.refill_soon()
 
-    def weigh(self, flight: InFlight) -> None:
-        """Add the tokens of a work item to the mean cost of its consumer. This mean limits how many messages the
-        consumer may deliver.
-        """
-        if flight.stage == "waiting":
-            cost = 0
-            for row in flight.rows:
-                cost += row.cost
-            self.pulling.weigh(flight.lease.delivery.consumer, cost)
+    def more_expected(self) -> bool:
+        """Return True if more messages wait at the broker, and the broker may send them to this worker."""
+        return max(map(self.pulling.outstanding, self.pulling.more), default=0) > 0
 
     def refill_soon(self) -> None:
         """Schedule a call of `Pulling.refill`. Further calls before it runs schedule nothing."""

@@ -193,7 +193,7 @@ class Worker:
         while True:
             here: list[InFlight] = []  # work items whose inputs need not be read from the payload store
             characters = 0
-            for flight in await self.intake.next(self._is_tokenising, self._has_more):
+            for flight in await self.intake.next(self._is_tokenising, self.source.more_expected):
                 if not flight.item.payload:
                     here.append(flight)
                     characters += CHARACTERS_PER_TOKEN * flight.item.cost
@@ -214,7 +214,7 @@ class Worker:
             for flight in await self._prepare.run(group, together):
                 if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._dispatches[flight.hosted.device].add(flight)
-                self.source.weigh(flight)
+                self.source.pulling.weigh(flight)
         self.queues.wake()
 
     def _is_tokenising(self) -> bool:
@@ -222,10 +222,7 @@ class Worker:
 
     def _more_expected(self) -> bool:
         """Return True if more work may soon wait for a device."""
-        return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
-
-    def _has_more(self) -> bool:
-        return self.source.pulling.more_expected()
+        return bool(self.intake.arrived or self._prepare.tokenising) or self.source.more_expected()
 
     def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))

@@ -37,10 +37,10 @@ class Taking:
     def __post_init__(self) -> None:
         self.pulling = Pulling(self.broker, LANE, LIMITS, self._on_delivery, self.loads.get, lambda: self.now_s)
 
-    def _on_delivery(self, delivery: Delivery) -> None:
+    def _on_delivery(self, pulling: Pulling, delivery: Delivery) -> None:
         self.taken.append(delivery)
-        self.pulling.note(delivery, 100)
-        self.pulling.refill()
+        pulling.note(delivery, 100)
+        pulling.refill()
 
 
 @pytest.fixture

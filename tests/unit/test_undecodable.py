@@ -143,9 +143,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "work": (
         {"type": "work/1", "request": MARK},
         msgpack,
-        lambda data: WorkIntake.accept(
-            MagicMock(_leases=MagicMock(adopt=lambda _: None)), MagicMock(data=data, delivered=1)
-        ),
+        lambda data: WorkIntake.accept(MagicMock(), MagicMock(data=data, delivered=1)),
         None,
     ),
     "work in a stream": (
