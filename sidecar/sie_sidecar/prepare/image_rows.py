@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
@@ -135,7 +135,9 @@ def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRo
     if any(number < work_rows.shared for number in bad):
         return WorkRows([], error=error)
     return (
-        replace(work_rows, unfit={**work_rows.unfit, **{number - work_rows.shared: error for number in bad}})
+        msgspec.structs.replace(
+            work_rows, unfit={**work_rows.unfit, **{number - work_rows.shared: error for number in bad}}
+        )
         if bad
         else work_rows
     )

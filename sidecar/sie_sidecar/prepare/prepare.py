@@ -172,7 +172,7 @@ class Prepare:
         layout = ready.rows.get(operation)
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
-        if any(_has_files(flight.item) for flight in group):
+        if _has_files(group):
             decoded = await asyncio.gather(*(self._decoded(flight, layout) for flight in group))
             work = [entry for entry in decoded if entry is not None]
             if not work:
@@ -196,8 +196,11 @@ class Prepare:
     async def _build_rows(
         self, work: Sequence[tuple[InFlight, WorkItemInput]], tokenizer: ModelTokenizer, layout: Rows, together: int
     ) -> None:
-        inputs = [item_input for _, item_input in work]
-        effort = sum(effort_of(layout, item_input) for item_input in inputs)
+        inputs: list[WorkItemInput] = []
+        effort = 0
+        for _, item_input in work:
+            inputs.append(item_input)
+            effort += effort_of(layout, item_input)
         results = await self._tokenizers.run(
             effort, functools.partial(layouts.make, tokenizer, layout, inputs), together
         )
@@ -273,8 +276,10 @@ class Prepare:
         await asyncio.gather(*map(answer, group))
 
 
-def _has_files(item: WorkItem) -> bool:
-    for source in item.inputs:
-        if source.images or source.audio:
-            return True
-    return item.query is not None and bool(item.query.images or item.query.audio)
+def _has_files(group: Sequence[InFlight]) -> bool:
+    for flight in group:
+        query = flight.item.query
+        for source in flight.item.inputs if query is None else (query, *flight.item.inputs):
+            if source.images or source.audio:
+                return True
+    return False

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -42,8 +41,7 @@ ROW_CHARACTERS = 24
 COST_CHARACTERS = 64
 
 
-@dataclass(frozen=True)
-class TokenRow:
+class TokenRow(msgspec.Struct, frozen=True):
     """Token ids of one row, int32 [length], with special tokens. `full`: length before truncation. `types`: uint8
     [length], token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts `spans` and
     `passages`. `expanded`: the row's cost on the device in tokens, if this is more than the number of ids. `vectors`,
@@ -95,8 +93,7 @@ class WorkItemInput(NamedTuple):
     sounds: Mapping[int, SoundFeatures | InvalidInput] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class WorkRows:
+class WorkRows(msgspec.Struct, frozen=True):
     """Rows of one work item: first `shared` rows for all inputs, then the rows of each input, in order. `error`: error
     of the work item if no rows were built. `unfit`: errors of inputs that have rows but must not run, by index.
     `chunked`: number of rows of each input if a text has chunks; empty if all inputs have the same number of rows.
@@ -105,7 +102,7 @@ class WorkRows:
     rows: list[TokenRow]
     shared: int = 0
     error: InvalidInput | None = None
-    unfit: Mapping[int, InvalidInput] = field(default_factory=dict)
+    unfit: Mapping[int, InvalidInput] = {}
     chunked: tuple[ChunkedRows, ...] = ()
 
 
@@ -248,7 +245,7 @@ def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> Inval
 
 def _excess(layout: Rows, item: WorkItemInput) -> InvalidInput | None:
     """Return the error if a work item is too large for memory or would have no rows, else None."""
-    rows, characters = _row_count(layout, item), _characters(layout, item)
+    rows, characters = _size(layout, item)
     if not rows and item.inputs:
         return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
     if rows > MAX_ROWS:
@@ -271,41 +268,45 @@ def too_many(subject: str, limit: int) -> InvalidInput:
     )
 
 
-def _row_count(layout: Rows, item: WorkItemInput) -> int:
-    if layout.layout == "hypotheses":
-        return len(item.inputs) * len(item.options.labels)
-    return len(item.inputs) * (max(1, len(questions_of(item.options))) if layout.questions else 1)
-
-
-def _characters(layout: Rows, item: WorkItemInput) -> int:
-    """Count the characters to tokenise for a work item. Texts that are tokenised several times count each time."""
-    options, query = item.options, len(query_of(item))
+def _size(layout: Rows, item: WorkItemInput) -> tuple[int, int]:
+    """Return the number of rows of a work item without those of its query, and the number of characters to tokenise.
+    Texts that are tokenised several times count each time.
+    """
+    options, query = item.options, len(item.query.text or "") if item.query else 0
+    rows = len(item.inputs)
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)
     if layout.layout == "hypotheses":
         template = len(str(options.parameters.get("hypothesis_template", HYPOTHESIS)))
         once += sum(map(len, options.labels)) + template * len(options.labels)
+        rows *= len(options.labels)
+    elif layout.questions:
+        questions = questions_of(options)
+        once += sum(map(len, questions))
+        rows *= max(1, len(questions))
     if layout.layout == "passages":
         once += len(options.instruction)
-    if layout.questions:
-        once += sum(map(len, questions_of(options)))
     for piece in options.pieces:
         length = sum(map(len, piece[::2])) + query * piece[1::2].count("query")
         if is_cut(piece):
             around += length
         else:
             once += length
-    if layout.pairs:
-        once += sum(len(source.pair or "") for source in item.inputs)
-    # reading a token id takes about as long as tokenising one character
-    return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
+    characters = once + around * len(item.inputs)
+    for source in item.inputs:
+        # reading a token id takes about as long as tokenising one character
+        characters += len(source.text or source.tokens or "")
+        if layout.pairs and source.pair is not None:
+            characters += len(source.pair)
+    return rows, characters
 
 
 def effort_of(layout: Rows, item: WorkItemInput) -> int:
     """Estimate the time to build the rows of a work item. Return it as the number of characters that are tokenised in
     the same time.
     """
-    return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
+    rows, characters = _size(layout, item)
+    return characters + ROW_CHARACTERS * rows
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:

@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
@@ -37,18 +38,13 @@ LONG_CHARACTERS = 4096  # a text of at most this number of characters is always 
 _MEMORY_PER_BYTE = 32
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     """Token ids of one text, int32 [length]. `full`: length before truncation. If a long text was truncated (`Truncate`
     "END" or "START"), `full` is only a lower bound, because the tokenizer did not read the rest of the text.
     """
 
     ids: Ids
     full: int
-
-    @property
-    def truncated(self) -> bool:
-        return self.full > len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -100,9 +96,11 @@ class ModelTokenizer:
         """
         from_end = truncate == "START"
         whole_limit = self._whole_limit(room)
-        long = [text for text in texts if len(text) > whole_limit]
+        long: list[str] = []
+        short: list[str] = []
+        for text in texts:
+            (long if len(text) > whole_limit else short).append(text)
         read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
-        short = [text for text in texts if len(text) <= whole_limit]
         if sum(map(len, short)) <= INLINE_CHARACTERS:
             whole = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
         else:
@@ -113,7 +111,7 @@ class ModelTokenizer:
                 contents.append(Tokens(*next(read)))
             else:
                 ids = np.array(next(whole).ids, np.int32)
-                contents.append(Tokens(cut(ids, room, truncate), len(ids)))
+                contents.append(Tokens(ids if len(ids) <= room else cut(ids, room, truncate), len(ids)))
         return contents
 
     def _whole_limit(self, room: int) -> int:
