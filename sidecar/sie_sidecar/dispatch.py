@@ -41,7 +41,7 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.process import Tasks, wait_set
 from sie_sidecar import batch as batches
 from sie_sidecar import spans
-from sie_sidecar.batch import Batch, BatchKey, BatchLimits, Load, Waiting, WaitUntil
+from sie_sidecar.batch import Batch, BatchKey, BatchLimits, DeviceForecast, Load, Quantum, Rate, Waiting, WaitUntil
 from sie_sidecar.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loading import Loading
@@ -50,7 +50,6 @@ from sie_sidecar.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.settle import Settle
-from sie_sidecar.sizing import DeviceForecast, Quantum, Rate
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer

@@ -20,12 +20,11 @@ from sie_contracts.errors import UNDECODABLE, InternalFailure
 from sie_contracts.wire import messages
 from sie_runtime.clock import BrokerClock
 from sie_sidecar import spans
-from sie_sidecar.batch import BatchLimits
+from sie_sidecar.batch import BatchLimits, Quantum
 from sie_sidecar.dispatch import DeviceQueues
 from sie_sidecar.in_flight import InFlight, Inventory
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.settle import Leases, Settle
-from sie_sidecar.sizing import Quantum
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer

@@ -30,7 +30,7 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry, wait_set
-from sie_sidecar.batch import BatchLimits
+from sie_sidecar.batch import BatchLimits, quantum_of
 from sie_sidecar.dead_letters import DeadLetterWriter
 from sie_sidecar.dispatch import DeviceQueue, DeviceQueues, Dispatch
 from sie_sidecar.in_flight import InFlight, Inventory
@@ -47,7 +47,6 @@ from sie_sidecar.prepare.prepare import Prepare
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.pull import WorkSource
 from sie_sidecar.settle import Leases, ResultDelivery, Settle, open_ledger
-from sie_sidecar.sizing import quantum_of
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:

@@ -19,16 +19,22 @@ from inprocess import InProcess
 
 from sie_contracts.models.costs import BatchTimes
 from sie_sidecar.batch import (
+    LEAD_S,
+    MAX_LOSS,
+    SHARE,
+    UNKNOWN_S,
+    Ask,
     Batch,
     BatchKey,
     BatchLimits,
+    DeviceForecast,
     DeviceLoad,
     Waiting,
     WaitUntil,
     batch_of,
+    fitting,
     next_batch,
 )
-from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, fitting
 
 LIMITS = BatchLimits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")

@@ -94,7 +94,6 @@ CORE = {
     "sie_contracts.settings.worker",
     "sie_contracts.models.muvera",
     "sie_sidecar.batch",
-    "sie_sidecar.sizing",
     "sie_sidecar.prepare.media_frames",
     "sie_contracts.wire.placement",
     "sie_gateway.inference.chunk",

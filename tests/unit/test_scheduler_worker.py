@@ -16,8 +16,8 @@ from inprocess import InProcess, until
 from sie_broker import Delivery, Pulls
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_sidecar.batch import Quantum
 from sie_sidecar.intake import WorkIntake
-from sie_sidecar.sizing import Quantum
 
 TURNS = 20  # of the event loop between two deliveries: the sidecar is done with one before the next arrives
 
