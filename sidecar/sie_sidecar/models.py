@@ -53,7 +53,7 @@ from sie_runtime.process import Trouble, cancel_all
 from sie_sidecar import devices
 from sie_sidecar.devices import DeviceView, SecondCopies
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
+from sie_sidecar.prepare.rows import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 

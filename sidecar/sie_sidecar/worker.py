@@ -44,7 +44,7 @@ from sie_sidecar.poison import PoisonMarks
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
-from sie_sidecar.prepare.tokens import TokenizerPool
+from sie_sidecar.prepare.rows import TokenizerPool
 from sie_sidecar.pull import WorkSource
 from sie_sidecar.settle import Leases, ResultDelivery, Settle, open_ledger
 from sie_store.payloads import PayloadStore

@@ -15,8 +15,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.media_frames import PreparedImage
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, to_batch
 
 RECIPE = Recipe("squash", height=4, width=6, tokens=9)
 LAYOUT = Rows(images=RECIPE)

@@ -113,7 +113,6 @@ TOKENISING = {
     "sie_sidecar.prepare.rows",
     "sie_sidecar.prepare.layouts",
     "sie_sidecar.prepare.long_text",
-    "sie_sidecar.prepare.tokens",
     "sie_sidecar.prepare.tokenizer_requests",
 }
 LIBRARIES = {"tokenizers", "sentencex", "markdown_it", "regex"}

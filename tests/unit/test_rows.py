@@ -21,8 +21,7 @@ from sie_contracts.wire.ipc import Layout, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare.layouts import NOWHERE, QUERY_SHARE, make
 from sie_sidecar.prepare.long_text import HARD_TEXT
-from sie_sidecar.prepare.rows import BatchPart, TokenRow, WorkItemInput, texts_of, to_batch
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, TokenRow, WorkItemInput, texts_of, to_batch
 
 KINDS = {
     "wordpiece": recipes.BERT,

@@ -19,8 +19,7 @@ from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts, long_text, rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import WorkItemInput, WorkRows, effort_of, reached
-from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, ModelTokenizer
+from sie_sidecar.prepare.rows import INLINE_CHARACTERS, ModelTokenizer, WorkItemInput, WorkRows, effort_of, reached
 
 TOKENIZER = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
 LABELS = tuple(f"label {number}" for number in range(1000))

@@ -29,7 +29,7 @@ from sie_sidecar.batch import (
     next_batch,
     quantum_of,
 )
-from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
+from sie_sidecar.prepare.rows import INLINE_CHARACTERS, TokenizerPool, Tokens
 from sie_sidecar.process import limits_of
 
 KEY = BatchKey("toy/one", "local", "encode", "", "")

@@ -21,8 +21,7 @@ from sie_sidecar.intake import WorkIntake
 from sie_sidecar.models import Hosting
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.prepare import Prepare
-from sie_sidecar.prepare.rows import WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer, WorkItemInput
 
 TELL = tokenizing()
 COUNT = counting(RunOptions())

@@ -12,8 +12,18 @@ from sie_contracts.media.images import ImageTokens, Size, cost, has_one_size, im
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.media_frames import PreparedImage
-from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, TokenRow, WorkItemInput, WorkRows, is_cut
-from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, Tokens, cut
+from sie_sidecar.prepare.rows import (
+    OF_QUERY,
+    Ids,
+    ModelTokenizer,
+    PreparedImages,
+    TokenRow,
+    Tokens,
+    WorkItemInput,
+    WorkRows,
+    cut,
+    is_cut,
+)
 
 _NONE = np.zeros(0, np.int32)
 

@@ -25,17 +25,21 @@ from sie_sidecar.prepare.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
     VECTOR_BYTES,
+    Ids,
+    ModelTokenizer,
+    PairTemplate,
     PreparedImages,
     TokenRow,
+    Tokens,
     WorkItemInput,
     WorkRows,
     checked_work,
+    cut,
     is_cut,
     query_of,
     texts_of,
     too_many,
 )
-from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
 # share of a pair's tokens that is reserved for the query; with a short document, the query may use more
 QUERY_SHARE = 0.75

@@ -27,8 +27,7 @@ from sie_sidecar.prepare import layouts, tokenizer_requests
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
-from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, effort_of
-from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
+from sie_sidecar.prepare.rows import OF_QUERY, ModelTokenizer, PreparedImages, TokenizerPool, WorkItemInput, effort_of
 from sie_sidecar.pull import WorkSource
 from sie_sidecar.settle import Settle
 
