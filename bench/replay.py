@@ -283,7 +283,7 @@ class _ReplayWorker:
 
     def _refill(self) -> None:
         """Set the number of messages that the worker requests from each active consumer, by the rules of the module
-        sie_sidecar.pull.
+        sie_sidecar.intake.
         """
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held

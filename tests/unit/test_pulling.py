@@ -18,7 +18,7 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batch import BatchLimits, Load
-from sie_sidecar.pull import ACTIVE_S, Pulling, WorkSource
+from sie_sidecar.intake import ACTIVE_S, Pulling, WorkSource
 
 LANE = Lane("_default", "cpu", "default")
 LIMITS = BatchLimits(cost=1000, requests=10, wait_s=0.01)

@@ -21,6 +21,7 @@ from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import WorkItem
 from sie_sidecar.in_flight import InFlight, Inventory, changed
+from sie_sidecar.intake import WorkSource
 from sie_sidecar.loading import Loading
 from sie_sidecar.models import ModelState
 from sie_sidecar.prepare import layouts, tokenizer_requests
@@ -28,7 +29,6 @@ from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.rows import OF_QUERY, ModelTokenizer, PreparedImages, TokenizerPool, WorkItemInput, effort_of
-from sie_sidecar.pull import WorkSource
 from sie_sidecar.settle import Settle
 
 # a worker that lacks a work item's model or payload store returns the item to the queue so many times, then it sends an
