@@ -42,9 +42,8 @@ from sie_runtime.process import Tasks, wait_set
 from sie_sidecar import batch as batches
 from sie_sidecar import spans
 from sie_sidecar.batch import Batch, BatchKey, BatchLimits, DeviceForecast, Load, Quantum, Rate, Waiting, WaitUntil
-from sie_sidecar.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
+from sie_sidecar.in_flight import InFlight, Inventory, Loading, changed, cut, merge, runnable, unsettled
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows

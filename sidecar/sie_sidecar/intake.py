@@ -45,8 +45,7 @@ from sie_runtime.clock import BrokerClock
 from sie_sidecar import batch, spans
 from sie_sidecar.batch import BatchLimits, Load, Quantum
 from sie_sidecar.dispatch import DeviceQueues
-from sie_sidecar.in_flight import InFlight, Inventory
-from sie_sidecar.loading import Loading
+from sie_sidecar.in_flight import InFlight, Inventory, Loading
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.settle import Leases, Settle
 

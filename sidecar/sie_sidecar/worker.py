@@ -33,11 +33,10 @@ from sie_runtime.process import Stop, Tasks, retry, wait_set
 from sie_sidecar.batch import BatchLimits, quantum_of
 from sie_sidecar.dead_letters import DeadLetterWriter
 from sie_sidecar.dispatch import DeviceQueue, DeviceQueues, Dispatch
-from sie_sidecar.in_flight import InFlight, Inventory
+from sie_sidecar.in_flight import InFlight, Inventory, Loading
 from sie_sidecar.intake import CHARACTERS_PER_TOKEN, WorkIntake, WorkSource
 from sie_sidecar.isolate import Isolate
 from sie_sidecar.link import AdapterLink, AdapterLinks
-from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models import Hosting, ModelState, WorkerModels
 from sie_sidecar.poison import PoisonMarks

@@ -20,9 +20,8 @@ from sie_contracts.media.images import Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import WorkItem
-from sie_sidecar.in_flight import InFlight, Inventory, changed
+from sie_sidecar.in_flight import InFlight, Inventory, Loading, changed
 from sie_sidecar.intake import WorkSource
-from sie_sidecar.loading import Loading
 from sie_sidecar.models import ModelState
 from sie_sidecar.prepare import layouts, tokenizer_requests
 from sie_sidecar.prepare.fetching import PayloadFetching
