@@ -34,7 +34,7 @@ from sie_sidecar.batch import BatchLimits, quantum_of
 from sie_sidecar.dead_letters import DeadLetterWriter
 from sie_sidecar.dispatch import DeviceQueue, DeviceQueues, Dispatch
 from sie_sidecar.in_flight import InFlight, Inventory, Loading
-from sie_sidecar.intake import CHARACTERS_PER_TOKEN, WorkIntake, WorkSource
+from sie_sidecar.intake import CHARACTERS_PER_TOKEN, Prepare, WorkIntake, WorkSource
 from sie_sidecar.isolate import Isolate
 from sie_sidecar.link import AdapterLink, AdapterLinks
 from sie_sidecar.metrics import SidecarMetrics
@@ -42,7 +42,6 @@ from sie_sidecar.models import Hosting, ModelState, WorkerModels
 from sie_sidecar.poison import PoisonMarks
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
-from sie_sidecar.prepare.prepare import Prepare
 from sie_sidecar.prepare.rows import TokenizerPool
 from sie_sidecar.settle import Leases, ResultDelivery, Settle, open_ledger
 from sie_store.payloads import PayloadStore
