@@ -218,7 +218,7 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
         if isinstance(outcome, Ok):
             is_truncated, is_first, sound_s = outcome.truncated, outcome.first_of_several, outcome.sound_s
             for row in (*shared, *flight.of_input(index)):
-                is_truncated = is_truncated or row.truncated
+                is_truncated = is_truncated or row.full > len(row.ids)
                 for image in row.images:
                     is_first = is_first or image.animated
                 if row.sound is not None:

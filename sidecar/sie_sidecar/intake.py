@@ -722,15 +722,15 @@ class WorkIntake:
         """
         return self._quantum.p50_s, self._quantum.seconds(time.monotonic())
 
-    async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> list[InFlight]:
+    async def next(self, prepare: Prepare, source: WorkSource) -> list[InFlight]:
         """Wait for a delivery, then a short time for more deliveries. Return the work items that are not settled. The
-        wait ends when the work items fill a batch, or when two conditions hold: no earlier work is being tokenised
-        (`is_tokenising`), and the broker will send no more messages now (`more_expected` is false).
+        wait ends when the work items fill a batch, or when two conditions hold: `prepare` tokenises no earlier work,
+        and the broker will send no more messages to `source` now.
         """
         await self._arrival.wait()
         began_s = last_s = time.monotonic()
         while (left_s := self._quantum.until_s(began_s, last_s) - time.monotonic()) > 0 and self._is_more_coming(
-            is_tokenising, more_expected
+            prepare, source
         ):
             self._arrival.clear()
             try:
@@ -758,7 +758,7 @@ class WorkIntake:
             return list(groups.values())
         return [part for group in groups.values() for part in batch_parts(group, self._limits)]
 
-    def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
+    def _is_more_coming(self, prepare: Prepare, source: WorkSource) -> bool:
         """Return True if waiting is useful: the gathered work items do not fill a batch, and the broker has more
         messages to send or the tokeniser is busy with earlier work.
         """
@@ -768,7 +768,7 @@ class WorkIntake:
             pending[flight.lease.delivery.consumer] = flight.lease.delivery.pending
         if len(self.arrived) >= self._limits.requests or cost >= self._limits.cost:
             return False
-        return is_tokenising() or (any(pending.values()) and more_expected())
+        return prepare.tokenising > 0 or (any(pending.values()) and source.more_expected())
 
 
 def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:

@@ -639,33 +639,29 @@ class Leases:
             if not self._held:
                 self.empty.set()
 
-    async def finish(self, lease: Lease) -> None:
-        """Acknowledge a message whose result was sent, or for which no request waits."""
+    async def finish(self, lease: Lease, settle: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Acknowledge a message whose result was sent, or for which no request waits; with `settle`, call that."""
         self.drop(lease)
-        await self._settle(lease.delivery.ack())
-
-    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> None:
-        """Return a message to the queue for another worker, if this worker still has the lease."""
-        mine = self.is_mine(lease)
-        self.drop(lease)
-        if mine:
-            await self._settle(lease.delivery.nak(delay_s))
-
-    async def refuse(self, lease: Lease, reason: str) -> None:
-        """Terminate a message that no worker can process, if this worker still has the lease."""
-        mine = self.is_mine(lease)
-        self.drop(lease)
-        if mine:
-            await self._settle(lease.delivery.term(reason))
-
-    @staticmethod
-    async def _settle(results: Awaitable[None]) -> None:
         try:
-            await results
+            await (settle or lease.delivery.ack)()
         except BrokerError as error:
             _leases_logger.warning(
                 "the ack or nak of a message could not be sent, so the broker will deliver the message again: %s", error
             )
+
+    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> None:
+        """Return a message to the queue for another worker, if this worker still has the lease."""
+        if self.is_mine(lease):
+            await self.finish(lease, functools.partial(lease.delivery.nak, delay_s))
+        else:
+            self.drop(lease)
+
+    async def refuse(self, lease: Lease, reason: str) -> None:
+        """Terminate a message that no worker can process, if this worker still has the lease."""
+        if self.is_mine(lease):
+            await self.finish(lease, functools.partial(lease.delivery.term, reason))
+        else:
+            self.drop(lease)
 
     async def renew_all(self) -> None:
         """Renew all leases if an adapter replies to pings. If none does, let the leases end, so that other workers get

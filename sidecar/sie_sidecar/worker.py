@@ -189,7 +189,7 @@ class Worker:
         while True:
             here: list[InFlight] = []  # work items whose inputs need not be read from the payload store
             characters = 0
-            for flight in await self.intake.next(self._is_tokenising, self.source.more_expected):
+            for flight in await self.intake.next(self._prepare, self.source):
                 if not flight.item.payload:
                     here.append(flight)
                     characters += CHARACTERS_PER_TOKEN * flight.item.cost
@@ -212,9 +212,6 @@ class Worker:
                     self._dispatches[flight.hosted.device].add(flight)
                 self.source.pulling.weigh(flight)
         self.queues.wake()
-
-    def _is_tokenising(self) -> bool:
-        return self._prepare.tokenising > 0
 
     def _more_expected(self) -> bool:
         """Return True if more work may soon wait for a device."""
