@@ -48,7 +48,7 @@ from sie_cli.serve.ports import free_port
 from sie_contracts.settings import load
 from sie_contracts.wire import ipc
 from sie_runtime.feed import packaged_catalogue
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 SHORT = "What is deep learning?"

@@ -4,9 +4,9 @@
     device ─► answered
 
 Credit is the number of messages that a worker has requested from the broker. The quantum is the time to wait for more
-messages. The code of the cluster computes chunks, credit, batches and the quantum: `chunk` of the gateway, `batch` and
-`sizing` of the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models,
-placement and failures are not simulated.
+messages. The code of the cluster computes chunks, credit, batches and the quantum: `chunk` of the gateway, `batch` of
+the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models, placement and
+failures are not simulated.
 
     python bench/replay.py poisson:rate=200,length=64,seconds=30 --device base_ms=2,token_us=20
     python bench/replay.py poisson:rate=200,length=64 --device base_ms=2 --what-if max_wait_ms=4,workers=3
@@ -35,13 +35,13 @@ from sie_sidecar.batch import (
     BatchLimits,
     DeviceLoad,
     Load,
+    Quantum,
     Queued,
     Waiting,
     WaitUntil,
     credit,
     next_batch,
 )
-from sie_sidecar.sizing import Quantum
 
 ACTIVE_S = 1.0  # for this number of seconds after its last delivery, a consumer gets a share of the worker's credit
 NO_LIMIT = 1 << 60
@@ -283,7 +283,7 @@ class _ReplayWorker:
 
     def _refill(self) -> None:
         """Set the number of messages that the worker requests from each active consumer, by the rules of the module
-        sie_sidecar.pull.
+        sie_sidecar.intake.
         """
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held

@@ -26,8 +26,7 @@ from tokenizers import Tokenizer
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
+from sie_sidecar.prepare.rows import ModelTokenizer, TokenizerPool, WorkItemInput
 
 LIMIT = 512
 TICK_S = 0.0005

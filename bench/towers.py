@@ -32,7 +32,7 @@ from report import Report, machine, parser_of
 from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer
 
 QUESTIONS = (
     "what is the total",

@@ -33,8 +33,7 @@ from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.model_queue import ModelQueue
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.streams.backlog import Backlog
-from sie_sidecar.batch import TIMES_OVER
-from sie_sidecar.sizing import Ask, Rate, fitting
+from sie_sidecar.batch import TIMES_OVER, Ask, Rate, fitting
 
 LANE = Lane("_default", "_default", "default")
 MODEL = "toy/one"

@@ -21,7 +21,7 @@ from sie_broker import Broker, CoreMessage
 from sie_contracts.wire import ipc, messages, topology
 from sie_contracts.wire.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_sidecar import pull
+from sie_sidecar import intake
 
 ENTRY = toy_entry()
 _PLAIN = RunOptions()
@@ -61,7 +61,7 @@ class Direct(InProcess):
 
     async def __aenter__(self) -> Direct:
         await super().__aenter__()
-        self._no_wait = mock.patch.object(pull, "FIRST_S", 0.0)
+        self._no_wait = mock.patch.object(intake, "FIRST_S", 0.0)
         self._no_wait.start()
         self.results: dict[tuple[str, int], WorkResult] = {}
         self.broker: Broker = self.server.connect("gateway")

@@ -21,7 +21,7 @@ from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Input, Ok, Operation
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer
 
 
 def entry_of(report: Inspection) -> ModelEntry:

@@ -26,7 +26,7 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.placement import EVERY_S
 from sie_gateway.fleet.planner import ModelBacklog, Planner
-from sie_sidecar.pull import AHEAD_AGAIN_S, role
+from sie_sidecar.intake import AHEAD_AGAIN_S, role
 
 TOKENS = 100  # tokens of each request
 PASS_S = 0.05  # device time of each request; there are no batches, so 20 workers answer 400 a second

@@ -9,8 +9,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import TokenRow, WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer, TokenRow, WorkItemInput
 
 
 def text_rows(

@@ -1,11 +1,12 @@
-"""Choice of the next batch. It depends only on arguments (waiting work, time, limits): no clock, I/O or random numbers.
+"""Choice of the next batch and of its size, from arguments only (waiting work, time, limits): no clock, I/O or random
+numbers.
 
  tokenised work items (`Queued`) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
 its oldest work item has waited for `BatchLimits.wait_s` seconds, if it is the turn of bulk work, or at once if the
 device is idle and no more work is expected. While the device is busy, a batch grows until LEAD_S before the device is
-free. If a full batch takes too long for a deadline, only its first work items run, see `sizing`.
+free. If a full batch takes too long for a deadline, only its first work items run.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
@@ -15,13 +16,35 @@ These rules limit every wait. A work item that has waited for `wait_s` and is th
 the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
 priority come between these K batches. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within
 the next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
+
+The size of a batch is the largest number of work items with which no work item misses its deadline:
+
+    entries of a full batch, each with its remaining time ──┐
+    measured times of batches of this model (`BatchTimes`) ─┴──► number of entries that run now, at least one
+
+A batch may take SHARE of the remaining time of each work item; the rest of that time is reserved for wrong predictions.
+The budget of a work item is the whole time from its publication to its deadline. If the full batch takes at most SHARE
+of the budget of a work item, this work item is not urgent: it does not make the batch smaller. A small batch is slower
+per token, because each batch also takes a fixed time. So two rules limit how much urgent work items may slow down the
+others:
+
+* Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
+  x / 2. So all entries together lower the tokens per second by at most half.
+* An entry that would be late even in the smaller batch does not make the batch smaller.
+
+A batch that is sent while another batch runs waits at the device. It is sealed only LEAD_S before the device is free,
+so that work items that arrive until then join it. Sealed earlier, it would be smaller, and a work item that arrives
+meanwhile would wait for two batches, and then for its own batch.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import operator
+import statistics
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +52,7 @@ from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from sie_contracts.models.costs import BatchTimes
-from sie_sidecar.sizing import LEAD_S, UNKNOWN_S, Ask, fitting
+from sie_contracts.settings import Settings
 
 # A device has lanes, and each lane runs one batch at a time. The worker pulls deliveries until the waiting work fills
 # this number of batches for each lane.
@@ -161,33 +184,29 @@ class _KeyQueue(Generic[T]):
     def head_s(self) -> float:
         return self.entries[0].arrived_s
 
-    def is_ready(self, now_s: float, limits: BatchLimits, *, idle: bool) -> bool:
-        return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
-
     def is_full(self, limits: BatchLimits) -> bool:
         """Return True if the next batch cannot become larger: it is full, or a work item must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
-
-    def insert(self, entry: T, index: int) -> None:
-        self.entries.insert(index, entry)
-        self.cost += entry.cost
-        self.alone += entry.alone
 
     def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[T]:
         """Remove the work items of the next batch, which begins to run at `begins_s`, and return them in the order of
         arrival. The oldest work item is always one of them. A work item that is larger than a batch runs alone.
         """
-        indexes = self._together(limits)
-        indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
-        if indexes[-1] == len(indexes) - 1:
-            entries = [self.entries.popleft() for _ in indexes]
-        else:
-            chosen = set(indexes)
-            ahead = [self.entries.popleft() for _ in range(indexes[-1] + 1)]
-            entries = [ahead[index] for index in indexes]
-            self.entries.extendleft(reversed([entry for index, entry in enumerate(ahead) if index not in chosen]))
-        self.cost -= sum(entry.cost for entry in entries)
-        self.alone -= sum(entry.alone for entry in entries)
+        head = self.entries[0]
+        indexes = self._alike(limits) if self.key.padded and not head.alone else self._first(limits)
+        if len(indexes) > 1:  # if deadlines require a smaller batch, it has only the first of these indexes
+            indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
+        entries: list[T] = []
+        passed: list[T] = []
+        for index in range(indexes[-1] + 1):
+            entry = self.entries.popleft()
+            if index == indexes[len(entries)]:
+                entries.append(entry)
+                self.cost -= entry.cost
+                self.alone -= entry.alone
+            else:
+                passed.append(entry)
+        self.entries.extendleft(reversed(passed))
         return entries
 
     def is_urgent(self) -> bool:
@@ -197,14 +216,6 @@ class _KeyQueue(Generic[T]):
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
         entries = map(self.entries.__getitem__, indexes)
         return [Ask(entry.time_cost or entry.cost, entry.due_s - begins_s, entry.budget_s) for entry in entries]
-
-    def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the work items that fit into the next batch. If deadlines require a smaller batch, the
-        batch takes only the first of these indexes.
-        """
-        if self.entries[0].alone:
-            return [0]
-        return self._alike(limits) if self.key.padded else self._first(limits)
 
     def remove(self, entry: T) -> None:
         del self.entries[next(index for index, queued in enumerate(self.entries) if queued is entry)]
@@ -219,6 +230,8 @@ class _KeyQueue(Generic[T]):
             if number and (entry.alone or is_over):
                 break
             number += 1
+            if entry.alone:
+                break
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
@@ -248,7 +261,7 @@ class _ModelLine(Generic[T]):
     """
 
     name: str
-    head_s: float  # arrival time of the oldest work item
+    head_s: float = math.inf  # arrival time of the oldest work item
     push_number: int = 0
     queues: dict[BatchKey, _KeyQueue[T]] = field(default_factory=dict)
 
@@ -266,27 +279,6 @@ class _PriorityLine(Generic[T]):
     def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
 
-    def add(self, entry: T, *, in_order: bool) -> None:
-        """Add a work item to its queue: with `in_order` at the end, otherwise by its time of arrival (the item was in
-        the queue before and comes back).
-        """
-        model = self.models.get(entry.key.residency)
-        if model is None:
-            model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
-            self._enter(model)
-        queue = model.queues.get(entry.key)
-        if queue is None:
-            queue = model.queues[entry.key] = _KeyQueue(entry.key)
-        index = len(queue.entries)
-        if not in_order:
-            index = next(
-                (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
-            )
-        queue.insert(entry, index)
-        if entry.arrived_s < model.head_s:
-            model.head_s = entry.arrived_s
-            self._enter(model)
-
     def oldest(self) -> _ModelLine[T] | None:
         """Return the model with the oldest work item. None if no work item waits."""
         while self._heads:
@@ -296,14 +288,19 @@ class _PriorityLine(Generic[T]):
             heapq.heappop(self._heads)
         return None
 
+    def head_s(self) -> float:
+        """Return the arrival time of the oldest work item; infinity if no work item waits."""
+        model = self.oldest()
+        return math.inf if model is None else model.head_s
+
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
         """Return the queue from which the next batch is taken. None if no queue is ready."""
         model = self.oldest()
         if model is None:
             return None
-        queues = model.queues.values()
-        if (queue := next((queue for queue in queues if queue.is_ready(now_s, limits, idle=idle)), None)) is not None:
-            return queue
+        for queue in model.queues.values():
+            if idle or queue.is_full(limits) or now_s >= queue.head_s + limits.wait_s:
+                return queue
         # the oldest work item has not waited for `wait_s` yet, so no other work item has: only full queues are ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
@@ -314,36 +311,21 @@ class _PriorityLine(Generic[T]):
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def pop_batch(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[T]:
-        model = self.models[queue.key.residency]
-        entries = queue.pop_batch(limits, begins_s, times)
-        del model.queues[queue.key]
-        if queue.entries:
-            model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
-        self._reorder(model)
-        return entries
-
     def remove(self, entry: T) -> None:
         model = self.models[entry.key.residency]
         queue = model.queues[entry.key]
         queue.remove(entry)
         if not queue.entries:
             del model.queues[entry.key]
-        if entry.arrived_s == model.head_s or not model.queues:
-            self._reorder(model)
-
-    def _reorder(self, model: _ModelLine[T]) -> None:
-        """Update the position of a model in the heap after work items were removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0
-            return
-        model.head_s = min(queue.head_s for queue in model.queues.values())
-        self._enter(model)
+        elif entry.arrived_s == model.head_s:
+            self.enter(model, min(queue.head_s for queue in model.queues.values()))
 
-    def _enter(self, model: _ModelLine[T]) -> None:
+    def enter(self, model: _ModelLine[T], head_s: float) -> None:
         """Push a model on the heap by its oldest work item's arrival. At equal times, the earlier push comes first."""
-        model.push_number = next(self._push_numbers)
+        model.head_s, model.push_number = head_s, next(self._push_numbers)
         heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
 
@@ -354,19 +336,11 @@ class Waiting(Generic[T]):
         # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
         self.overtakes = 0  # number of interactive batches in a row that were sent while bulk work waited
-        self._length = 0
         # measured times of batches, by residency (a model with one set of load options)
         self._times: dict[str, BatchTimes] = {}
 
-    def ran(self, batch: Batch[T], seconds: float) -> None:
-        """Record how many seconds a batch took on the device."""
-        self._times_of(batch.key.residency).note(batch.time_cost, seconds)
-
-    def seconds(self, batch: Batch[T]) -> float:
-        """Return the predicted seconds of a batch; 0 before a batch of its model was measured."""
-        return self._times_of(batch.key.residency).seconds(batch.time_cost)
-
-    def _times_of(self, residency: str) -> BatchTimes:
+    def times_of(self, residency: str) -> BatchTimes:
+        """Return the measured times of the batches of a residency. Their size is `Batch.time_cost`."""
         if (times := self._times.get(residency)) is None:
             if len(self._times) >= MAX_TIMES:
                 del self._times[next(iter(self._times))]
@@ -377,15 +351,29 @@ class Waiting(Generic[T]):
         """Add a work item behind all work items of its key. `back`: the work item was accepted earlier and returns, so
         insert it by its time of arrival.
         """
-        self.lines[entry.bulk].add(entry, in_order=not back)
-        self._length += 1
+        line = self.lines[entry.bulk]
+        model = line.models.get(entry.key.residency)
+        if model is None:
+            model = line.models[entry.key.residency] = _ModelLine(entry.key.residency)
+        queue = model.queues.get(entry.key)
+        if queue is None:
+            queue = model.queues[entry.key] = _KeyQueue(entry.key)
+        index = len(queue.entries)
+        if back:
+            index = next(
+                (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
+            )
+        queue.entries.insert(index, entry)
+        queue.cost += entry.cost
+        queue.alone += entry.alone
+        if entry.arrived_s < model.head_s:
+            line.enter(model, entry.arrived_s)
 
     def remove(self, entry: T) -> None:
         self.lines[entry.bulk].remove(entry)
-        self._length -= 1
 
     def __len__(self) -> int:
-        return self._length
+        return sum(len(queue.entries) for line in self.lines for queue in line.queues())
 
     def __iter__(self) -> Iterator[T]:
         return (entry for line in self.lines for queue in line.queues() for entry in queue.entries)
@@ -397,7 +385,7 @@ class Waiting(Generic[T]):
         batch until LEAD_S before a lane is free: return WaitUntil with this time. Return None if a batch of the model
         was never measured and a work item is urgent: it waits for the end of a batch.
         """
-        begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
+        begins_s, times = now_s + device.busy_s, self.times_of(queue.key.residency)
         if device.sent >= device.lanes:
             # the times are compared, not the durations: their rounding could ask for a wait of nothing, again and again
             if begins_s - LEAD_S > now_s:
@@ -405,8 +393,17 @@ class Waiting(Generic[T]):
             if not times.is_known and queue.is_urgent():
                 return None
         bulk = queue.entries[0].bulk
-        entries = sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=_COST)
-        self._length -= len(entries)
+        line = self.lines[bulk]
+        entries = sorted(queue.pop_batch(limits, begins_s, times), key=_COST)
+        model = line.models[queue.key.residency]
+        del model.queues[queue.key]
+        if queue.entries:
+            model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
+        if model.queues:
+            line.enter(model, min(queue.head_s for queue in model.queues.values()))
+        else:
+            del line.models[model.name]
+            model.push_number = 0
         self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
         return batch_of(entries)
 
@@ -417,21 +414,24 @@ def next_batch(
     """Return the batch to send now; WaitUntil if a batch is due later; None if nothing can be sent before a batch ends
     or a work item arrives.
     """
-    if device.sent >= device.depth or not len(waiting):
-        return None
     interactive, bulk = waiting.lines
+    if device.sent >= device.depth or not (interactive.models or bulk.models):
+        return None
     idle = device.sent == 0 and not device.more_expected
-    heads = [model.head_s for line in waiting.lines if (model := line.oldest()) is not None]
     first = interactive.pick(now_s, limits, idle=idle)
     if first is None:
         second = bulk.pick(now_s, limits, idle=idle)
-        return WaitUntil(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
+        if second is not None:
+            return waiting.seal(second, now_s, limits, device)
+        return WaitUntil(min(interactive.head_s(), bulk.head_s()) + limits.wait_s)
     if not bulk.models:
         return waiting.seal(first, now_s, limits, device)
     # if bulk work may not be overtaken, the priority with the older work item comes first
     if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
+        if second is not None and bulk.head_s() < interactive.head_s():
+            first = second
+        return waiting.seal(first, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
         return waiting.seal(first, now_s, limits, device)
     return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
@@ -447,12 +447,178 @@ class Load(NamedTuple):
     lanes: int
 
 
-def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
+def credit(load: Load, mean_cost: float, limits: BatchLimits, consumers: int = 1) -> int:
     """Return how many more deliveries (of `mean_cost` tokens each) may be pulled, until READY_PER_LANE full batches
-    wait for each lane of the device.
+    wait for each lane of the device: the share of one of `consumers` active consumers, at least one delivery.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items
     if cost_left <= 0 or items_left <= 0:
         return 0
-    return max(1, min(int(cost_left / max(1.0, mean_cost)), items_left))
+    deliveries = max(1, min(int(cost_left / max(1.0, mean_cost)), items_left))
+    return max(1, deliveries // max(1, consumers))
+
+
+# part of a work item's remaining time that its batch may take; a second batch of that length fits into the rest
+SHARE = 0.4
+# A smaller batch ends sooner, but the device computes fewer tokens per second. If all work items of a full batch are
+# urgent, the smaller batch may lose at most this part of the tokens per second. If only a part x of the tokens is
+# urgent, the smaller batch may lose at most x * MAX_LOSS.
+MAX_LOSS = 0.5
+# a batch is sealed this number of seconds before the device is predicted to be free, so that the device stays busy
+LEAD_S = 0.003
+# seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
+UNKNOWN_S = 10.0
+
+
+class Ask(NamedTuple):
+    """Times of a work item. `cost`: its computing time, as the number of tokens of short texts that take the same time.
+    `left_s`: seconds from the start of the batch to the item's deadline. `budget_s`: seconds from the item's
+    publication to its deadline.
+    """
+
+    cost: float
+    left_s: float
+    budget_s: float
+
+
+def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
+    """Return how many of `asks` run in the next batch, counted from the first, at least one. `asks`: work items of a
+    full batch.
+    """
+    if len(asks) < 2:
+        return len(asks)
+    if not times.is_growth_known and min(ask.budget_s for ask in asks) > UNKNOWN_S:
+        return len(asks)
+    if not times.is_known:
+        return 1
+    ends = list(itertools.accumulate(ask.cost for ask in asks))
+    full_s = times.seconds(ends[-1])
+    asking = [ask for ask in asks if SHARE * ask.budget_s < full_s and times.seconds(ask.cost) <= ask.left_s]
+    return max(1, bisect_right(ends, _cost(asking, ends[-1], times))) if asking else len(asks)
+
+
+def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
+    """Return the largest cost of a batch with which the urgent work items (`asking`) are in time. `full`: cost of the
+    full batch. MAX_LOSS limits how small the batch may become. A work item that would be late even in the smaller batch
+    does not make the batch smaller.
+    """
+    smallest_cost = full
+    asking_cost = 0.0
+    for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
+        fitting_cost = times.tokens(SHARE * left_s)
+        if fitting_cost >= smallest_cost:
+            break  # the work items are sorted: all further work items have more time
+        asking_cost += cost
+        smallest = max(fitting_cost, times.efficient(full, MAX_LOSS * asking_cost / full))
+        if smallest < smallest_cost and times.seconds(smallest) <= left_s:
+            smallest_cost = smallest
+    return smallest_cost
+
+
+class DeviceForecast:
+    """Forecast of the time at which a device has finished the batches at its adapter. `batch`: number that identifies a
+    batch.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[int, float] = {}  # by number of a batch at the device: its predicted seconds
+        self._free_s = 0.0
+
+    def sent(self, batch: int, seconds: float, now_s: float, lanes: int) -> None:
+        """Add a batch that takes about `seconds`."""
+        self._free_s = max(now_s, self._free_s) + seconds / lanes
+        self._sent[batch] = seconds
+
+    def ended(self, batch: int, now_s: float, lanes: int) -> None:
+        """Remove a batch that has ended or failed. The forecast assumes that the other batches begin now."""
+        if self._sent.pop(batch, None) is not None:
+            self._free_s = now_s + sum(self._sent.values()) / lanes
+
+    def busy_s(self, now_s: float, lanes: int) -> float:
+        """Return the seconds until a batch would begin to run if it were sent now."""
+        return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
+
+
+WINDOW = 128  # number of last answers from which `Quantum.p50_s`, the median time to answer, is computed
+WINDOW_S = 10.0  # an answer that is more than this number of seconds old does not count in `Quantum.p50_s`
+EVERY = 16  # number of answers after which `Quantum.p50_s` is computed again, because the computation takes long
+
+
+class Quantum:
+    """Quantum: seconds for which the sidecar gathers deliveries before it tokenises them together. Without recent
+    answers, the quantum is `shortest_s`. The further the median time from delivery to answer is below `target_p50_s`,
+    the closer the quantum is to `longest_s`.
+    """
+
+    def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
+        self.shortest_s = shortest_s
+        self._longest_s = longest_s
+        self._target_p50_s = target_p50_s
+        self._answers: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._since = 0
+        self.p50_s: float | None = None
+
+    def answered(self, at_worker_s: float, now_s: float) -> None:
+        """Record the seconds from delivery to answer of one work item."""
+        if self._answers and now_s - self._answers[-1][0] > WINDOW_S:
+            self._answers.clear()
+            self.p50_s = None
+        self._answers.append((now_s, at_worker_s))
+        self._since += 1
+        if self.p50_s is None or self._since >= EVERY:
+            self._since = 0
+            self.p50_s = statistics.median(taken_s for at_s, taken_s in self._answers if now_s - at_s <= WINDOW_S)
+
+    def seconds(self, now_s: float) -> float:
+        """Return the quantum at this time, in seconds."""
+        if self.p50_s is None or now_s - self._answers[-1][0] > WINDOW_S:
+            return self.shortest_s
+        headroom = max(0.0, 1.0 - self.p50_s / self._target_p50_s)
+        return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
+
+    def until_s(self, began_s: float, last_s: float) -> float:
+        """Return the time at which gathering ends, if it began at `began_s` and the last delivery came at `last_s`."""
+        return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
+
+
+def quantum_of(settings: Settings) -> Quantum:
+    return Quantum(
+        settings.adaptive_min_quantum_ms / 1000,
+        settings.adaptive_max_quantum_ms / 1000,
+        settings.adaptive_target_p50_ms / 1000,
+    )
+
+
+MEMORY_S = 10.0  # time constant: after these seconds of busy time, a batch has 1/e of its weight in the rate
+
+
+class Rate:
+    """Tokens per second while at least one batch is at the adapter. Time with several batches counts once. Old batches
+    have less weight. With little work, batches are small, so the rate is lower than what the device could reach.
+    """
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._since_s = 0.0
+        self._tokens = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens per second; 0 before a batch has ended."""
+        return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0
+
+    def sent(self, now_s: float) -> None:
+        if self._running == 0:
+            self._since_s = now_s
+        self._running += 1
+
+    def ended(self, tokens: int, now_s: float) -> None:
+        """Record the end of a batch. `tokens`: its tokens; 0 if it failed, but its time counts even then."""
+        spent_s = now_s - self._since_s
+        decay = math.exp(-spent_s / MEMORY_S)
+        self._tokens = self._tokens * decay + tokens
+        self._busy_s = self._busy_s * decay + spent_s
+        self._since_s = now_s
+        self._running -= 1

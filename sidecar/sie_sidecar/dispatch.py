@@ -41,16 +41,14 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.process import Tasks, wait_set
 from sie_sidecar import batch as batches
 from sie_sidecar import spans
-from sie_sidecar.batch import Batch, BatchKey, BatchLimits, Load, Waiting, WaitUntil
-from sie_sidecar.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
+from sie_sidecar.batch import Batch, BatchKey, BatchLimits, DeviceForecast, Load, Quantum, Rate, Waiting, WaitUntil
+from sie_sidecar.in_flight import InFlight, Inventory, Loading, changed, cut, merge, runnable, unsettled
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.settle import Settle
-from sie_sidecar.sizing import DeviceForecast, Quantum, Rate
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
@@ -91,25 +89,20 @@ class DeviceQueue:
         # id() of a work item for which the adapter generates text -> event that makes the adapter stop, and timer that
         # sets the event at the work item's deadline
         self._written: dict[int, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
-        self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
+        self.writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of the last sent batch; the name of a batch ends with its number
         self.rate = Rate()
         self._ahead = DeviceForecast()
 
     @property
-    def lanes(self) -> int:
-        """Return how many batches the device runs at the same time."""
-        return self.link.description.lanes if self.link.description else 1
-
-    @property
     def depth(self) -> int:
         """Return how many batches may run or wait at the adapter."""
-        ahead = self.lanes + self._pipeline_depth - 1
+        ahead = self.link.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
         """Return how many tokens and work items of one priority may wait for this device or be at its adapter."""
-        full = batches.READY_PER_LANE * self.lanes + self.depth
+        full = batches.READY_PER_LANE * self.link.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
     @property
@@ -121,7 +114,7 @@ class DeviceQueue:
         """Return True if this model has work and the device cannot keep up: it runs as many batches as it can, and in
         addition a batch waits at the adapter or work of this model waits in the queue.
         """
-        lanes = min(self.lanes, self.depth)
+        lanes = min(self.link.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
@@ -133,14 +126,15 @@ class DeviceQueue:
         flight.key = BatchKey(
             flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
         )
-        cost = batch_cost = squares = media_bytes = 0
+        cost = uncounted = squares = media_bytes = 0
         for row in runnable(flight)[0]:
-            cost += row.cost
-            batch_cost += row.batch_cost
-            squares += row.cost**2
+            tokens = row.cost
+            cost += tokens
+            uncounted += row.uncounted
+            squares += tokens**2
             media_bytes += row.media_bytes
         self._inventory.count(flight, cost)
-        flight.cost, flight.media_bytes, flight.arrived_s = batch_cost, media_bytes, arrived_s
+        flight.cost, flight.media_bytes, flight.arrived_s = cost - uncounted, media_bytes, arrived_s
         flight.alone = flight.lease.delivery.delivered > 1
         crossover = ready.loaded.crossover_tokens if ready is not None else 0
         flight.time_cost = costs.text_cost(cost, squares, crossover)
@@ -155,16 +149,8 @@ class DeviceQueue:
         flight.move("waiting")
         if flight.writes:
             self._inventory.count(flight, 0)
-            self._writers.add(flight.lease.delivery.consumer)
+            self.writers.add(flight.lease.delivery.consumer)
         (self.writing if flight.writes else self.waiting).add(flight, back=back)
-
-    def writes_for(self, consumer: str) -> bool:
-        """Return True if this consumer has delivered work items that generate text for this device."""
-        return consumer in self._writers
-
-    def is_full_of(self, consumer: str) -> bool:
-        """Return True if this consumer delivers work that generates text, and WRITTEN_READY items of such work wait."""
-        return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
         """Remove a work item from its queue if it waits in a queue of this device."""
@@ -189,11 +175,10 @@ class DeviceQueue:
         """Return the batch to send now, and count it as sent; WaitUntil if no batch is due yet; None if nothing can be
         sent before `wake` is set. `more_expected`: more deliveries are on their way or being tokenised.
         """
-        now_s, lanes, depth = time.monotonic(), self.lanes, self.depth
+        now_s, lanes, depth = time.monotonic(), self.link.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_reserved else 0
-        device = batches.DeviceLoad(
-            self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes)
-        )
+        busy_s = self._ahead.busy_s(now_s, lanes) if self.sent else 0.0
+        device = batches.DeviceLoad(self.sent, min(lanes, depth), allowed, more_expected, busy_s)
         action = batches.next_batch(self.waiting, now_s, self.limits, device)
         if not isinstance(action, Batch) and allowed and len(self._written) < WRITTEN_AT_ONCE:
             single = replace(self.limits, requests=1)
@@ -218,7 +203,12 @@ class DeviceQueue:
             self._written[id(flight)] = abandoned, timer
             return
         self.sent += 1
-        self._ahead.sent(id(batch), self.waiting.seconds(batch), time.monotonic(), self.lanes)
+        self._ahead.sent(
+            id(batch),
+            self.waiting.times_of(batch.key.residency).seconds(batch.time_cost),
+            time.monotonic(),
+            self.link.lanes,
+        )
 
     def end(self, batch: Batch[InFlight]) -> None:
         if batch.writes:
@@ -227,7 +217,7 @@ class DeviceQueue:
             self._inventory.written_ended(flight)
         else:
             self.sent -= 1
-            self._ahead.ended(id(batch), time.monotonic(), self.lanes)
+            self._ahead.ended(id(batch), time.monotonic(), self.link.lanes)
         self._ended.set()
         self.wake.set()
 
@@ -318,27 +308,33 @@ class DeviceQueues:
         """Return the work at this worker that runs before a new work item of this priority: for an interactive item,
         bulk work does not count. None if no device is connected.
         """
-        queues = self.connected
-        return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
+        lanes = 0
+        for queue in self.all:
+            if queue.link.connected:
+                lanes += queue.link.lanes
+        return Load(*self._inventory.load(bulk=bulk), lanes) if lanes else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
         """Return the load of the connected devices on which at least one of `models` accepts work. If there is no such
         device, return `load`.
         """
-        if len(self.all) == 1:
-            return load
         open_on = {hosted.device for model in models for hosted in self._models.of_model(model) if hosted.is_open}
         able = [queue.link.number for queue in self.connected if queue.link.number in open_on]
         if not able:
             return load
-        return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
+        return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].link.lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if this consumer's work generates text, and the queues of all devices that got such work from it
-        are full.
+        """Return True if this consumer's work generates text, and WRITTEN_READY items of such work wait for each device
+        that got such work from it.
         """
-        full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
-        return bool(full) and all(full)
+        is_full = False
+        for queue in self.all:
+            if consumer in queue.writers:
+                if len(queue.writing) < WRITTEN_READY:
+                    return False
+                is_full = True
+        return is_full
 
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
@@ -351,14 +347,20 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
     if ready is None:
         raise ModelLoading(f"{key.residency} is not loaded any more: it was unloaded, or its adapter ended")
     parts = []
+    tokens = attention = items = 0
     for flight in batch.entries:
-        item = flight.item
+        item, own = flight.item, flight.span
         run, chosen = runnable(flight)
-        work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
-        own = flight.span
+        inputs, chunked = item.inputs, flight.chunked
+        if len(chosen) < len(inputs):
+            inputs = tuple([inputs[index] for index in chosen])
+            chunked = tuple([chunked[index] for index in chosen]) if chunked else ()
         context = own.context if own is not None and own.is_recording else NONE
-        chunked = tuple(flight.chunked[index] for index in chosen) if flight.chunked else ()
-        parts.append(BatchPart(run, work, context, item.asker, chunked))
+        parts.append(BatchPart(run, WorkItemInput(inputs, item.query, item.options), context, item.asker, chunked))
+        items += len(inputs)
+        for row in run:
+            tokens += row.cost
+            attention += len(row.ids) ** 2
     above = span or first.span
     frame = rows.to_batch(
         name,
@@ -371,12 +373,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         context=above.context if above is not None else Context(first.item.traceparent, first.item.tracestate),
         fingerprint=ready.loaded.fingerprint,
     )
-    tokens = attention = 0
-    for part in parts:
-        for row in part.rows:
-            tokens += row.cost
-            attention += len(row.ids) ** 2
-    note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), tokens, attention)
+    note = BatchNote(name, items, len(parts), tokens, attention)
     if span is not None:
         spans.describe_batch(span, note, key.residency)
     return frame, note
@@ -469,7 +466,7 @@ class Dispatch:
             self._work.start(self._run_in_turn(batch, hosted), "lora")
             return True
         dispatched_s = time.monotonic()
-        hosted.used(dispatched_s)
+        hosted.used_s = dispatched_s
         for flight in flights:
             flight.move("running")
             flight.dispatched_s = dispatched_s
@@ -519,7 +516,8 @@ class Dispatch:
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.entries[0].hosted
         ran_s = (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000
-        (device.writing if batch.writes else device.waiting).ran(batch, ran_s)
+        waiting = device.writing if batch.writes else device.waiting
+        waiting.times_of(batch.key.residency).note(batch.time_cost, ran_s)
         view, start = memoryview(done.block), 0
         for flight in batch.entries:
             count = len(runnable(flight)[1])

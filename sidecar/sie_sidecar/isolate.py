@@ -26,9 +26,8 @@ from sie_contracts.wire.messages import BatchNote, Failed, Outcome
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 from sie_sidecar.dispatch import DeviceQueue
-from sie_sidecar.in_flight import InFlight, joined, merge, only, runnable
+from sie_sidecar.in_flight import InFlight, Loading, joined, merge, only, runnable
 from sie_sidecar.link import AdapterGone
-from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models import ModelState
 from sie_sidecar.poison import PoisonMarks, refusal

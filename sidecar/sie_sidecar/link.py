@@ -26,7 +26,7 @@ CONNECT_PAUSE_S = 0.05
 # seconds after the loss of an adapter for which work may wait for the next adapter of the same device; then the work
 # moves to another device or fails
 AWAY_S = 10.0
-_R = TypeVar("_R", ipc.Ready, ipc.Done, ipc.BatchDone)
+_R = TypeVar("_R", ipc.Ready, ipc.Done)
 _logger = logging.getLogger("sie.sidecar.link")
 
 
@@ -101,6 +101,8 @@ class AdapterLink:
         self.path = path
         self.number = number
         self.description: ipc.Description | None = None
+        self.lanes = 1  # number of batches that the device runs at the same time
+        self.connected = False
         # by id of a catalogue entry: progress of the download of its weights
         self.fetching: dict[str, Fetched] = {}
         self._size_of = size if callable(size) else lambda _: size
@@ -127,10 +129,6 @@ class AdapterLink:
         `dropped` is called with the models that the adapter reports as evicted.
         """
         self._may_drop, self._dropped = may_drop, dropped
-
-    @property
-    def connected(self) -> bool:
-        return self._control is not None
 
     async def wait_connected(self) -> None:
         await self._up.wait()
@@ -204,6 +202,7 @@ class AdapterLink:
         self._lost.clear()
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
+        self.connected, self.lanes = True, description.lanes
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
         self._loads = asyncio.Semaphore(max(1, size - 1))  # loads must leave one connection free for batches
         for connection in connections:
@@ -216,7 +215,7 @@ class AdapterLink:
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
-        self._control, self._all = None, []
+        self._control, self._all, self.connected = None, [], False
         self._lost_s = time.monotonic()
 
     async def _ping_until_lost(self) -> None:
@@ -319,7 +318,10 @@ class AdapterLink:
     async def _load(self, question: ipc.EnsureReady | ipc.EnsureLora, kind: type[_R]) -> _R:
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
-        return self._expected(answer, question, kind)
+        reply = self._unwrapped(answer)
+        if not isinstance(reply, kind):
+            raise AdapterGone(f"{self.path}: the reply to {type(question).__name__} is {type(reply).__name__}")
+        return reply
 
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
@@ -349,13 +351,9 @@ class AdapterLink:
                 if cancelling is not None:
                     cancelling.cancel()
                     await asyncio.wait([cancelling])
-        return self._expected(answer, batch, ipc.BatchDone)
-
-    def _expected(self, answer: ipc.Reply, question: ipc.Request, kind: type[_R]) -> _R:
-        """Process a reply by `_unwrapped`, and return it. Raises SIEError; AdapterGone if the reply is not a `kind`."""
         reply = self._unwrapped(answer)
-        if not isinstance(reply, kind):
-            raise AdapterGone(f"{self.path}: the reply to {type(question).__name__} is {type(reply).__name__}")
+        if not isinstance(reply, ipc.BatchDone):
+            raise AdapterGone(f"{self.path}: the reply to a batch is {type(reply).__name__}")
         return reply
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:

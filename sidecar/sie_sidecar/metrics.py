@@ -89,8 +89,10 @@ class SidecarMetrics:
     def answered(self, model: str, endpoint: str, result: WorkResult) -> None:
         self._traffic.met(model)
         traced = exemplar()
-        codes = {outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)}
-        status = "success" if not codes else "queue_full" if codes == {"QUEUE_FULL"} else "error"
+        status = "success"
+        for outcome in result.outcomes:
+            if isinstance(outcome, Failed) and status != "error":
+                status = "queue_full" if outcome.error.code == "QUEUE_FULL" else "error"
         self.requests.labels(model, endpoint, status).inc()
         stages = result.stages
         for phase, millis in (

@@ -53,7 +53,7 @@ from sie_runtime.process import Trouble, cancel_all
 from sie_sidecar import devices
 from sie_sidecar.devices import DeviceView, SecondCopies
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
+from sie_sidecar.prepare.rows import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
@@ -107,6 +107,7 @@ class ModelState:
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
+        self.name = resolved.residency
         self.device = device  # number of the device
         self.revision = 0  # revision of the catalogue entry in `resolved`, 0 if unknown
         self.loaded_revision = 0  # revision of the catalogue entry that was loaded last
@@ -146,17 +147,13 @@ class ModelState:
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
-    def name(self) -> str:
-        return self.resolved.residency
-
-    @property
     def is_open(self) -> bool:
         """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
         return self.state == "loaded" and not self.is_closed
 
     def is_ready(self, lora: str) -> bool:
         """Return True if new work can run now: the model is open, and the LoRA, if one is named, was loaded."""
-        return self.is_open and (not lora or lora in self.loras)
+        return self.state == "loaded" and not self.is_closed and (not lora or lora in self.loras)
 
     @property
     def has_waiters(self) -> bool:
@@ -184,15 +181,6 @@ class ModelState:
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
 
-    def used(self, now_s: float) -> None:
-        self.used_s = now_s
-
-    def add_items(self, items: int, now_s: float) -> None:
-        """Add to the number of work items that need the model. A negative number subtracts."""
-        self.held += items
-        self.uses += 1
-        self.used(now_s)
-
     def filled(self, ratio: float) -> None:
         """Add the fill of a batch (its tokens divided by the tokens of a full batch) to the mean."""
         self.fill_ratio = (
@@ -216,7 +204,8 @@ class ModelState:
         if options.lora and options.lora not in self.lora_digests:
             return ""
         lora = options.lora and (self.lora_digests[options.lora] or options.lora)
-        return answer_fingerprint(self._fingerprints[loaded, profile], lora, options.variant)
+        fingerprint = self._fingerprints[loaded, profile]
+        return answer_fingerprint(fingerprint, lora, options.variant) if lora or options.variant else fingerprint
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
@@ -311,7 +300,7 @@ class ModelStates:
         self._fetching = fetching
         self._everywhere = everywhere or self.all
         self._hosted: dict[str, ModelState] = {}
-        self._of_model: dict[str, list[ModelState]] = {}
+        self.of_model: dict[str, list[ModelState]] = {}  # by model: its residencies
         # bytes of device memory that models may use; None until `slots` has computed the number while no load runs
         self._usable_bytes: float | None = None
 
@@ -321,10 +310,6 @@ class ModelStates:
     def statuses(self) -> tuple[ModelStatus, ...]:
         now_s, fetching = self._clock(), self._fetching()
         return tuple(hosted.status(now_s, fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
-
-    def of_model(self, model: str) -> list[ModelState]:
-        """Return the states of all residencies of a model."""
-        return self._of_model.get(model, [])
 
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that models may use; 0 if unknown."""
@@ -343,14 +328,14 @@ class ModelStates:
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
-            self._of_model.setdefault(resolved.entry.id, []).append(hosted)
-        elif hosted.resolved.entry != resolved.entry:
+            self.of_model.setdefault(resolved.entry.id, []).append(hosted)
+        elif hosted.resolved.entry is not resolved.entry and hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.mark_unloaded()
             hosted.tokenizer = None  # the tokenizer belongs to the old catalogue entry
             hosted.reset_failure()
         if hosted.state != "loaded":
-            hosted.used(self._clock())
+            hosted.used_s = self._clock()
         hosted.revision = revision
         return hosted
 
@@ -363,9 +348,9 @@ class ModelStates:
         unused.sort(key=lambda hosted: hosted.used_s)
         for hosted in unused[: max(0, len(self._hosted) - MAX_STATES)]:
             del self._hosted[hosted.name]
-            self._of_model[hosted.resolved.entry.id].remove(hosted)
-            if not self._of_model[hosted.resolved.entry.id]:
-                del self._of_model[hosted.resolved.entry.id]
+            self.of_model[hosted.resolved.entry.id].remove(hosted)
+            if not self.of_model[hosted.resolved.entry.id]:
+                del self.of_model[hosted.resolved.entry.id]
 
     def find(self, residency: str) -> ModelState | None:
         """Return the state of this residency, or None if `obtain` was not called for it yet."""
@@ -373,19 +358,19 @@ class ModelStates:
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
         """Record that work items of `cost` tokens need the model. Nothing may evict it before `park` or `let_go`."""
-        hosted.add_items(items, self._clock())
+        hosted.held += items
+        hosted.uses += 1
+        hosted.used_s = self._clock()
         self.held_cost += cost
-
-    def let_go(self, hosted: ModelState, cost: int = 0) -> None:
-        """Record that a work item with `cost` tokens was settled or moved to another device."""
-        hosted.add_items(-1, self._clock())
-        self.held_cost -= cost
 
     def idle(self, seconds: float) -> list[ModelState]:
         """Return the loaded models that no work item needs now, and whose last use was at least `seconds` ago."""
         before_s = self._clock() - seconds
-        loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
-        return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
+        return [
+            hosted
+            for hosted in self._hosted.values()
+            if hosted.state == "loaded" and hosted.used_s <= before_s and hosted.is_quiet
+        ]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
         """Return the models idle for `idle_s` seconds in the order of eviction. Models that the placement table does
@@ -527,7 +512,7 @@ _logger = logging.getLogger("sie.sidecar.hosting")
 
 
 def _names(models: list[ModelState]) -> tuple[str, ...]:
-    return tuple(hosted.name for hosted in models)
+    return tuple([hosted.name for hosted in models])
 
 
 class Hosting(ModelStates):
@@ -571,11 +556,12 @@ class Hosting(ModelStates):
         self._on_failed = on_failed
         self._on_role = on_role
         link.listeners.append(self._on_link)
-        link.attach(lambda: _names(self.evictable(IDLE_S)), self._on_dropped)
+        link.attach(self._may_drop, self._on_dropped)
 
     def let_go(self, hosted: ModelState, cost: int = 0) -> None:
-        super().let_go(hosted, cost)
-        if hosted.is_quiet:
+        """Record that a work item with `cost` tokens was settled or moved to another device."""
+        self.add_items(hosted, -1, -cost)
+        if self._waiters and hosted.is_quiet:
             self._look_again()
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
@@ -592,6 +578,11 @@ class Hosting(ModelStates):
                 hosted.mark_unloaded()
             self._look_again()
         self._on_change()
+
+    def _may_drop(self) -> tuple[str, ...]:
+        """Return the names of the models that a batch or `relieve` may evict, in the order of eviction."""
+        idle = self.evictable(IDLE_S)
+        return _names(idle) if idle else ()
 
     def _on_dropped(self, names: tuple[str, ...]) -> None:
         _logger.info("the adapter evicted %s to free memory", ", ".join(names))
@@ -866,7 +857,7 @@ class Hosting(ModelStates):
 
     async def relieve(self) -> None:
         """Let the adapter evict idle models while its memory is above the threshold."""
-        may_drop = _names(self.evictable(IDLE_S))
+        may_drop = self._may_drop()
         if not may_drop:
             return
         # AdapterGone is not logged: without an adapter, no model is loaded
@@ -949,11 +940,15 @@ class WorkerModels:
 
     def of_model(self, model: str) -> Iterator[ModelState]:
         """Iterate over the states of all residencies of a model, on all devices."""
-        return (hosted for device in self.devices for hosted in device.of_model(model))
+        return (hosted for device in self.devices for hosted in device.of_model.get(model, ()))
 
     def is_open(self, model: str) -> bool:
         """Return True if the model is loaded on a device and accepts new work there."""
-        return any(hosted.is_open for hosted in self.of_model(model))
+        for device in self.devices:
+            for hosted in device.of_model.get(model, ()):
+                if hosted.state == "loaded" and not hosted.is_closed:
+                    return True
+        return False
 
     def holds(self, model: str) -> bool:
         """Return True if a work item of this worker needs this model."""

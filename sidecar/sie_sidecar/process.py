@@ -26,10 +26,10 @@ from sie_runtime.http.websocket import WebSocketProtocol
 from sie_runtime.process import WORKER, Stop, Tasks, Trouble, cancel_all, retry
 from sie_sidecar.batch import BatchLimits
 from sie_sidecar.health import WorkerHealth
+from sie_sidecar.intake import AHEAD_AGAIN_S
 from sie_sidecar.link import AdapterGone, AdapterLinks
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.pool_membership import PoolMembership
-from sie_sidecar.pull import AHEAD_AGAIN_S
 from sie_sidecar.status import WorkerCollector, WorkerStatus, worker_app
 from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store

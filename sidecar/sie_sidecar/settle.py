@@ -47,7 +47,7 @@ import msgspec
 from sie_broker import BrokerError, BrokerUnavailable, Bus, Delivery, NoResponder, PayloadTooBig, Queue
 from sie_contracts.errors import UNDECODABLE, GatewayTimeout, InternalFailure, SIEError
 from sie_contracts.wire import ipc, messages
-from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult, WorkResults
+from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Ok, Outcome, WorkItem, WorkResult, WorkResults
 from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import TRACE_ID, set_current
 from sie_runtime.failpoints import failpoint
@@ -118,7 +118,7 @@ class ResultDelivery:
         verdict: a string such as `fenced` or `unconfirmed`. If the parts arrived damaged MAX_ROUNDS times, send an
         error in place of the result.
         """
-        only_errors = all(isinstance(outcome, Failed) for outcome in result.outcomes)
+        only_errors = Ok not in map(type, result.outcomes)
         fence = lease if only_errors else None
         if fence is not None and not self.leases.is_mine(fence):
             return "fenced"
@@ -313,7 +313,8 @@ class Settle:
         for flight in flights:
             if not flight.settled:
                 (outdated if flight.is_outdated else late if now_s >= flight.deadline_s else wanted).append(flight)
-        self.answer_changed(outdated)
+        if outdated:
+            self.answer_changed(outdated)
         if late:
             self._metrics.settlements.labels("late").inc(len(late))
             self.answer_all(late, GatewayTimeout("the time limit of the request passed before its work could run"))
@@ -323,9 +324,8 @@ class Settle:
         """Send an error for each work item, because its model has a new catalogue entry. On this error, the gateway
         publishes the work item again for the new entry.
         """
-        if flights:
-            self._metrics.settlements.labels("changed").inc(len(flights))
-            self.answer_all(flights, changed())
+        self._metrics.settlements.labels("changed").inc(len(flights))
+        self.answer_all(flights, changed())
 
     def answer_all(self, flights: Collection[InFlight], error: SIEError) -> None:
         """Send the same error for every input of these work items."""
@@ -349,7 +349,6 @@ class Settle:
             return
         flight.move("settled")
         item, hosted, now_s = flight.item, flight.hosted, time.monotonic()
-        self._inventory.count(flight, 0)
         stages = stages_of(flight, now_s, done)
         if flight.span is not None:
             spans.settled(flight.span, stages, outcomes, note.id if note else "")
@@ -382,22 +381,21 @@ class Settle:
         """
         if flight.item.traceparent or TRACE_ID.get() is not None:
             set_current(Context(flight.item.traceparent, flight.item.tracestate))
+        burial = self._burial(flight) if flight.dead or flight.given_up is not None else None
         try:
-            await self._results.send(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
+            await self._results.send(flight.lease, flight.item, result, flight.deadline_s, burial)
         finally:
             self._inventory.remove(flight)
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
-    def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return the function that writes a dead letter after the result is sent; None if no dead letter is needed."""
+    def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]]:
+        """Return the function that writes a dead letter after the result is sent."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
-        if flight.dead:
-            workers = tuple(worker for mark in flight.dead for worker in mark.workers)
-            deaths = max(mark.deaths for mark in flight.dead)
-            return functools.partial(write, refusal().info(), deaths=deaths, workers=workers)
-        return None
+        workers = tuple(worker for mark in flight.dead for worker in mark.workers)
+        deaths = max(mark.deaths for mark in flight.dead)
+        return functools.partial(write, refusal().info(), deaths=deaths, workers=workers)
 
     def bury(self, lease: Lease, error: SIEError) -> None:
         """Store an undecodable message as a dead letter, and terminate the message."""
@@ -422,7 +420,6 @@ class Settle:
 
     def _withdraw(self, flight: InFlight, outcome: str) -> None:
         flight.move("settled")
-        self._inventory.count(flight, 0)
         self._metrics.settlements.labels(outcome).inc()
         self._let_go(flight)
 
@@ -436,7 +433,7 @@ class Settle:
         # before `fetched_s` is set, a read may be in progress: it uses the memory until it ends (`Prepare.fetch`)
         if self._fetching is not None and flight.fetched_s:
             self._fetching.let_go(flight)
-        self._inventory.let_model_go(flight)
+        self._inventory.let_go(flight)
 
 
 # maximum number of leases in the file. A lease beyond this number is not recorded: if the process is killed, the broker
@@ -581,23 +578,22 @@ class Leases:
         self.empty = asyncio.Event()
         self.empty.set()
 
-    def hold(self, delivery: Delivery) -> Lease:
-        lease = Lease(delivery, self._clock(), self._ledger.put(delivery.reply) if self._ledger else 0)
-        self._held[_place(delivery)] = lease
-        self.empty.clear()
-        return lease
-
-    def adopt(self, delivery: Delivery) -> Lease | None:
-        """If this worker has a lease of the delivered message, renew the lease and return it; otherwise return None."""
-        lease = self._held.get(_place(delivery))
+    def hold(self, delivery: Delivery) -> Lease | None:
+        """Return a lease of the delivered message. If this worker has one already, renew it and return None."""
+        place = (delivery.subject.split(".", 3)[2], delivery.sequence)
+        lease = self._held.get(place)
         # another message may have the same sequence, because a stream that was lost and created again starts at 1
-        if lease is None or lease.delivery.data != delivery.data:
-            return None
-        lease.delivery, lease.renewed_s = delivery, self._clock()
+        is_held = lease is not None and lease.delivery.data == delivery.data
+        if lease is not None and is_held:
+            lease.delivery, lease.renewed_s = delivery, self._clock()
+            if self._ledger:
+                self._ledger.clear(lease.slot)
+        else:
+            lease = self._held[place] = Lease(delivery, self._clock(), place)
+            self.empty.clear()
         if self._ledger:
-            self._ledger.clear(lease.slot)
             lease.slot = self._ledger.put(delivery.reply)
-        return lease
+        return None if is_held else lease
 
     async def hand_back_left(self, queue: Queue) -> int:
         """Hand back to the queue, for any worker, all messages that a killed process of this worker had leased. Return
@@ -638,38 +634,34 @@ class Leases:
         if self._ledger:
             self._ledger.clear(lease.slot)
             lease.slot = 0
-        if self._held.get(_place(lease.delivery)) is lease:
-            del self._held[_place(lease.delivery)]
+        if self._held.get(lease.place) is lease:
+            del self._held[lease.place]
             if not self._held:
                 self.empty.set()
 
-    async def finish(self, lease: Lease) -> None:
-        """Acknowledge a message whose result was sent, or for which no request waits."""
+    async def finish(self, lease: Lease, settle: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Acknowledge a message whose result was sent, or for which no request waits; with `settle`, call that."""
         self.drop(lease)
-        await self._settle(lease.delivery.ack())
-
-    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> None:
-        """Return a message to the queue for another worker, if this worker still has the lease."""
-        mine = self.is_mine(lease)
-        self.drop(lease)
-        if mine:
-            await self._settle(lease.delivery.nak(delay_s))
-
-    async def refuse(self, lease: Lease, reason: str) -> None:
-        """Terminate a message that no worker can process, if this worker still has the lease."""
-        mine = self.is_mine(lease)
-        self.drop(lease)
-        if mine:
-            await self._settle(lease.delivery.term(reason))
-
-    @staticmethod
-    async def _settle(results: Awaitable[None]) -> None:
         try:
-            await results
+            await (settle or lease.delivery.ack)()
         except BrokerError as error:
             _leases_logger.warning(
                 "the ack or nak of a message could not be sent, so the broker will deliver the message again: %s", error
             )
+
+    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> None:
+        """Return a message to the queue for another worker, if this worker still has the lease."""
+        if self.is_mine(lease):
+            await self.finish(lease, functools.partial(lease.delivery.nak, delay_s))
+        else:
+            self.drop(lease)
+
+    async def refuse(self, lease: Lease, reason: str) -> None:
+        """Terminate a message that no worker can process, if this worker still has the lease."""
+        if self.is_mine(lease):
+            await self.finish(lease, functools.partial(lease.delivery.term, reason))
+        else:
+            self.drop(lease)
 
     async def renew_all(self) -> None:
         """Renew all leases if an adapter replies to pings. If none does, let the leases end, so that other workers get
@@ -681,7 +673,7 @@ class Leases:
         sent_s, renewed = self._clock(), []
         try:
             for lease in list(self._held.values()):
-                if self._held.get(_place(lease.delivery)) is lease:
+                if self._held.get(lease.place) is lease:
                     await lease.delivery.in_progress()
                     renewed.append(lease)
             if self._flushed is not None:
@@ -701,7 +693,3 @@ class Leases:
             due_s = max(due_s + self._ack_wait_s / 3, self._clock())
             await asyncio.sleep(due_s - self._clock())
             await self.renew_all()
-
-
-def _place(delivery: Delivery) -> tuple[str, int]:
-    return delivery.subject.split(".", 3)[2], delivery.sequence

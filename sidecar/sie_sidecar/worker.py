@@ -30,24 +30,20 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry, wait_set
-from sie_sidecar.batch import BatchLimits
+from sie_sidecar.batch import BatchLimits, quantum_of
 from sie_sidecar.dead_letters import DeadLetterWriter
 from sie_sidecar.dispatch import DeviceQueue, DeviceQueues, Dispatch
-from sie_sidecar.in_flight import InFlight, Inventory
-from sie_sidecar.intake import CHARACTERS_PER_TOKEN, WorkIntake
+from sie_sidecar.in_flight import InFlight, Inventory, Loading
+from sie_sidecar.intake import CHARACTERS_PER_TOKEN, Prepare, WorkIntake, WorkSource
 from sie_sidecar.isolate import Isolate
 from sie_sidecar.link import AdapterLink, AdapterLinks
-from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models import Hosting, ModelState, WorkerModels
 from sie_sidecar.poison import PoisonMarks
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
-from sie_sidecar.prepare.prepare import Prepare
-from sie_sidecar.prepare.tokens import TokenizerPool
-from sie_sidecar.pull import WorkSource
+from sie_sidecar.prepare.rows import TokenizerPool
 from sie_sidecar.settle import Leases, ResultDelivery, Settle, open_ledger
-from sie_sidecar.sizing import quantum_of
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:
@@ -193,7 +189,7 @@ class Worker:
         while True:
             here: list[InFlight] = []  # work items whose inputs need not be read from the payload store
             characters = 0
-            for flight in await self.intake.next(self._is_tokenising, self._has_more):
+            for flight in await self.intake.next(self._prepare, self.source):
                 if not flight.item.payload:
                     here.append(flight)
                     characters += CHARACTERS_PER_TOKEN * flight.item.cost
@@ -214,18 +210,12 @@ class Worker:
             for flight in await self._prepare.run(group, together):
                 if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._dispatches[flight.hosted.device].add(flight)
-                self.source.weigh(flight)
+                self.source.pulling.weigh(flight)
         self.queues.wake()
-
-    def _is_tokenising(self) -> bool:
-        return self._prepare.tokenising > 0
 
     def _more_expected(self) -> bool:
         """Return True if more work may soon wait for a device."""
-        return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
-
-    def _has_more(self) -> bool:
-        return self.source.pulling.more_expected()
+        return bool(self.intake.arrived or self._prepare.tokenising) or self.source.more_expected()
 
     def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))

@@ -22,7 +22,7 @@ from sie_adapter.memory.residency import Resident
 from sie_contracts.models.entries import Precision, parse_entry
 from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer
 
 Vectors = NDArray[np.float32]
 Ids = NDArray[np.int32]

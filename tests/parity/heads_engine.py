@@ -25,8 +25,7 @@ from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer, WorkItemInput
 
 Array = NDArray[Any]
 MIN_COSINE = 0.9999  # float32

@@ -29,8 +29,7 @@ from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
 from sie_sidecar.prepare.media_frames import SoundFeatures
-from sie_sidecar.prepare.rows import OF_QUERY, BatchPart, WorkItemInput, WorkRows
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import OF_QUERY, BatchPart, ModelTokenizer, WorkItemInput, WorkRows
 
 Given = str | Image.Image | Sequence[Image.Image] | bytes | Input  # bytes: a sound file
 Vectors = NDArray[np.float32]

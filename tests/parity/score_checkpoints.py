@@ -38,8 +38,7 @@ from sie_contracts.wire.ipc import BatchDone, Rows
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.rows import TokenRow, WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer, TokenRow, WorkItemInput
 
 TAU = 0.98
 

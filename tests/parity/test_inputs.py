@@ -33,8 +33,7 @@ from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions, Vectors
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput
 
 OUT = 24
 CLOSE = 2e-5

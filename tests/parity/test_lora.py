@@ -37,8 +37,7 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_sidecar.prepare import layouts, rows
-from sie_sidecar.prepare.rows import WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer, WorkItemInput
 
 # the linear layers of attention and of the MLP, by architecture
 LAYERS = {

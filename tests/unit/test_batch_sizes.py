@@ -19,16 +19,22 @@ from inprocess import InProcess
 
 from sie_contracts.models.costs import BatchTimes
 from sie_sidecar.batch import (
+    LEAD_S,
+    MAX_LOSS,
+    SHARE,
+    UNKNOWN_S,
+    Ask,
     Batch,
     BatchKey,
     BatchLimits,
+    DeviceForecast,
     DeviceLoad,
     Waiting,
     WaitUntil,
     batch_of,
+    fitting,
     next_batch,
 )
-from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, fitting
 
 LIMITS = BatchLimits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")
@@ -39,6 +45,10 @@ def known(batch_s: float, token_s: float, sizes: tuple[int, ...] = (8, 64, 512))
     for tokens in sizes:
         times.note(tokens, batch_s + token_s * tokens)
     return times
+
+
+def note(waiting: Waiting[BatchEntry[int]], batch: Batch[BatchEntry[int]], seconds: float) -> None:
+    waiting.times_of(batch.key.residency).note(batch.time_cost, seconds)
 
 
 def asks(count: int, left_s: float, cost: int = 8) -> list[Ask]:
@@ -185,7 +195,7 @@ def waiting(
         queue.add(entry)
     for tokens in (8, 64, 512) if times else ():
         key = entries[0].key
-        queue.ran(batch_of([BatchEntry(key, tokens, 0.0, 0)]), times[0] + times[1] * tokens)  # type: ignore[index]
+        note(queue, batch_of([BatchEntry(key, tokens, 0.0, 0)]), times[0] + times[1] * tokens)  # type: ignore[index]
     return queue
 
 
@@ -304,7 +314,7 @@ def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
 def test_what_is_known_of_models_is_bounded() -> None:
     queue: Waiting[BatchEntry[int]] = Waiting()
     for number in range(2000):
-        queue.ran(batch_of([entry(0, key=KEY._replace(residency=str(number)))]), 0.1)
+        note(queue, batch_of([entry(0, key=KEY._replace(residency=str(number)))]), 0.1)
     assert len(queue._times) <= 1024
 
 
@@ -327,7 +337,7 @@ def closed_loop(
     while now_s < seconds:
         batch = taken(queue, now_s)
         began_s, now_s = now_s, now_s + batch_s + token_s * batch.cost
-        queue.ran(batch, now_s - began_s)
+        note(queue, batch, now_s - began_s)
         for job in batch.entries:
             in_time, late = counts[job.work]
             is_late = now_s > job.due_s

@@ -22,8 +22,7 @@ from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks
 from sie_sidecar.in_flight import InFlight, only, runnable
 from sie_sidecar.prepare import chunk_rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, WorkRows, to_batch
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, WorkRows, to_batch
 
 LAYOUT = Rows(chunks=True, pooling="mean")
 WORDS = "the river ran past mills and inns, slowly. "

@@ -24,8 +24,7 @@ from sie_contracts.wire.heartbeats import DeviceBeat
 from sie_sidecar import link
 from sie_sidecar.batch import BatchLimits
 from sie_sidecar.devices import CHECKS_BEHIND, DeviceView, SecondCopies, choose
-from sie_sidecar.intake import batch_parts
-from sie_sidecar.prepare.prepare import Prepare
+from sie_sidecar.intake import Prepare, batch_parts
 
 GIB = 1 << 30
 EMPTY = DeviceView(connected=True, free_bytes=8 * GIB, usable_bytes=10 * GIB)

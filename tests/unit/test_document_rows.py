@@ -20,8 +20,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference.chunk import ChunkLimits, plan
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, to_batch
 
 LAYOUT = Rows("raw", documents=DocumentLimits(1 << 20))
 FILE = b"%PDF-1.7 a file"

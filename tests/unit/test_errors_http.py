@@ -40,7 +40,7 @@ from sie_gateway.streams import publish
 from sie_runtime import keys
 from sie_runtime.http.routes import OPEN
 from sie_runtime.keys import KeyLimits
-from sie_sidecar import loading
+from sie_sidecar import in_flight
 
 ONE = "toy/one"
 CANARY = "canary-7031"  # the prefix of every text; no answer contains it
@@ -322,7 +322,7 @@ async def lora_load_failed(place: Place) -> list[Heard]:
 
 async def lora_loading(place: Place) -> list[Heard]:
     adapter, gateway = await with_lora(place)
-    place.patch.setattr(loading, "HOLD_S", 0.02)
+    place.patch.setattr(in_flight, "HOLD_S", 0.02)
     adapter.hold_loads = True
     return await ask_lora(gateway)
 

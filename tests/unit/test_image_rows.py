@@ -15,8 +15,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.media_frames import PreparedImage
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, to_batch
 
 RECIPE = Recipe("squash", height=4, width=6, tokens=9)
 LAYOUT = Rows(images=RECIPE)
@@ -59,17 +58,17 @@ def test_an_image_of_the_one_size_of_its_model_counts_as_1_in_the_budget_of_a_ba
         Input(images=(FILE, FILE)), Input("river"), Input(images=(FILE,)), _0=[prepared(0)] * 2, _2=[prepared(1)]
     )
     (work_rows,) = layouts.make(tokenizer, Rows(images=recipe), [work_item])
-    assert [(row.cost, row.batch_cost) for row in work_rows.rows] == [(18, 2), (1, 1), (9, 1)]
+    assert [(row.cost, row.cost - row.uncounted) for row in work_rows.rows] == [(18, 2), (1, 1), (9, 1)]
     page = work(Input(images=(FILE,)), _0=[prepared(0)])
     tokens = ImageTokens(2, count=5, before=(1,), after=(1,))
     (work_rows,) = layouts.make(tokenizer, Rows(images=recipe, image_tokens=tokens), [page])
-    assert (work_rows.rows[0].cost, work_rows.rows[0].batch_cost) == (7 + 9, 7 + 1)
+    assert (work_rows.rows[0].cost, work_rows.rows[0].uncounted) == (7 + 9, 8)
 
 
 def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_batch(tokenizer: ModelTokenizer) -> None:
     recipe = Recipe("blocks", multiple=2, min_pixels=4, max_pixels=64, block_tokens=3)
     (work_rows,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
-    assert work_rows.rows[0].cost == work_rows.rows[0].batch_cost == 1 + 3 * 6
+    assert (work_rows.rows[0].cost, work_rows.rows[0].uncounted) == (1 + 3 * 6, 0)
 
 
 def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:

@@ -94,7 +94,6 @@ CORE = {
     "sie_contracts.settings.worker",
     "sie_contracts.models.muvera",
     "sie_sidecar.batch",
-    "sie_sidecar.sizing",
     "sie_sidecar.prepare.media_frames",
     "sie_contracts.wire.placement",
     "sie_gateway.inference.chunk",
@@ -114,7 +113,6 @@ TOKENISING = {
     "sie_sidecar.prepare.rows",
     "sie_sidecar.prepare.layouts",
     "sie_sidecar.prepare.long_text",
-    "sie_sidecar.prepare.tokens",
     "sie_sidecar.prepare.tokenizer_requests",
 }
 LIBRARIES = {"tokenizers", "sentencex", "markdown_it", "regex"}

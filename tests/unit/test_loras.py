@@ -18,7 +18,7 @@ from inprocess import GatewayProcess, InProcess, until
 
 from sie_contracts.errors import LoraLoadFailed
 from sie_contracts.wire.messages import RunOptions
-from sie_sidecar import loading
+from sie_sidecar import in_flight
 from sie_sidecar.in_flight import InFlight
 from sie_sidecar.models import ModelState
 
@@ -104,7 +104,7 @@ async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
 
 async def test_the_name_of_a_lora_is_told_in_short(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name is a text of a client."""
-    monkeypatch.setattr(loading, "HOLD_S", 0.05)
+    monkeypatch.setattr(in_flight, "HOLD_S", 0.05)
     toy.adapter.hold_loads = False
     await toy.ask("warm")
     toy.adapter.hold_loads = True
@@ -180,13 +180,13 @@ async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_co
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is 503 LORA_LOADING with Retry-After 1. The load goes on, and the base model is served meanwhile."""
-    monkeypatch.setattr(loading, "HOLD_S", 0.05)
+    monkeypatch.setattr(in_flight, "HOLD_S", 0.05)
     await toy.ask("warm")
     toy.adapter.hold_loads = True
     answer = await toy.ask("a", "org/x")
     assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "LORA_LOADING", "1")
     assert right(await toy.ask("a"), "a")
-    monkeypatch.setattr(loading, "HOLD_S", 30.0)
+    monkeypatch.setattr(in_flight, "HOLD_S", 30.0)
     again = asyncio.create_task(toy.ask("a", "org/x"))
     toy.adapter.let_go()
     assert right(await again, "a", "org/x")
@@ -208,7 +208,7 @@ async def test_a_failed_lora_is_told_at_once_and_tried_again_after_a_while(
     assert toy.adapter.lora_loads == ["org/x"]
     assert right(await toy.ask("a", "org/y"), "a", "org/y")
     toy.adapter.refusals.clear()
-    monkeypatch.setattr(loading, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(in_flight, "COOL_DOWN_S", 0.0)
     assert right(await toy.ask("a", "org/x"), "a", "org/x")
 
 

@@ -43,10 +43,10 @@ def test_only_models_without_work_that_were_not_used_lately_may_go(device: Devic
     device.load(a, b, c)
     device.models.add_items(b)
     device.models.add_items(c)
-    device.models.let_go(c)
+    device.models.add_items(c, -1)
     assert device.evictable() == ["toy/a"]
     assert device.evictable(0.0) == ["toy/a", "toy/c"]
-    device.models.let_go(b)
+    device.models.add_items(b, -1)
     device.now_s += 5
     assert device.evictable() == ["toy/a", "toy/b", "toy/c"]
     device.models.add_items(a)
@@ -57,7 +57,7 @@ def test_the_least_recently_used_model_goes_first_then_the_largest(device: Devic
     for memory_bytes, hosted in enumerate(device.all, 1):
         device.load(hosted, memory_bytes=memory_bytes)
     assert device.evictable() == ["toy/a", "toy/d", "toy/c", "toy/b"]
-    device.all[0].used(device.now_s)
+    device.all[0].used_s = device.now_s
     device.now_s += 5
     assert device.evictable() == ["toy/b", "toy/d", "toy/c", "toy/a"]
 
@@ -144,6 +144,6 @@ def test_states_of_models_that_are_neither_loaded_nor_needed_are_removed_above_a
     device.models.remove_unused()
     retained = {hosted.name for hosted in device.models.all()}
     assert retained == {loaded.name, needed.name, names[0], *names[3:]}
-    assert device.models.of_model(names[1]) == []
+    assert names[1] not in device.models.of_model
     device.models.remove_unused()
     assert len(device.models.all()) == MAX_STATES

@@ -19,7 +19,7 @@ from sie_adapter.memory.residency import DeviceMemory, ResidentModels
 from sie_contracts.errors import ModelLoading
 from sie_contracts.models.entries import Profile, RunDefaults
 from sie_gateway.inference import handler
-from sie_sidecar.prepare import prepare
+from sie_sidecar import intake
 
 CHANGED = ["NOT_READY config_changed"]
 OTHER = msgspec.structs.replace(ENTRY, run=RunDefaults(pooling="cls"))
@@ -49,7 +49,7 @@ async def test_a_worker_reads_what_a_gateway_knows_already_and_sends_back_what_i
 async def test_a_worker_that_cannot_learn_of_an_entry_leaves_the_work_to_others(
     cluster: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "CATCH_UP_S", 0.05)
+    monkeypatch.setattr(intake, "CATCH_UP_S", 0.05)
     lagging, knowing = Source(ENTRY), cluster.source
     await cluster.sidecar(source=lagging)
     item = await cluster.publish("a", config_revision=2)

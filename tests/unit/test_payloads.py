@@ -338,7 +338,7 @@ async def test_a_result_that_no_gateway_confirms_keeps_no_memory_for_inputs_and_
         await until(
             lambda: [flight.settled for flight in worker.inventory] == [True], "an answer to a gateway that ended"
         )
-        assert not worker.inventory.is_coming(ENTRY.id)
+        assert ENTRY.id not in worker.inventory.coming
         item = await cluster.publish(payload=key, count=1)
         assert is_right(await cluster.result(item), msgspec.structs.replace(item, inputs=(Input("x" * 400),)), 0)
         await until(

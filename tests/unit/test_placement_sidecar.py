@@ -25,9 +25,9 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.assignments import assigned
-from sie_sidecar import process, pull
+from sie_sidecar import intake, process
+from sie_sidecar.intake import AHEAD_AGAIN_S, OLD_S, HostAssignment, role
 from sie_sidecar.pool_membership import CLOSED_AFTER_S, admitted
-from sie_sidecar.pull import AHEAD_AGAIN_S, OLD_S, HostAssignment, role
 
 LANE = Lane("_default", "_default", "default")
 ENTRIES = [toy_entry(f"toy/{number}") for number in range(12)]
@@ -100,7 +100,7 @@ async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulle
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with InProcess(tmp_path) as cluster:
-        monkeypatch.setattr(pull, "FIRST_S", 0.05)
+        monkeypatch.setattr(intake, "FIRST_S", 0.05)
         host = Host(cluster.server)
         await host.assignment.start()
         assert host.role("a") == host.role("b") == "none"

@@ -18,7 +18,7 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batch import BatchLimits, Load
-from sie_sidecar.pull import ACTIVE_S, Pulling, WorkSource
+from sie_sidecar.intake import ACTIVE_S, Pulling, WorkSource
 
 LANE = Lane("_default", "cpu", "default")
 LIMITS = BatchLimits(cost=1000, requests=10, wait_s=0.01)
@@ -37,11 +37,10 @@ class Taking:
     def __post_init__(self) -> None:
         self.pulling = Pulling(self.broker, LANE, LIMITS, self._on_delivery, self.loads.get, lambda: self.now_s)
 
-    def _on_delivery(self, delivery: Delivery) -> None:
+    def _on_delivery(self, pulling: Pulling, delivery: Delivery) -> None:
         self.taken.append(delivery)
-        self.pulling.note(delivery)
-        self.pulling.estimate(delivery.consumer, 100)
-        self.pulling.refill()
+        pulling.note(delivery, 100)
+        pulling.refill()
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ async def test_a_consumer_without_new_deliveries_leaves_its_share_of_the_credit(
     taking.pulling.level()
     shared = taking.pulling._pulls.outstanding(busy)
     taking.now_s = 2 * ACTIVE_S
-    taking.pulling.note(taking.taken[1])
+    taking.pulling.note(taking.taken[1], 0)
     for _ in range(2):  # the first call finds that the other consumer has no new deliveries
         taking.pulling.level()
     assert taking.pulling._pulls.outstanding(busy) == 2 * shared > 0

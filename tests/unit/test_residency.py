@@ -17,7 +17,7 @@ from sie_broker import CoreMessage
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.wire import records, topology
 from sie_contracts.wire.topology import Lane
-from sie_sidecar.loading import Loading
+from sie_sidecar.in_flight import Loading
 from sie_sidecar.models import Hosting, ModelState
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"

@@ -21,8 +21,7 @@ from sie_contracts.wire.ipc import Layout, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare.layouts import NOWHERE, QUERY_SHARE, make
 from sie_sidecar.prepare.long_text import HARD_TEXT
-from sie_sidecar.prepare.rows import TokenRow, WorkItemInput, offsets_of, texts_of, types_of
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, TokenRow, WorkItemInput, texts_of, to_batch
 
 KINDS = {
     "wordpiece": recipes.BERT,
@@ -218,7 +217,8 @@ def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit
         assert row.offsets is not None
         assert [tuple(place) for place in row.offsets.tolist()] == places
         assert row.full == len(library(kind)(text)["input_ids"])
-    assert np.frombuffer(offsets_of(token_rows), np.int32).size == 2 * sum(len(row.ids) for row in token_rows)
+    batch = to_batch("b", "m", "extract", "spans", [BatchPart(token_rows, work(texts))])
+    assert np.frombuffer(batch.offsets, np.int32).size == 2 * sum(len(row.ids) for row in token_rows)
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -313,8 +313,9 @@ def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Tr
 def test_types_of_rows_with_and_without_them_lie_side_by_side() -> None:
     (pair,) = rows_of("wordpiece", "pair", work(["river"], "search"))
     (text,) = rows_of("wordpiece", "text", work(["river"]))
-    assert types_of([text]) == b""
-    assert types_of([text, pair]) == bytes([0] * len(text.ids) + [0, 0, 0, 1, 1])
+    parts = [BatchPart([text], work(["river"])), BatchPart([pair], work(["river"], "search"))]
+    assert to_batch("b", "m", "score", "pair", parts[:1]).types == b""
+    assert to_batch("b", "m", "score", "pair", parts).types == bytes([0] * len(text.ids) + [0, 0, 0, 1, 1])
 
 
 def test_raw_rows_count_and_keep_the_texts() -> None:

@@ -19,8 +19,7 @@ from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts, long_text, rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import WorkItemInput, WorkRows, effort_of, offsets_of, reached
-from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, ModelTokenizer
+from sie_sidecar.prepare.rows import INLINE_CHARACTERS, ModelTokenizer, WorkItemInput, WorkRows, effort_of, reached
 
 TOKENIZER = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
 LABELS = tuple(f"label {number}" for number in range(1000))
@@ -152,7 +151,8 @@ def test_only_what_the_tokens_reach_of_a_cut_text_is_sent(truncate: str) -> None
     texts = ["paper river music " * 500, "paper river"]
     (work_rows,) = make(TOKENIZER, Rows("spans"), [work(*texts, truncate=truncate)])
     sent = reached(texts, work_rows.rows)
-    places = np.frombuffer(offsets_of(work_rows.rows[:1]), np.int32).reshape(-1, 2)
+    places = work_rows.rows[0].offsets
+    assert places is not None
     inside = places[places[:, 0] >= 0]
     assert [sent[0][start:end] for start, end in inside] == [texts[0][start:end] for start, end in inside]
     assert all(sent[0][start:end] for start, end in inside)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sie_sidecar.batch import MEMORY_S, Rate
 from sie_sidecar.prepare.rows import TokenRow
-from sie_sidecar.sizing import MEMORY_S, Rate
 
 ROWS = ((12, 0), (12, 32), (40, 32))  # tokens of a row, and its length on the device
 

@@ -16,8 +16,8 @@ from inprocess import InProcess, until
 from sie_broker import Delivery, Pulls
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_sidecar.batch import Quantum
 from sie_sidecar.intake import WorkIntake
-from sie_sidecar.sizing import Quantum
 
 TURNS = 20  # of the event loop between two deliveries: the sidecar is done with one before the next arrives
 
@@ -134,7 +134,7 @@ async def test_a_gathering_whose_deliveries_were_all_cancelled_is_not_counted() 
     intake = WorkIntake(Mock(), Mock(), queues, Mock(), Mock(), Quantum(0.0, 0.0, 1.0), metrics, None)
     intake.arrived = [Mock(settled=True)]
     intake._arrival.set()
-    assert await intake.next(lambda: False, lambda: False) == []
+    assert await intake.next(Mock(tokenising=0), Mock(more_expected=Mock(return_value=False))) == []
     metrics.gathered.observe.assert_not_called()
 
 

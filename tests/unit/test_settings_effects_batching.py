@@ -17,17 +17,20 @@ from inprocess import settings_of
 from sie_contracts.settings import Mode, load
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.batch import (
+    WINDOW,
+    WINDOW_S,
     Batch,
     BatchKey,
     BatchLimits,
     DeviceLoad,
+    Quantum,
     Waiting,
     WaitUntil,
     next_batch,
+    quantum_of,
 )
-from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
+from sie_sidecar.prepare.rows import INLINE_CHARACTERS, TokenizerPool, Tokens
 from sie_sidecar.process import limits_of
-from sie_sidecar.sizing import WINDOW, WINDOW_S, Quantum, quantum_of
 
 KEY = BatchKey("toy/one", "local", "encode", "", "")
 IDLE = DeviceLoad(sent=0, lanes=1, depth=2, more_expected=False)

@@ -21,8 +21,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.media_frames import SoundFeatures
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, to_batch
 
 RECIPE = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0)
 LAYOUT = Rows(sounds=RECIPE)

@@ -25,7 +25,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
-from sie_sidecar.pull import HostAssignment
+from sie_sidecar.intake import HostAssignment
 
 LANE = Lane("_default", "l4", "default")
 KEY = topology.lane_key(LANE)

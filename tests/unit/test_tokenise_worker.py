@@ -17,12 +17,10 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.options import counting, decoding, tokenizing
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, Ok, RunOptions, Vectors, WorkItem, WorkResult
-from sie_sidecar.intake import WorkIntake
+from sie_sidecar.intake import Prepare, WorkIntake
 from sie_sidecar.models import Hosting
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.prepare import Prepare
-from sie_sidecar.prepare.rows import WorkItemInput
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer, WorkItemInput
 
 TELL = tokenizing()
 COUNT = counting(RunOptions())

@@ -22,7 +22,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare import long_text
 from sie_sidecar.prepare.long_text import HARD_TEXT, LongTexts
-from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
+from sie_sidecar.prepare.rows import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]

@@ -44,8 +44,8 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.fragments import Damaged, put_together
 from sie_gateway.inference.results import ResultInbox
 from sie_runtime import feed, keys
+from sie_sidecar.in_flight import Loading
 from sie_sidecar.intake import WorkIntake
-from sie_sidecar.loading import Loading
 from sie_sidecar.pool_membership import PoolMembership
 from sie_sidecar.prepare import fetching
 from sie_sidecar.settle import ResultDelivery
@@ -143,9 +143,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "work": (
         {"type": "work/1", "request": MARK},
         msgpack,
-        lambda data: WorkIntake.accept(
-            MagicMock(_leases=MagicMock(adopt=lambda _: None)), MagicMock(data=data, delivered=1)
-        ),
+        lambda data: WorkIntake.accept(MagicMock(), MagicMock(data=data, delivered=1)),
         None,
     ),
     "work in a stream": (

@@ -215,7 +215,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
     worker. Return the results as lines of text. Raises ModelLoadFailed, and CommandRefused if a task fails.
     """
     from sie_adapter.engine.engine import AdapterEngine
-    from sie_sidecar.prepare.tokens import ModelTokenizer
+    from sie_sidecar.prepare.rows import ModelTokenizer
 
     engine = AdapterEngine(dataclasses.replace(settings, device="cpu"))
     try:

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import ChunkedRows
 from sie_contracts.wire.messages import Input, RunOptions, TextChunks
-from sie_sidecar.prepare.rows import MAX_CHARACTERS, TokenRow, bad_chunks, prompted, too_many
-from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
+from sie_sidecar.prepare.rows import MAX_CHARACTERS, Ids, ModelTokenizer, TokenRow, bad_chunks, prompted, too_many
 
 MAX_CHUNKS = 4096  # maximum number of chunks of one text
 MAX_TOKENS = 1 << 16  # maximum number of tokens of a text with chunks, without special tokens and prompt

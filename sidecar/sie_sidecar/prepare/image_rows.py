@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
@@ -12,8 +12,18 @@ from sie_contracts.media.images import ImageTokens, Size, cost, has_one_size, im
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.media_frames import PreparedImage
-from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, TokenRow, WorkItemInput, WorkRows, is_cut
-from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, Tokens, cut
+from sie_sidecar.prepare.rows import (
+    OF_QUERY,
+    Ids,
+    ModelTokenizer,
+    PreparedImages,
+    TokenRow,
+    Tokens,
+    WorkItemInput,
+    WorkRows,
+    cut,
+    is_cut,
+)
 
 _NONE = np.zeros(0, np.int32)
 
@@ -135,7 +145,9 @@ def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRo
     if any(number < work_rows.shared for number in bad):
         return WorkRows([], error=error)
     return (
-        replace(work_rows, unfit={**work_rows.unfit, **{number - work_rows.shared: error for number in bad}})
+        msgspec.structs.replace(
+            work_rows, unfit={**work_rows.unfit, **{number - work_rows.shared: error for number in bad}}
+        )
         if bad
         else work_rows
     )

@@ -7,7 +7,6 @@ functions have no state: they run in a tokenising thread, or for short texts on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import msgspec
@@ -26,18 +25,21 @@ from sie_sidecar.prepare.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
     VECTOR_BYTES,
+    Ids,
+    ModelTokenizer,
+    PairTemplate,
     PreparedImages,
     TokenRow,
+    Tokens,
     WorkItemInput,
     WorkRows,
     checked_work,
+    cut,
     is_cut,
-    prompted,
     query_of,
     texts_of,
     too_many,
 )
-from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
 # share of a pair's tokens that is reserved for the query; with a short document, the query may use more
 QUERY_SHARE = 0.75
@@ -53,16 +55,23 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
     """
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
-    checked = [checked_work(tokenizer, layout, item) for item in items]
-    fitting = [item for item, error, _ in checked if error is None]
+    faults: list[tuple[InvalidInput | None, dict[int, InvalidInput]]] = []
+    fitting: list[WorkItemInput] = []
+    for item in items:
+        fit, error, unfit = checked_work(tokenizer, layout, item)
+        faults.append((error, unfit))
+        if error is None:
+            fitting.append(fit)
     text_rows = iter(_LAYOUTS[layout.layout](tokenizer, layout, fitting, options.truncate, limit))
     results = []
-    for _, error, unfit in checked:
+    for error, unfit in faults:
         if error is not None:
             results.append(WorkRows([], error=error))
         else:
             result = next(text_rows)
-            results.append(replace(result, unfit={**result.unfit, **unfit}) if unfit else result)
+            if unfit:
+                result = msgspec.structs.replace(result, unfit={**result.unfit, **unfit})
+            results.append(result)
     if layout.image_tokens is None:
         return results
     return [image_rows.unreserved(result, layout, layout.image_tokens) for result in results]
@@ -71,14 +80,21 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
 def _text(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    if layout.chunks and any(source.chunks is not None for item in items for source in item.inputs):
-        return [_text_with_chunks(tokenizer, layout, item, truncate, limit) for item in items]
-    sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
-    paired = [source for item in items for source in item.inputs if source.pair is not None] if layout.pairs else []
-    pairs = _pairs(tokenizer, paired, truncate, limit)
-    contents = [content for item in items for content in _contents(tokenizer, layout, item, pairs)]
+    paired: list[Input] = []
+    for item in items:
+        for source in item.inputs:
+            if source.chunks is not None and layout.chunks:
+                return [_text_with_chunks(tokenizer, layout, item, truncate, limit) for item in items]
+            if source.pair is not None and layout.pairs:
+                paired.append(source)
+    pairs = _pairs(tokenizer, paired, truncate, limit) if paired else iter(())
+    contents: list[_Content] = []
+    sides: list[Side] = []
+    for item in items:
+        contents += _contents(tokenizer, layout, item, pairs)
+        sides += [layout.query if item.options.is_query else layout.document] * len(item.inputs)
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
-    return [WorkRows([next(rows) for _ in item.inputs]) for item in items]
+    return [WorkRows(list(islice(rows, len(item.inputs)))) for item in items]
 
 
 def _text_with_chunks(
@@ -134,7 +150,7 @@ def _contents(
         elif source.pair is not None:
             contents.append(next(pairs))
         else:
-            contents.append(prompted(source, item.options, layout.empty))
+            contents.append(item.options.prefix + (source.text or layout.empty) + item.options.suffix)
     return contents
 
 
@@ -159,8 +175,6 @@ def _vector_row(vectors: Vectors) -> TokenRow:
 
 def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[TokenRow]:
     """Return the rows of pairs of texts. In a pair that is too long, the second text is truncated first."""
-    if not inputs:
-        return iter(())
     template = tokenizer.pair
     room = max(0, limit - template.special)
     lefts = tokenizer.tokenise([source.text or "" for source in inputs], room, truncate)
@@ -212,14 +226,18 @@ def _sided(
 ) -> list[TokenRow]:
     """Return one row for each content. `sides`: layouts of the rows. Texts of one layout are tokenised together."""
     rows: dict[int, TokenRow] = {}
-    for side in dict.fromkeys(sides):
-        chosen = [index for index, candidate in enumerate(sides) if candidate == side]
+    groups: dict[Side, tuple[list[int], list[str]]] = {}  # by layout: indexes of its contents, and its texts
+    for index, (content, side) in enumerate(zip(contents, sides, strict=True)):
+        indexes, texts = groups.setdefault(side, ([], []))
+        indexes.append(index)
+        if isinstance(content, str):
+            texts.append(content)
+    for side, (indexes, texts) in groups.items():
         first, last, most = _row_frame(tokenizer, side, limit)
         special = len(first) + len(last)
         room = max(0, most - special)
-        texts = [content for index in chosen if isinstance(content := contents[index], str)]
         tokenised = iter(tokenizer.tokenise(texts, room, truncate))
-        for index in chosen:
+        for index in indexes:
             content = contents[index]
             if isinstance(content, TokenRow):
                 rows[index] = content
@@ -235,7 +253,7 @@ def _sided(
             rows[index] = TokenRow(
                 np.concatenate((first, tokens.ids, last)), tokens.full + special, expanded=side.expanded
             )
-    return [rows[index] for index in range(len(contents))]
+    return [*map(rows.__getitem__, range(len(contents)))]
 
 
 def _pair(
@@ -344,7 +362,7 @@ def _pieces_with_images(
         text = source.text or ""
         read = _document(tokenizer, text, item.options.document_tokens)
         row = image_rows.of_pieces(tokenizer, layout, item, index, (shown, read), truncate, limit)
-        rows.append(replace(row, full=row.full + (shown != query) + (read != text)))
+        rows.append(msgspec.structs.replace(row, full=row.full + (shown != query) + (read != text)))
     return WorkRows(rows)
 
 
@@ -483,13 +501,17 @@ def _raw(
             tokens, beside = content.full, len(text) // COST_CHARACTERS
             row = TokenRow(np.zeros(tokens, np.int32), tokens, expanded=max(beside, cost))
             if number >= 0 and (document := item.inputs[number].document) is not None:
-                row = replace(row, document=document, expanded=documents.cost(len(document.data)) + beside + tokens)
+                row = msgspec.structs.replace(
+                    row, document=document, expanded=documents.cost(len(document.data)) + beside + tokens
+                )
             elif (sound := item.sounds.get(number)) is not None:
                 sound_row = _sound_row(sound, layout)
-                row = replace(row, sound=sound_row.sound, expanded=sound_row.expanded + beside)
+                row = msgspec.structs.replace(row, sound=sound_row.sound, expanded=sound_row.expanded + beside)
             elif (images := item.images.get(number)) is not None:
                 assert not isinstance(images, InvalidInput)
-                row = replace(row, images=images, expanded=image_rows.cost_of(images, layout) + beside + tokens)
+                row = msgspec.structs.replace(
+                    row, images=images, expanded=image_rows.cost_of(images, layout) + beside + tokens
+                )
             rows.append(row)
         results.append(WorkRows(rows, shared=shared))
     return results

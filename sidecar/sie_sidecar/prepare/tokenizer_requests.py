@@ -16,8 +16,7 @@ from tokenizers import Encoding
 
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
-from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import MAX_CHARACTERS, ModelTokenizer, WorkItemInput, bad_token
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
 # maximum number of characters of a work item for `tokenize` without `count`: each listed token needs about 500 bytes in

@@ -14,7 +14,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from sie_adapter.loading.tokenizer import FILE, PROBES, load_tokenizer, read_tokenizer
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import LoadOptions
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer
 
 DRAWS = 500
 SPECIALS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]

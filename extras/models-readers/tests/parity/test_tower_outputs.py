@@ -23,7 +23,7 @@ from selection import long_but
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.packing import Shown
 from sie_contracts.models.entries import parse_entry
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.rows import ModelTokenizer
 
 PAGE, OTHER = image(90, 130, 1), image(200, 60, 2)
 WORDS = ("river", "queue", "old town", "the sea", "price", "total", "engine", "vector", "mountain", "date")
