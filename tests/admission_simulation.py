@@ -498,7 +498,7 @@ class World:
         self.entered_tokens -= job.one.tokens
         self.waiting[job.gateway].pop(job, None)
         self.open[job.gateway] -= 1
-        job.permits.close()
+        self.gateways[job.gateway][0].end(job.permits)
         then(job.one)
 
     # ---- the run

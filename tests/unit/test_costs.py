@@ -82,7 +82,6 @@ def test_costs_are_scaled_with_the_tokens_that_results_tell() -> None:
     of = place(CROSSOVER)
     of.scale = 2.0
     assert of.costs([100], [100 * 100]) == [round(200 + 200**2 / CROSSOVER)]
-    assert of.tokens([100]) == [200]
 
 
 def test_what_workers_and_keys_count_stays_in_tokens() -> None:
@@ -116,5 +115,5 @@ def test_a_gateway_knows_the_crossover_length_by_a_heartbeat() -> None:
     admission = Admission(settings, broker, fleet, Backlog(broker, {"_default"}), Metrics(), lambda: now_s)
     fleet.note(HOST)
     permits = admission.admit("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
-    assert permits.tokens([0]) == LONG
+    assert permits.tokens == [LONG]
     assert permits.queue.window.cost == round(text_cost(LONG, LONG**2, CROSSOVER))

@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -277,12 +277,12 @@ class LogTail(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
-        self._owners: dict[str, str] = {}  # request id -> API key, the oldest request first
+        self._owners: OrderedDict[str, str] = OrderedDict()  # request id -> API key, the oldest request first
 
     def admitted(self, call: Call) -> None:
         """Store which API key sent a request."""
         if len(self._owners) >= MAX_REQUESTS:
-            del self._owners[next(iter(self._owners))]
+            self._owners.popitem(last=False)  # a plain dict would look for its first entry among the deleted ones
         self._owners[call.id] = call.key
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -213,13 +213,21 @@ class Throughput:
             entry = _BatchResults(
                 batch, now_s, self.last_s, queued_s, is_crowded, device_s, formed_s, chunks, is_sample
             )
-            self._see_left(entry, queued_s)
             self._lanes = lanes
             self._batches.append(entry)
             self.last_s = now_s
-        if queued_s < entry.queued_s:
+            is_earlier = True
+        else:
+            is_earlier = queued_s < entry.queued_s
+        if is_earlier:
             entry.queued_s = queued_s
-            self._see_left(entry, queued_s)
+            # The queue is first in, first out, so an earlier batch that was formed after the work of this batch was
+            # queued had no space for this work.
+            for batch_before in reversed(self._batches):
+                if batch_before.at_s < queued_s:
+                    break
+                if queued_s < batch_before.formed_s < entry.formed_s:
+                    batch_before.left_work = True
         entry.is_crowded |= is_crowded
         entry.tokens += tokens
         entry.missing -= 1
@@ -227,16 +235,6 @@ class Throughput:
         if entry.is_sample and not entry.is_counted:
             entry.is_counted = True
             self._evidence += 1
-
-    def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Set `left_work` on each earlier batch that was formed after `queued_s`, the time when the work of `later` was
-        queued. The queue is first in, first out, so these batches had no space for this work.
-        """
-        for batch in reversed(self._batches):
-            if batch.at_s < queued_s:
-                break
-            if queued_s < batch.formed_s < later.formed_s:
-                batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
         """Return the samples of the latest batches, the newest first. Leave out batches whose results still arrive,
@@ -496,9 +494,6 @@ class ModelQueue:
         self._lanes = max(1, sum(map(_lanes, hosts)))
         self._pipeline = max((1, *(host.pipeline for host in hosts)))
 
-    def tokens(self, costs: Sequence[int]) -> list[int]:
-        return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
-
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
         """Return the cost of each chunk, in tokens: short texts with this total number of tokens take as long as the
         chunk. `tokens`: estimated tokens of each chunk. `squares`: for each chunk, the estimated sum over its rows of
@@ -513,13 +508,14 @@ class ModelQueue:
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
         # true for the first chunk in an empty queue, and for chunks that were admitted at the same time as that chunk
-        if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
-            self._running = self.window.cost
+        window = self.window
+        if window.items <= 1 or self._busy_s in (math.inf, now_s):
+            self._running = window.cost
             self._began_s = now_s
-        if self.window.items <= 1 and now_s >= self._stalled_until_s:
+        if window.items <= 1 and now_s >= self._stalled_until_s:
             self._busy_s = now_s
         self._busy_s = min(self._busy_s, now_s)
-        ticket.queued_s[chunk] = now_s, self.window.is_waiting
+        ticket.queued_s[chunk] = now_s, bool(window.flows)
 
     def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
         """Update the measurements by a result: actual tokens per estimated token, batch time, and throughput."""
@@ -571,15 +567,13 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> None:
-        """Remove an ended request. A chunk that may be in a running batch keeps the device busy, so `_gone` includes
-        the chunk's cost until the next result.
+        """Record that a request with chunks in the queue has ended, before it leaves `entered`. A chunk that may be in
+        a running batch keeps the device busy, so `_gone` includes the chunk's cost until the next result.
         """
-        if ticket.queued_s:
-            if self._taken_s is None:
-                self._taken_s = self._last_taken_s()
-            queued = ticket.queued_s.items()
-            self._gone += sum(ticket.costs[chunk] for chunk, (queued_s, _) in queued if queued_s <= self._taken_s)
-        del self.entered[ticket]
+        if self._taken_s is None:
+            self._taken_s = self._last_taken_s()
+        queued = ticket.queued_s.items()
+        self._gone += sum(ticket.costs[chunk] for chunk, (queued_s, _) in queued if queued_s <= self._taken_s)
 
     def _last_taken_s(self) -> float:
         """Return the time when the newest chunk of the running batches was queued, on the assumption that these batches

@@ -99,21 +99,18 @@ class Shares:
         # key -> the `KeyWindow` of each model for which the key has waiting work; the values are unused
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
         self.grants = 0  # number of permits so far; `_KeyFlow.granted` records it at each permit of a key
-        self._seen_s: dict[str, float] = {}
-
-    def saw(self, key: str, now_s: float) -> None:
-        self._seen_s[key] = now_s
+        self.seen_s: dict[str, float] = {}
 
     def contested(self, now_s: float) -> bool:
         """Return True if more than one key is active. A key is active if it has work in the queue, or has had a request
         within REMEMBERED_S seconds. Forget inactive keys.
         """
-        if len(self._seen_s) > 1:
+        if len(self.seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
-            self._seen_s = {
-                key: seen_s for key, seen_s in self._seen_s.items() if seen_s > recent_s or key in self.tokens
+            self.seen_s = {
+                key: seen_s for key, seen_s in self.seen_s.items() if seen_s > recent_s or key in self.tokens
             }
-        return len(self._seen_s) > 1
+        return len(self.seen_s) > 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
         """Return True if a key has no tokens in the queue, or if its tokens plus `cost` are at most `limit`."""
@@ -193,23 +190,19 @@ class KeyWindow:
         self._quantum = quantum
         # summed cost of the chunks that overtook the next chunk in the order while it waited for space in the queue
         self._passed = 0
-        self._flows: dict[str, _KeyFlow] = {}
+        self.flows: dict[str, _KeyFlow] = {}  # work that waits for permits, by key
         self._ring: deque[_KeyFlow] = deque()
         self._most = QueueBound()  # bound at the last call of `grant`
 
     @property
     def idle(self) -> bool:
-        return not self.items and not self._flows
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._flows)
+        return not self.items and not self.flows
 
     def waiting_tokens(self) -> dict[str, int]:
-        return {key: flow.tokens for key, flow in self._flows.items()}
+        return {key: flow.tokens for key, flow in self.flows.items()}
 
     def waiting_costs(self) -> dict[str, int]:
-        return {key: flow.cost for key, flow in self._flows.items()}
+        return {key: flow.cost for key, flow in self.flows.items()}
 
     def stretch(self) -> float:
         """Return the mean cost of a token in the queue. It is 1 for short texts."""
@@ -220,16 +213,16 @@ class KeyWindow:
         equal cost. While all work of this key runs (its waiting work and the new request), at most the same cost of
         waiting work runs for each other key.
         """
-        if not self._flows:
+        if not self.flows:
             return self.cost
-        mine = self._flows[key].cost if key in self._flows else 0
-        ahead_of_key = sum(min(flow.cost, mine + cost) for name, flow in self._flows.items() if name != key)
+        mine = self.flows[key].cost if key in self.flows else 0
+        ahead_of_key = sum(min(flow.cost, mine + cost) for name, flow in self.flows.items() if name != key)
         return self.cost + mine + ahead_of_key
 
     def join(self, ticket: Ticket) -> None:
-        flow = self._flows.get(ticket.key)
+        flow = self.flows.get(ticket.key)
         if flow is None:
-            flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum, self.shares.grants)
+            flow = self.flows[ticket.key] = _KeyFlow(ticket.key, self._quantum, self.shares.grants)
             self._ring.append(flow)
             self.shares.waiting.setdefault(ticket.key, {})[self] = None
         flow.fresh.append(ticket)
@@ -276,14 +269,14 @@ class KeyWindow:
         if key not in self.shares.tokens:
             return True
         windows = self.shares.waiting.get(key, ())
-        mine = self._flows[key].granted if key in self._flows else math.inf
+        mine = self.flows[key].granted if key in self.flows else math.inf
         return not any(window is not self and window._has_turn_before(key, mine) for window in windows)
 
     def _has_turn_before(self, key: str, granted: float) -> bool:
         """Return True if two conditions hold. The key's next chunk for this model waits only because of the key's token
         limit. The key's last permit for this model is older than permit number `granted`.
         """
-        flow = self._flows[key]
+        flow = self.flows[key]
         if not flow.is_limited or flow.granted >= granted:
             return False
         heads = (flow.head(), self._ring[0].head())
@@ -337,7 +330,7 @@ class KeyWindow:
         """Return True if a request of one chunk may enter the queue immediately: no request waits for a permit, the
         queue has space, and the key stays within its token limit.
         """
-        if self._flows:
+        if self.flows:
             return False
         if not self.items and ticket.key not in self.shares.tokens:  # neither limit applies to the first chunk
             return True
@@ -365,7 +358,7 @@ class KeyWindow:
             self.give_back(ticket, chunk)
         if not ticket.waiting:
             return
-        flow = self._flows[ticket.key]
+        flow = self.flows[ticket.key]
         (flow.begun if ticket.next else flow.fresh).remove(ticket)
         flow.cost -= sum(ticket.costs[ticket.next :])
         flow.tokens -= sum(ticket.tokens[ticket.next :])
@@ -374,7 +367,7 @@ class KeyWindow:
 
     def _drop_if_empty(self, flow: _KeyFlow) -> None:
         if not flow.fresh and not flow.begun:
-            del self._flows[flow.key]
+            del self.flows[flow.key]
             self._ring.remove(flow)
             windows = self.shares.waiting[flow.key]
             del windows[self]

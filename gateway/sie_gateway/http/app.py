@@ -40,6 +40,7 @@ from sie_gateway.http.routes import PLUGINS, PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import (
     BodyIntake,
+    BodyReader,
     Call,
     ClientGone,
     body_memory,
@@ -54,6 +55,7 @@ from sie_gateway.state import Gateway, GatewayReadiness
 from sie_runtime import current_trace
 from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import (
+    BODY_ARRIVED,
     FIRST_BYTE,
     INCOMPRESSIBLE,
     REQUEST_ID,
@@ -197,7 +199,9 @@ class Edge:
         # the HTTP server sets FIRST_BYTE, the time of the request's first byte, except for a websocket's handshake
         received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()
         headers = headers_of(scope)
-        path = plain_path(scope["path"], scope.get("raw_path") or b"")
+        path = scope["path"]
+        if "//" in path or path.endswith("/"):
+            path = plain_path(path, scope.get("raw_path") or b"")
         if self._root and (path + "/").startswith(self._root + "/"):
             path = path[len(self._root) :] or "/"
         if path in PROBES and not is_socket:
@@ -240,7 +244,7 @@ class Edge:
             scope["path_params"] = match.parameters
             # if the path has no route with this method, take another route of the path: it sets the metric label and
             # the format of the error
-            route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
+            route = match.methods.get(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape
                 if isinstance(route, InferenceRoute):
@@ -248,21 +252,27 @@ class Edge:
                     connection[INCOMPRESSIBLE] = route.endpoint.startswith(_VECTORS)
             else:
                 call.shape = next((shape for prefix, shape in _SHAPES if path.startswith(prefix)), call.shape)
-            self._admit(call, method, path)
+            call.grant = grant = self._gate.check(method, path, headers.get("authorization", ""), match)
+            for admitted in self._gateway.listeners.admitted:
+                admitted(call)
+            if grant.limits.tokens_per_minute:
+                call.charge = self._gateway.quotas.charge(grant.key, grant.limits)
+            if self._readiness.draining and method == "POST":
+                raise ShuttingDown(SHUTTING_DOWN)
             if is_socket:
                 watched = self._gate.watched(path, headers.get("authorization", ""), observed)
                 await self._gateway.status.show(
                     path, scope["query_string"].decode("latin-1"), call.grant, scope, receive, watched
                 )
             else:
-                assert route is not None, "`_admit` refuses a path without a route"
+                assert route is not None, "`Gate.check` refuses a path without a route"
                 await self._dispatch(call, route, scope, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE
         # This is the outermost handler of errors. If `status` is set, a reply has begun: either FastAPI has sent a
         # whole error reply and then raised the error again, or the reply is incomplete.
         except Exception as error:
-            # no row of the table has the method OPTIONS: `_admit` raises this error for a caller with access
+            # no row of the table has the method OPTIONS: `Gate.check` raises this error for a caller with access
             if method == "OPTIONS" and isinstance(error, MethodNotAllowed):
                 await reply_to_options(observed, error.allow)
             elif not status:
@@ -285,27 +295,44 @@ class Edge:
             # A call with a result has settled its charge, so that this refund does nothing.
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
-            self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
+            seconds = None if is_socket else time.perf_counter() - received_s
+            endpoint = "ws" if is_socket else route.endpoint if route is not None else "other"
+            self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
+            if call.span is not None:
+                telemetry.end_trace(call, call.span, endpoint, status)
+            if "endpoint" in call.labels and seconds is not None:
+                if status != CLIENT_GONE:
+                    self._gateway.peers.answered()
+                for ended in self._gateway.listeners.ended:
+                    ended(call, endpoint, status, seconds)
 
     async def _dispatch(self, call: Call, route: GatewayRoute, scope: Scope, receive: Receive, send: Send) -> None:
-        if route.body is not None and FORM not in route.body.media:  # an uploaded file may have any content type
-            check_type(call.headers, route.body.media)
+        headers, content = call.headers, route.body
+        if content is not None and headers.get("content-type") not in content.media and FORM not in content.media:
+            check_type(headers, content.media)  # an uploaded file may have any content type
         if isinstance(route, InferenceRoute):
             call.model = scope["path_params"].get("model")
-            if "content-encoding" in call.headers:
-                receive = decoded(scope["method"], call.headers, receive)
+            if "content-encoding" in headers:
+                receive = decoded(scope["method"], headers, receive)
             most = self._gateway.settings.max_body_bytes
             most = min(most, call.grant.limits.body_bytes or most)
-            call.reader = self._intake.reader(call.key, call.headers, receive, most)
+            call.reader = reader = BodyReader(
+                self._intake,
+                call.grant.key,
+                receive,
+                most,
+                announced=headers.get("content-length", ""),
+                is_whole=BODY_ARRIVED in scope,
+            )
             try:
-                await self._gateway.inference.answer(call, route, call.reader.read, send)
+                await self._gateway.inference.answer(call, route, reader, send)
             finally:
-                call.reader.close()
+                reader.close()
             return
-        check_length(call.headers, route.body_bytes)
+        check_length(headers.get("content-length", ""), route.body_bytes)
         plain = self._intake.paced(receive)
-        if "content-encoding" in call.headers:
-            plain = decoded(scope["method"], call.headers, plain)
+        if "content-encoding" in headers:
+            plain = decoded(scope["method"], headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         scope = {**scope, "method": route.method}  # a HEAD is a GET; the HTTP server omits the reply's body
         if route.handler is None:
@@ -313,26 +340,6 @@ class Edge:
             return
         response = await route.handler(self._gateway, Request(scope, receive))
         await response(scope, receive, send)
-
-    def _admit(self, call: Call, method: str, path: str) -> None:
-        call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
-        for admitted in self._gateway.listeners.admitted:
-            admitted(call)
-        if call.grant.limits.tokens_per_minute:
-            call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
-        if self._readiness.draining and method == "POST":
-            raise ShuttingDown(SHUTTING_DOWN)
-
-    def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
-        endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"
-        self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
-        if call.span is not None:
-            telemetry.end_trace(call, call.span, endpoint, status)
-        if "endpoint" in call.labels and seconds is not None:
-            if status != CLIENT_GONE:
-                self._gateway.peers.answered()
-            for ended in self._gateway.listeners.ended:
-                ended(call, endpoint, status, seconds)
 
 
 def _details(gateway: Gateway) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from sie_contracts.loopback import is_loopback
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission.admission import key_of
 from sie_gateway.admission.grant import ANYBODY, WORKERS_NAME, Grant
+from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PLUGINS, TABLE
 from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import Send
-from sie_runtime.http.routes import ANY, OPEN, SCOPES, bearer
+from sie_runtime.http.routes import ANY, OPEN, SCOPES, Match, bearer
 from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
@@ -84,16 +85,18 @@ class Gate:
         if settings.admin_token is not None:
             self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES), "admin")))
 
-    def check(self, method: str, path: str, authorization: str) -> Grant:
-        """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
+    def check(self, method: str, path: str, authorization: str, match: Match[GatewayRoute] | None = None) -> Grant:
+        """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET. `match`: routes of
+        the path, if the caller has looked them up.
 
         Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. For a key with an expiry
         time, NotReady also means that the broker's time is not read yet. An unknown path or method requires the scope
         `read`. A caller with this scope gets NotFound for an unknown path, and MethodNotAllowed for a method that this
         gateway does not serve.
         """
-        match = TABLE.match(path)
-        row = match.route(method)
+        if match is None:
+            match = TABLE.match(path)
+        row = match.methods.get("GET" if method == "HEAD" else method)
         grant = ANYBODY
         if row is None or row.scope != OPEN:
             scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope

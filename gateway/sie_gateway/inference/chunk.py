@@ -26,7 +26,7 @@ from sie_contracts.models.output_schemas import decisions_of, parts_of, question
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import chunk_fields
-from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
+from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, all_plain
 from sie_gateway.inference.images import pixels
 
 # bytes of a token of English text in UTF-8: an estimate only for the split of requests; the sidecar counts the tokens
@@ -125,16 +125,15 @@ def plan(
             shared = "query" if is_query else "labels" if run.labels else "instruction"
             raise PayloadTooLarge(f"{shared}: at most {limit} bytes are allowed", param=shared, extras={"limit": limit})
         payload_bytes = STORED_CHUNK_BYTES
-    item_sizes = sizes(
-        items,
-        limit=MAX_BODY_BYTES if limits.any_size else payload_bytes,
-        name=name,
-        positions=range(len(items)) if positions is None else positions,
-    )
-    files = _files(items, query)
+    item_sizes = [item.size for item in items]
+    limit = MAX_BODY_BYTES if limits.any_size else payload_bytes
+    if max(item_sizes, default=0) > limit:
+        raise _too_large(item_sizes, limit, name, range(len(items)) if positions is None else positions)
     max_tokens = entry.max_tokens
     item_bytes, token_bytes = result_bytes(operation, entry, run)
-    parts = _chunked_parts(items, max_tokens)
+    is_plain = all_plain(items, query)
+    files = [] if is_plain else _files(items, query)
+    parts = _NO_PARTS if is_plain else _chunked_parts(items, max_tokens)
     whole = TextParts(max_tokens)
     expected_bytes = item_bytes * len(item_sizes)
     for text in parts.values():
@@ -160,7 +159,7 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        rows=_rows(entry, run),
+        rows=_rows(entry, run) if run.labels or run.parameters else 1,
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
         image=image,
@@ -176,6 +175,14 @@ def plan(
     if operation in ("tokenize", "decode"):  # these operations do not use the device: a chunk costs only 1 token
         chunks = [msgspec.structs.replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
+
+
+def _too_large(item_sizes: Sequence[int], limit: int, name: str, positions: Sequence[int]) -> PayloadTooLarge:
+    """Return the error for the first item above `limit` bytes."""
+    remedy = "" if limit >= MAX_BODY_BYTES else "; if SIE_PAYLOAD_STORE_URL is set, larger items are allowed"
+    position, size = next(pair for pair in zip(positions, item_sizes, strict=True) if pair[1] > limit)
+    message = f"{name}[{position}]: {size} bytes, one item may have at most {limit}{remedy}"
+    return PayloadTooLarge(message, param=f"{name}[{position}]", extras={"limit": limit})
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:

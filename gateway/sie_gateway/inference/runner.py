@@ -8,11 +8,13 @@ queue, and collect the results.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -33,7 +35,7 @@ from sie_contracts.wire.messages import Failed, Input, Operation, TextChunks, Wo
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
-from sie_gateway.inference.body import RequestItem, has_images, input_of
+from sie_gateway.inference.body import RequestItem, all_plain, has_images, input_of
 from sie_gateway.inference.call import CACHE, Call, EntryChanged, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
@@ -43,15 +45,15 @@ from sie_gateway.inference.results import (
     RequestResult,
     ResultInbox,
     charged_tokens,
-    device_seconds,
-    tokens_of,
+    work_of,
 )
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
-CHECK_AGAIN_S = 1.0  # seconds between two checks in `Runner._results`
+CHECK_AGAIN_S = 1.0  # seconds between two checks in `Runner._wait_on`
+_NONE_REFUSED: Mapping[int, Failed] = MappingProxyType({})
 MAX_TAKERS = 3  # largest number of models that an error names as an alternative
 CHUNKED_FAMILY = "text-encoder"  # only models of this family return vectors of the chunks of a text
 _logger = logging.getLogger("sie.gateway.runner")
@@ -200,24 +202,27 @@ class Runner:
         """Publish the items that the model can run, wait for their results, and add the failures of the other items.
         Raises SIEError, and EntryChanged if the catalogue or a worker has another entry of the model than the request.
         """
-        if request.query is not None and (failed := self._unusable(request.query, request)) is not None:
-            error = failed.error
-            if error.param.startswith("query"):  # the message already names the query
-                raise InvalidInput(error.message, reason=error.reason, param=error.param)
-            raise InvalidInput.at("query", f"{error.message}", reason=error.reason)
-        refused = self.refused(request)
-        runnable: Sequence[int] = range(len(request.items))
         items: Sequence[RequestItem] = request.items
-        if refused:
-            runnable = [index for index in runnable if index not in refused]
-            if not runnable:
-                return RequestResult(request, refused)
-            items = [request.items[index] for index in runnable]
-        if _reads_mentions(request):
-            items = [msgspec.structs.replace(item, mentions=mentions(item)) for item in items]
+        runnable: Sequence[int] = range(len(items))
+        refused: Mapping[int, Failed] = _NONE_REFUSED
+        # every model takes a plain text; a model of extraction may also read its metadata
+        if request.operation == "extract" or not all_plain(items, request.query):
+            if request.query is not None and (failed := self._unusable(request.query, request)) is not None:
+                error = failed.error
+                if error.param.startswith("query"):  # the message already names the query
+                    raise InvalidInput(error.message, reason=error.reason, param=error.param)
+                raise InvalidInput.at("query", f"{error.message}", reason=error.reason)
+            refused = self.refused(request)
+            if refused:
+                runnable = [index for index in runnable if index not in refused]
+                if not runnable:
+                    return RequestResult(request, refused)
+                items = [items[index] for index in runnable]
+            if _reads_mentions(request):
+                items = [msgspec.structs.replace(item, mentions=mentions(item)) for item in items]
         if self._cache is not None:
             return await self._cache.run(call, request, refused, runnable, items, self._computed)
-        if cache_mode(call.headers) == "only":
+        if "x-sie-cache" in call.headers and cache_mode(call.headers) == "only":
             raise not_cached(len(items))
         finished = RequestResult(request, refused)
         await self._computed(call, runnable, items, finished)
@@ -237,12 +242,9 @@ class Runner:
         request = finished.request
         lane, priority, resolved = request.lane, request.priority, request.resolved
         limits = chunk.ChunkLimits(
-            self._admission.chunk_cost(lane, priority, resolved.residency),
-            self._queue.payload_bytes,
-            self._queue.result_bytes,
-            self._queue.holds_any_size,
+            self._admission.chunk_cost(lane, priority, resolved.residency), *self._queue.limits()
         )
-        with_images = has_images(items, request.query)
+        with_images = not all_plain(items, request.query) and has_images(items, request.query)
         if with_images:
             await chunk.check_pixels(items, request.query, request.inputs_field)
         chunks, size_bytes = chunk.plan(
@@ -256,7 +258,10 @@ class Runner:
             name=request.inputs_field,
             positions=positions,
         )
-        revision = self._revision(resolved.entry)
+        catalogue, entry = self._feed.catalogue, resolved.entry
+        if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
+            raise EntryChanged(entry)
+        revision = catalogue.revisions.get(entry.id, 0)
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         deadline_s = call.received_s + call.budget_s
         left_s = deadline_s - time.perf_counter()
@@ -283,22 +288,27 @@ class Runner:
                 self._cold.requested(lane)
             collector = self._inbox.open(call.work_id, len(chunks), lane.pool, call.key)
             try:
-                collector.on_taken = partial(_release_permit, permits, collector, resolved.entry, chunks, on_chunk)
+                collector.on_taken = partial(_release_permit, permits, collector, entry, chunks, on_chunk)
                 permits.on_refused = collector.fail
-                reply = self._inbox.address(call.work_id)
                 query = None if request.query is None else input_of(request.query)
                 asker = call.grant.name if with_images else ""
-                build = partial(_work_item, call, request, items, positions, chunks, query, revision, reply, asker)
+                build = partial(
+                    _work_item, call, request, items, positions, chunks, query, revision, collector.reply, asker
+                )
                 sent: dict[int, StreamPosition] = {}
                 rest: asyncio.Task[None] | None = None
                 publish = partial(self._publish, request, permits, build, deadline_s, sent)
                 try:
                     if granted := permits.pop():
                         await publish(granted)
-                    if not permits.complete:
+                    if len(granted) < len(chunks):
                         rest = asyncio.create_task(_publish_further(publish, permits, collector), name="publishing")
                     finished.publish_ms = (time.perf_counter() - published_s) * 1000
-                    await self._results(call, request, collector, deadline_s, was_hosted=not permits.is_cold)
+                    hold_s = min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
+                    try:
+                        await collector.wait(max(0.0, call.received_s + hold_s - time.perf_counter()))
+                    except TimeoutError:
+                        await self._wait_on(call, request, collector, hold_s, was_hosted=not permits.is_cold)
                     if rest is not None:  # a result may arrive before the broker has acknowledged the last message
                         await rest
                 except BaseException:
@@ -307,17 +317,16 @@ class Runner:
             finally:
                 self._inbox.close(collector)
         finally:
-            permits.close()
+            self._admission.end(permits)
         results = [result for result in collector.results if result is not None]
-        self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
+        self._metrics.result_wait[request.operation].observe(max(collector.arrivals_s) - published_s)
         waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
         finished.add_results(positions, chunks, results, waits_ms)
         if call.span is not None:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
-        tokens = sum(map(tokens_of, results))
         if call.charge is not None:
             call.charge.settle(charged_tokens(least, results))
-        self._metrics.used(call.grant.name, tokens, device_seconds(results))
+        self._metrics.used(call.grant.name, *work_of(results))
         return results
 
     async def _publish(
@@ -335,7 +344,8 @@ class Runner:
         stored = await self._queue.publish(request.lane, work, deadline_s)
         sent.update(zip(chunks, stored, strict=True))
         failpoint("gateway.published")
-        self._admission.peers.sent(request.lane, request.priority, len(work), permits.tokens(chunks))
+        tokens = sum([permits.tokens[number] for number in chunks])
+        self._admission.peers.sent(request.lane, request.priority, len(work), tokens)
 
     async def _withdraw(
         self,
@@ -352,30 +362,25 @@ class Runner:
         missing = [position for number, position in sent.items() if collector.results[number] is None]
         await self._queue.withdraw(pool, missing, collector.request if missing else "")
 
-    def _revision(self, entry: ModelEntry) -> int:
-        catalogue = self._feed.catalogue
-        if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
-            raise EntryChanged(entry)
-        return catalogue.revisions.get(entry.id, 0)
-
-    async def _results(
-        self, call: Call, request: InferRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
+    async def _wait_on(
+        self, call: Call, request: InferRequest, collector: OutcomeCollector, waited_s: float, *, was_hosted: bool
     ) -> None:
-        """Wait for all results until the end of the budget. From `load_hold_s` on, or at once if the dialect's requests
-        do not wait for a load (`holds`), call `ColdStarts.check` every CHECK_AGAIN_S seconds. `was_hosted`: a worker
-        had the model loaded when the request was admitted, so the request may wait longer (see `check`). Raises
-        ModelLoading, NotProvisioned, GatewayTimeout, and the error that was passed to `OutcomeCollector.fail`.
+        """Wait for all results until the end of the budget, of which `waited_s` seconds are over, and call
+        `ColdStarts.check` every CHECK_AGAIN_S seconds. `was_hosted`: a worker had the model loaded when the request was
+        admitted, so the request may wait longer (see `check`). Raises ModelLoading, NotProvisioned, GatewayTimeout, and
+        the error that was passed to `OutcomeCollector.fail`.
         """
-        until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
+        deadline_s = call.received_s + call.budget_s
+        until_s = call.received_s + waited_s
         while True:
-            try:
-                await collector.wait(max(0.0, until_s - time.perf_counter()))
+            was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
+            if until_s >= deadline_s:
+                raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s")
+            now_s = time.perf_counter()
+            until_s = min(deadline_s, now_s + CHECK_AGAIN_S)
+            with contextlib.suppress(TimeoutError):
+                await collector.wait(max(0.0, until_s - now_s))
                 return
-            except TimeoutError as error:
-                was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
-                if until_s >= deadline_s:
-                    raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
-            until_s = min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)
 
 
 async def _publish_further(
@@ -421,7 +426,7 @@ def _work_item(
         model=resolved.entry.id,
         revision=resolved.entry.revision,
         operation=request.operation,
-        inputs=tuple(map(input_of, items[piece.start : piece.stop])),
+        inputs=tuple([input_of(item) for item in items[piece.start : piece.stop]]),
         options=request.options.run,
         reply=reply,
         budget_ms=max(1, int(left_s * 1000)),
@@ -455,9 +460,10 @@ def _release_permit(
     for outcome in result.outcomes:
         if isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED:
             collector.fail(EntryChanged(entry))
-    piece = chunks[result.chunk]
-    if on_chunk is not None and len(result.outcomes) == piece.stop - piece.start:
-        on_chunk(piece.start, result)
+    if on_chunk is not None:
+        piece = chunks[result.chunk]
+        if len(result.outcomes) == piece.stop - piece.start:
+            on_chunk(piece.start, result)
 
 
 def _accepts(entry: ModelEntry, kind: str, operation: Operation) -> bool:

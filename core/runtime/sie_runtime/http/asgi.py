@@ -34,6 +34,8 @@ TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if i
 INCOMPRESSIBLE = "sie.incompressible"
 # key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
 FIRST_BYTE = "sie.first_byte_s"
+# key in an ASGI scope: present if the whole body had arrived before the application was called
+BODY_ARRIVED = "sie.body_arrived"
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
