@@ -377,7 +377,7 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     ((call, request),) = harness.ran
     # the pool of the lane that was checked, which X-SIE-Machine-Profile may have named
     assert call.headers == {"x-sie-pool": LANE.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
-    assert (call.key, call.grant.name) == (shadow.KEY, shadow.KEY)
+    assert (call.grant.key, call.grant.name) == (shadow.KEY, shadow.KEY)
     assert (request.priority, request.resolved.canonical, len(request.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
 

@@ -127,11 +127,11 @@ class RequestHistory:
         # do not record refused requests: during overload they would displace the records of requests that ran
         if code in REFUSED:
             return
-        places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
+        places, total_ms = self._minute(now_s).places(call.grant.key), 1000 * seconds
         is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
         if not (is_slow or code):
             return
-        note = Note(total_ms, next(self._numbers), _fields(call, endpoint, status, total_ms, now_s), call.key)
+        note = Note(total_ms, next(self._numbers), _fields(call, endpoint, status, total_ms, now_s), call.grant.key)
         if code:
             places.failed.append(note)
         if is_slow:
@@ -283,7 +283,7 @@ class LogTail(logging.Handler):
         """Store which API key sent a request."""
         if len(self._owners) >= MAX_REQUESTS:
             self._owners.popitem(last=False)  # a plain dict would look for its first entry among the deleted ones
-        self._owners[call.id] = call.key
+        self._owners[call.id] = call.grant.key
 
     def emit(self, record: logging.LogRecord) -> None:
         """Store a line if it has a request id. `logging` calls this method under the handler's lock."""

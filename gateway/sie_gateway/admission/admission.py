@@ -32,7 +32,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -266,8 +266,7 @@ def key_of(authorization: str) -> str:
     return hashlib.blake2b(bearer(authorization).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(eq=False, kw_only=True)
-class Permits(Ticket):
+class Permits(Ticket, eq=False, kw_only=True):
     """Permits of one request. A permit lets one chunk of the request into `queue`, which is the queue of the request's
     model. `is_cold`: true if no worker had the model loaded when the request arrived. `estimates`: estimated tokens of
     each chunk. `size_bytes`: bytes of the inputs, which `Admission` counts while chunks wait.
@@ -280,7 +279,7 @@ class Permits(Ticket):
     is_cold: bool
     # called if the gateway refuses this request after its admission, because its response would be late
     on_refused: Callable[[QueueFull], None] | None = None
-    granted: list[int] = field(default_factory=list)  # chunks with a permit that `pop` has not returned
+    granted: list[int] = msgspec.field(default_factory=list)  # chunks with a permit that `pop` has not returned
     wake: asyncio.Event | None = None
 
     @property
@@ -400,7 +399,7 @@ class Admission:
             return
         self._refresh(queue, now_s)
         self.refuse_late(queue)
-        time_cost = queue.costs([cost], [squares])[0]
+        ((time_cost,), _) = queue.weighed([cost], [squares])
         refusal = queue.judge(now_s, key, time_cost, budget_s, client)
         if refusal is not None:
             self._count_refusal(queue, "stalled" if refusal.is_stalled else "wait")
@@ -541,12 +540,10 @@ class Admission:
         queue.used_s = now_s
         window.shares.seen_s[key] = now_s
         self._refresh(queue, now_s)
-        scale = queue.scale or 1.0
         permits = Permits(
             key,
-            queue.costs(costs, squares or [0] * len(costs)),
-            [max(1, round(cost * scale)) for cost in costs],
-            scale,
+            *queue.weighed(costs, squares or [0] * len(costs)),
+            queue.scale or 1.0,
             request,
             client,
             budget_s,

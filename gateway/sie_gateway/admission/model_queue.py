@@ -494,16 +494,17 @@ class ModelQueue:
         self._lanes = max(1, sum(map(_lanes, hosts)))
         self._pipeline = max((1, *(host.pipeline for host in hosts)))
 
-    def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """Return the cost of each chunk, in tokens: short texts with this total number of tokens take as long as the
-        chunk. `tokens`: estimated tokens of each chunk. `squares`: for each chunk, the estimated sum over its rows of
-        the squared number of tokens.
+    def weighed(self, estimates: Sequence[int], squares: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the cost of each chunk in tokens, and its tokens. Short texts with as many tokens as the cost take as
+        long as the chunk. `estimates`: estimated tokens of each chunk. `squares`: for each chunk, the estimated sum
+        over its rows of the squared number of tokens.
         """
-        scale = self.scale or 1.0
-        return [
-            max(1, round(text_cost(scale * token_sum, scale * scale * square, self.crossover_tokens)))
-            for token_sum, square in zip(tokens, squares, strict=True)
-        ]
+        scale, crossover_tokens = self.scale or 1.0, self.crossover_tokens
+        costs, tokens = [], []
+        for estimate, square in zip(estimates, squares, strict=True):
+            costs.append(max(1, round(text_cost(scale * estimate, scale * scale * square, crossover_tokens))))
+            tokens.append(max(1, round(scale * estimate)))
+        return costs, tokens
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""

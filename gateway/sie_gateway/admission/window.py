@@ -28,6 +28,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from sie_contracts.wire.heartbeats import Heartbeat
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two API keys had requests within this time
@@ -118,8 +120,7 @@ class Shares:
         return not held or held + cost <= limit
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """Request from its admission to its end. Chunks with numbers below `next` have had a permit; chunks in `held` are
     in the queue.
 
@@ -142,12 +143,13 @@ class Ticket:
     cost: int = 0
     next: int = 0
     is_decided: bool = False  # true after the request has a result, or was refused after its admission
-    held: set[int] = field(default_factory=set)
-    queued_s: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    held: set[int] = set()
+    queued_s: dict[int, tuple[float, bool]] = {}
 
     def __post_init__(self) -> None:
-        self.tokens = self.tokens or self.costs
-        self.cost = sum(self.costs)
+        costs = self.costs
+        self.tokens = self.tokens or costs
+        self.cost = costs[0] if len(costs) == 1 else sum(costs)
 
     @property
     def waiting(self) -> bool:

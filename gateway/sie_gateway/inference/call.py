@@ -63,14 +63,13 @@ single inputs. Returns the HTTP status, and the JSON body in the format of the A
 native_shape: ErrorShape = FAMILIES["native"]
 
 
-@dataclass
-class Call:
+class Call(msgspec.Struct):
     """HTTP request with the data that the gateway collects about it. `labels`: label values for metrics and logs."""
 
     id: str
     received_s: float
     headers: Mapping[str, str]
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = {}
     path: str = ""
     receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
@@ -122,7 +121,7 @@ class Call:
     def digest(self) -> bytes:
         """Return a digest that identifies a repeated request of the same client."""
         parts = (
-            self.key,
+            self.grant.key,
             self.client,
             self.path,
             self.headers.get("x-sie-timeout-ms", ""),
@@ -137,13 +136,6 @@ class Call:
         """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
-    @property
-    def key(self) -> str:
-        """Return the key under which the queue and all limits count the work of the call. Each credential has its own
-        key. All calls without a credential have the same key.
-        """
-        return self.grant.key
-
 
 def route_key(call: Call | None) -> str:
     """Return the key that selects the target of an alias: X-SIE-Route-Key if the client sent it, else the API key if
@@ -156,7 +148,7 @@ def route_key(call: Call | None) -> str:
         return ""
     named = call.headers.get("x-sie-route-key", "")
     if not named:
-        return f"key {call.key}" if call.key else f"client {call.client}"
+        return f"key {call.grant.key}" if call.grant.key else f"client {call.client}"
     return f"named {named}"
 
 
@@ -373,7 +365,7 @@ async def beside(call: Call, turns: KeyTurns, work: Callable[[], T]) -> T:
     """Return the result of `work`, which reads the body of a call. If the body exceeds LARGE_BYTES, `work` runs in a
     thread.
     """
-    return work() if len(call.body) <= LARGE_BYTES else await turns.run(call.key, work)
+    return work() if len(call.body) <= LARGE_BYTES else await turns.run(call.grant.key, work)
 
 
 async def decode_body(call: Call, turns: KeyTurns) -> Mapping[str, Any]:
@@ -446,7 +438,9 @@ class RequestLogger:
             "worker": last.worker if last is not None else None,
             "key": call.grant.name if call.grant.key else None,
         }
-        _logger.info(" ".join(words), extra=extra)
+        # made here, because `Logger.info` first looks for the file and the line of its caller, which no log line has
+        record = _logger.makeRecord(_logger.name, logging.INFO, "", 0, " ".join(words), (), None, extra=extra)
+        _logger.handle(record)
 
     def _summarise(self) -> None:
         left_out, self._left_out, self._refused, self._timer = self._left_out, Counter(), 0, None

@@ -296,7 +296,7 @@ class Inference:
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         return QueueFull(
-            f"{slots.used} requests are in progress, {slots.used_by[call.key]} of them of this client's key; "
+            f"{slots.used} requests are in progress, {slots.used_by[call.grant.key]} of them of this client's key; "
             f"{slots.total} are allowed at this gateway (SIE_MAX_CONCURRENT_REQUESTS), shared by the active keys",
             extras={"queue_depth": slots.used},
             retry_after_s=self._pace.retry_s(time.perf_counter()),
@@ -364,7 +364,7 @@ class Inference:
         left_s = call.received_s + call.budget_s - time.perf_counter()
         items = [*request.items, *([request.query] if request.query else ())]
         until_s = asyncio.get_running_loop().time() + left_s
-        async with fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
+        async with fetcher.fetched(items, until_s, call.grant.key, request.inputs_field) as files:
             # an image that could not be fetched has left its URL
             files = [msgspec.structs.replace(item, links=()) if item.links else item for item in files]
             count = len(request.items)

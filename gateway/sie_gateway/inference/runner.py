@@ -266,7 +266,7 @@ class Runner:
         deadline_s = call.received_s + call.budget_s
         left_s = deadline_s - time.perf_counter()
         permits = self._admission.admit(
-            call.key,
+            call.grant.key,
             lane,
             priority,
             resolved.residency,
@@ -286,7 +286,7 @@ class Runner:
                 call.charge.spend(max(sum(costs), sum(least)), request.inputs_field)
             if permits.is_cold:
                 self._cold.requested(lane)
-            collector = self._inbox.open(call.work_id, len(chunks), lane.pool, call.key)
+            collector = self._inbox.open(call.work_id, len(chunks), lane.pool, call.grant.key)
             try:
                 collector.on_taken = partial(_release_permit, permits, collector, entry, chunks, on_chunk)
                 permits.on_refused = collector.fail
