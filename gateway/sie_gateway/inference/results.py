@@ -318,7 +318,7 @@ class RequestResult:
             workers.add(result.worker)
         headers = {
             "X-SIE-Model": resolved.canonical,
-            "X-SIE-Model-Revision": resolved.entry.revision,
+            "X-SIE-Model-Revision": resolved.revision,
             "X-SIE-Fingerprint": self.fingerprint,
             "X-SIE-Bundle": self.request.lane.bundle,
             "X-SIE-Served-By": "local",

@@ -424,7 +424,7 @@ def _work_item(
         request=call.work_id,
         chunk=number,
         model=resolved.entry.id,
-        revision=resolved.entry.revision,
+        revision=resolved.revision,
         operation=request.operation,
         inputs=tuple([input_of(item) for item in items[piece.start : piece.stop]]),
         options=request.options.run,
