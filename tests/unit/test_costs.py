@@ -13,8 +13,7 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import ModelQueue
-from sie_gateway.admission.window import KeyWindow, QueueBound, Shares, Ticket
+from sie_gateway.admission.model_queue import KeyWindow, ModelQueue, QueueBound, Shares, Ticket
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog

@@ -101,7 +101,6 @@ CORE = {
     "sie_gateway.inference.chunk_fields",
     "sie_gateway.inference.body",
     "sie_gateway.inference.images",
-    "sie_gateway.admission.window",
     "sie_gateway.admission.model_queue",
     "sie_gateway.admission.retry_slots",
 }

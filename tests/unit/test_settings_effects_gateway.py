@@ -191,7 +191,7 @@ async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_key
     adapter.hold_batches = True
     bulk = await send("key-a", 20, accepted=14)  # the other key was refused a moment ago
     await finish(*bulk, *await send("key-b", 3, accepted=2))
-    monkeypatch.setattr("sie_gateway.admission.window.REFUSED_S", 0.0)
+    monkeypatch.setattr("sie_gateway.admission.model_queue.REFUSED_S", 0.0)
     adapter.hold_batches = True
     await finish(*await send("key-a", 20, accepted=16))
 

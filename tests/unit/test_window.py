@@ -14,7 +14,7 @@ from msgspec import structs
 
 from sie_contracts.models.costs import BatchTimes
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_gateway.admission.window import (
+from sie_gateway.admission.model_queue import (
     REFUSED_S,
     REMEMBERED_S,
     KeyWindow,

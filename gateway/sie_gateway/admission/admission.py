@@ -1,5 +1,5 @@
 """Entry of requests into the queue. The gateway refuses a request if its expected wait is too long (`model_queue`,
-`retry_slots`). Each key may have only a limited number of tokens in the queue: the key's window (`window`).
+`retry_slots`). Each key may have only a limited number of tokens in the queue: the key's window (`KeyWindow`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
                         │ yes                 └─► no space: wait for results and for the key's next permit
@@ -44,8 +44,16 @@ from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.model_queue import LOOK_S, ModelQueue, WaitRefusal
-from sie_gateway.admission.window import KeyWindow, SharedLimit, Shares, Ticket, bound
+from sie_gateway.admission.model_queue import (
+    LOOK_S,
+    KeyWindow,
+    ModelQueue,
+    SharedLimit,
+    Shares,
+    Ticket,
+    WaitRefusal,
+    bound,
+)
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog

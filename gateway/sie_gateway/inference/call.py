@@ -41,8 +41,8 @@ from sie_contracts.settings import Settings
 from sie_contracts.stages import STAGES
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
+from sie_gateway.admission.model_queue import SharedLimit
 from sie_gateway.admission.slots import KeyTurns
-from sie_gateway.admission.window import SharedLimit
 from sie_gateway.inference import body as bodies
 from sie_runtime import control_group
 from sie_runtime.http.asgi import Body, Receive

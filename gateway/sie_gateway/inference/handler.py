@@ -39,9 +39,8 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import AnswerPace
+from sie_gateway.admission.model_queue import AnswerPace, SharedLimit
 from sie_gateway.admission.slots import KeyTurns
-from sie_gateway.admission.window import SharedLimit
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
