@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -52,9 +52,6 @@ from sie_gateway.inference.reply import Placed, array_of, slot_error
 from sie_gateway.metrics import Metrics
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.chunk import Chunk
 
 _TIMING_HEADERS = (
     ("X-Queue-Time", "queue_time"),
@@ -103,6 +100,17 @@ class InferRequest(msgspec.Struct, frozen=True):
             return self
         options = replace(self.options, warnings=(*self.options.warnings, *warnings))
         return msgspec.structs.replace(self, options=options)
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Inputs `start` to `stop - 1` of a request. `cost`: estimated tokens of all rows (token sequences) that the model
+    runs for these inputs. `squares`: sum of the squared token counts of the rows.
+    """
+
+    start: int
+    stop: int
+    cost: int
+    squares: int = 0
 
 
 class RequestResult:
