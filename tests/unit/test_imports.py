@@ -97,7 +97,6 @@ CORE = {
     "sie_sidecar.sizing",
     "sie_sidecar.prepare.media_frames",
     "sie_contracts.wire.placement",
-    "sie_gateway.inference.runner",
     "sie_gateway.inference.chunk_fields",
     "sie_gateway.inference.body",
     "sie_gateway.inference.images",

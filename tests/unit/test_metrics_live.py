@@ -30,7 +30,7 @@ from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import key_of
 from sie_gateway.fleet import lag
-from sie_gateway.http.auth import Gate
+from sie_gateway.http.app import Gate
 from sie_gateway.inference.results import work_of
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.metrics_table import OTHER, tables

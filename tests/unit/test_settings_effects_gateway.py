@@ -24,7 +24,7 @@ from sie_contracts.wire.configs import ConfigDelta
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.http.auth import Gate
+from sie_gateway.http.app import Gate
 from sie_gateway.http.routes import TABLE
 from sie_sidecar.settle import Leases
 
