@@ -4,9 +4,9 @@
     device ─► answered
 
 Credit is the number of messages that a worker has requested from the broker. The quantum is the time to wait for more
-messages. The code of the cluster computes chunks, credit, batches and the quantum: `chunk` of the gateway, `batch` of
-the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models, placement and
-failures are not simulated.
+messages. The code of the cluster computes chunks, credit, batches and the quantum: `runner.split` of the gateway,
+`batch` of the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models,
+placement and failures are not simulated.
 
     python bench/replay.py poisson:rate=200,length=64,seconds=30 --device base_ms=2,token_us=20
     python bench/replay.py poisson:rate=200,length=64 --device base_ms=2 --what-if max_wait_ms=4,workers=3
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from sie_contracts.settings import Settings, load
 from sie_contracts.wire.messages import Priority
-from sie_gateway.inference import chunk
+from sie_gateway.inference import runner
 from sie_sidecar.batch import (
     Batch,
     BatchKey,
@@ -214,9 +214,9 @@ class Replay:
             self.consumers[name] = _ReplayConsumer(turns=deque(self.workers))
             for worker in self.workers:
                 worker.follow(name)
-        sizes = [max(0, tokens - chunk.SPECIAL_TOKENS) * chunk.BYTES_PER_TOKEN for tokens in request.tokens]
-        limits = chunk.ChunkLimits(int(self.plan.chunk_cost), NO_LIMIT, NO_LIMIT)
-        for part in chunk.split(sizes, max_tokens=NO_LIMIT, item_result_bytes=0, limits=limits):
+        sizes = [max(0, tokens - runner.SPECIAL_TOKENS) * runner.BYTES_PER_TOKEN for tokens in request.tokens]
+        limits = runner.ChunkLimits(int(self.plan.chunk_cost), NO_LIMIT, NO_LIMIT)
+        for part in runner.split(sizes, max_tokens=NO_LIMIT, item_result_bytes=0, limits=limits):
             lengths = request.tokens[part.start : part.stop]
             key = BatchKey(request.model, "", "encode", "", "")
             self.consumers[name].items.append(

@@ -18,6 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -278,7 +279,7 @@ class Before(Admission):
     ) -> None:
         queue = self._queue(lane, priority, residency)
         ahead = queue.window.ahead(key, cost)
-        self._refresh(queue, self._clock())
+        self._refresh(queue, self.clock())
         if not ahead or not queue.hosts:
             return
         rate = 0.0
@@ -457,7 +458,7 @@ class World:
         if permits.pop():
             self.publish(job)
         else:
-            permits.grant = lambda chunk: self.publish(job)
+            permits.wake = SimpleNamespace(set=lambda: self.publish(job))  # type: ignore[assignment]
         self.open[gateway] += 1
         job.then = then
         self.at(attempt.deadline_s, lambda: self.timeout(job))
@@ -497,7 +498,7 @@ class World:
         self.entered_tokens -= job.one.tokens
         self.waiting[job.gateway].pop(job, None)
         self.open[job.gateway] -= 1
-        job.permits.close()
+        self.gateways[job.gateway][0].end(job.permits)
         then(job.one)
 
     # ---- the run

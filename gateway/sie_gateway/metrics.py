@@ -29,15 +29,14 @@ class Metrics:
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
-        self.publish = make.histograms("sie_gateway_queue_publish_seconds")
-        self.result_wait = make.histograms("sie_gateway_queue_result_wait_seconds")
-        for operation in get_args(Operation):
-            self.publish.labels(operation)
-            self.result_wait.labels(operation)
+        # series by operation or verdict, stored because `labels` takes longer than the counting
+        publish = make.histograms("sie_gateway_queue_publish_seconds")
+        result_wait = make.histograms("sie_gateway_queue_result_wait_seconds")
+        self.publish = {operation: publish.labels(operation) for operation in get_args(Operation)}
+        self.result_wait = {operation: result_wait.labels(operation) for operation in get_args(Operation)}
         self.ack_failures = make.counter("sie_gateway_queue_ack_failures")
-        self.outcomes = make.counters("sie_gateway_outcomes")
-        for verdict in _VERDICTS:
-            self.outcomes.labels(verdict)
+        outcomes = make.counters("sie_gateway_outcomes")
+        self.outcomes = {verdict: outcomes.labels(verdict) for verdict in _VERDICTS}
         self.inbox_dropped = make.counter("sie_gateway_inbox_dropped")
         self.payload_offloads = make.counter("sie_gateway_queue_payload_offloads")
         self.deliveries = make.histogram("sie_gateway_chunk_deliveries")

@@ -32,8 +32,7 @@ from sie_gateway.fleet.pool_rules import not_found
 from sie_gateway.fleet.pools import PoolDirectory, PoolRecord
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
-from sie_gateway.http.app import create_app, metrics_app
-from sie_gateway.http.auth import Gate, require_tokens
+from sie_gateway.http.app import Gate, create_app, metrics_app, require_tokens
 from sie_gateway.http.routes import PLUGINS, inference_route
 from sie_gateway.inference.call import RequestListeners, RequestLogger
 from sie_gateway.inference.handler import Inference

@@ -18,6 +18,7 @@ from simulation.network import Connection
 
 import sie_gateway.inference.answers
 import sie_gateway.inference.results
+import sie_sidecar.batch
 import sie_sidecar.dispatch
 import sie_sidecar.in_flight
 import sie_sidecar.models
@@ -111,12 +112,13 @@ def _together() -> AbstractContextManager[Any]:
 
 
 def _slots_reversed() -> AbstractContextManager[Any]:
-    def change(placed: Any) -> Any:
-        return lambda count, results, places: placed(
-            count, results, [list(reversed(positions)) for positions in places]
-        )
+    def change(add_results: Any) -> Any:
+        def added(self: Any, indices: Any, *more: Any) -> Any:
+            return add_results(self, list(reversed(indices)), *more)
 
-    return _around(sie_gateway.inference.results, "placed", change)
+        return added
+
+    return _around(sie_gateway.inference.results.RequestResult, "add_results", change)
 
 
 def _permit_leaked() -> AbstractContextManager[Any]:
@@ -133,14 +135,14 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 
 
 def _loras_mixed() -> AbstractContextManager[Any]:
-    def change(entry: Any) -> Any:
-        def mixed(self: Any, *args: Any) -> Any:
-            queue_entry = entry(self, *args)
-            return dataclasses.replace(queue_entry, key=queue_entry.key._replace(lora=""))
+    def change(add: Any) -> Any:
+        def mixed(self: Any, flight: Any, **more: Any) -> Any:
+            flight.key = flight.key._replace(lora="")
+            return add(self, flight, **more)
 
         return mixed
 
-    return _around(sie_sidecar.dispatch.DeviceQueue, "entry", change)
+    return _around(sie_sidecar.batch.Waiting, "add", change)
 
 
 def _cached_loras_mixed() -> AbstractContextManager[Any]:

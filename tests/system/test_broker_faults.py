@@ -118,7 +118,8 @@ async def _faults(server: NatsServer, count: int) -> None:
         queue = work_queue(publisher, SIE_ACK_WAIT_S="3")
         await queue.ensure_pool(LANE.pool)
         publisher.on_reconnect(functools.partial(_reverified, queue))
-        subject, spec = queue.consumers.route(LANE, "interactive", "toy/a", time.perf_counter() + 900.0)
+        routes = gateway_queue._routes(LANE, "interactive", "toy/a", 30.0)
+        subject, spec = queue.consumers.stream(LANE.pool).route(*routes, time.perf_counter() + 900.0)
         await queue.consumers.ensure(LANE.pool, spec)
         pulls = worker.pulls(STREAM, received.put)
         watch = await (await worker.key_value("things")).watch(updates.put)
@@ -285,7 +286,7 @@ async def test_a_broker_that_is_killed_while_a_result_is_handled_leaves_no_trace
         await inbox.start()
         collector = inbox.open("r1", 1)
         result = WorkResult("r1", 0, "worker", (Failed(ErrorInfo("INTERNAL_ERROR", "it failed")),))
-        asking = asyncio.create_task(worker.request(inbox.address("r1"), messages.encode(result), 20.0))
+        asking = asyncio.create_task(worker.request(f"{inbox.subject}.r1", messages.encode(result), 20.0))
         await asyncio.wait_for(handled.wait(), WAIT_S)
         await asyncio.to_thread(server.kill)
         with pytest.raises(BrokerUnavailable):
@@ -332,14 +333,14 @@ async def test_a_broker_that_comes_back_with_small_messages_is_told_once_and_liv
         opened.append(broker)
         queue = work_queue(broker)
         await queue.ensure_pool(LANE.pool)
-        wide = queue.payload_bytes
+        wide = queue.limits().payload_bytes
         await asyncio.to_thread(server.stop)
         server.set_max_payload(40_000)
         await asyncio.to_thread(server.start)
         await until(lambda: broker.max_payload == 40_000, "the new limit")
         with caplog.at_level(logging.ERROR):
             await queue.reverify()
-        assert queue.payload_bytes < wide
+        assert queue.limits().payload_bytes < wide
         assert caplog.text.count("max_payload of 40000 bytes is too small") == 1
         await queue.publish(LANE, [item("toy/a", "small")], time.perf_counter() + 5.0)
         await queue.consumers.close()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -149,7 +150,7 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
         queue.throughput.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
     stalled = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     now_s += 3
-    stalled.close()
+    admission.end(stalled)
     admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
     probe = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     with pytest.raises(QueueFull, match="stands still") as refused:
@@ -204,7 +205,8 @@ class Alone:
             return msgspec.json.encode({"items": ["x" * 400] * texts})
 
         call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, grant=Grant(key), model="toy/one")
-        await self.inference.answer(call, NATIVE[0], read, AsyncMock())
+        reader = SimpleNamespace(read=read, is_whole=True)
+        await self.inference.answer(call, NATIVE[0], reader, AsyncMock())  # type: ignore[arg-type]
 
 
 def test_an_unused_queue_is_dropped_only_when_no_refused_client_may_come_back() -> None:
@@ -290,7 +292,7 @@ def test_waiting_inputs_of_one_key_leave_memory_to_other_keys() -> None:
         enter("bulk", 2)
     waiting.append(enter("other", 3))
     for permits in waiting:
-        permits.close()
+        admission.end(permits)
     assert admission.occupied() == (0, 0, 0)
 
 

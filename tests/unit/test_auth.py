@@ -22,7 +22,7 @@ from sie_cli.serve.standalone import standalone
 from sie_contracts.errors import MethodNotAllowed, NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import SettingError
 from sie_gateway.admission.grant import Grant
-from sie_gateway.http.auth import USER_SCOPES, Gate
+from sie_gateway.http.app import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
 from sie_runtime.clock import BrokerClock

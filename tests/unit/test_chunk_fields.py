@@ -17,13 +17,13 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.output_schemas import Decision
 from sie_contracts.wire.messages import ArraySlice, ChunkRule, Ok, Operation, RunOptions, TextChunks, WorkResult
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import chunk, chunk_fields, reply
+from sie_gateway.inference import chunk_fields, reply, runner
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 TEXT = "0123456789" * 10
-LIMITS = chunk.ChunkLimits(cost=4096, payload_bytes=1 << 20, result_bytes=1 << 20)
+LIMITS = runner.ChunkLimits(cost=4096, payload_bytes=1 << 20, result_bytes=1 << 20)
 
 
 def entry(**changes: Any) -> ModelEntry:
@@ -127,8 +127,8 @@ def test_the_spans_of_all_items_have_a_limit() -> None:
 
 def test_a_text_with_chunks_costs_all_of_its_tokens() -> None:
     long = "a" * 40_000
-    plain, _ = chunk.plan([RequestItem(long)], None, "encode", entry(), RunOptions(), LIMITS)
-    read_to_its_end, _ = chunk.plan([read({"max_tokens": 50}, long)], None, "encode", entry(), RunOptions(), LIMITS)
+    plain, _ = runner.plan([RequestItem(long)], None, "encode", entry(), RunOptions(), LIMITS)
+    read_to_its_end, _ = runner.plan([read({"max_tokens": 50}, long)], None, "encode", entry(), RunOptions(), LIMITS)
     assert plain[0].cost == 128
     assert read_to_its_end[0].cost == 10_002
     assert read_to_its_end[0].squares == 10_002 * 128
@@ -138,8 +138,8 @@ def test_results_of_chunks_count_for_the_bound_of_a_reply() -> None:
     items = [read([[place, place + 1] for place in range(4096)], "a" * 4097)] * 4
     wide = entry(outputs={"dense": 32_768})
     with pytest.raises(PayloadTooLarge):
-        chunk.plan(items, None, "encode", wide, RunOptions(), LIMITS)
-    assert chunk.plan(items[:1], None, "encode", wide, RunOptions(), LIMITS)
+        runner.plan(items, None, "encode", wide, RunOptions(), LIMITS)
+    assert runner.plan(items[:1], None, "encode", wide, RunOptions(), LIMITS)
 
 
 def result_of_chunks() -> tuple[WorkResult, Ok]:
@@ -240,7 +240,7 @@ def test_a_text_that_is_read_once_for_each_question_costs_as_much() -> None:
 
     def cost(*names: str, **parameters: Any) -> int:
         run = RunOptions(labels=names, parameters=parameters)
-        ((piece,), _) = chunk.plan([item], None, "extract", asked, run, LIMITS)
+        ((piece,), _) = runner.plan([item], None, "extract", asked, run, LIMITS)
         return piece.cost
 
     once = cost(*labels)

@@ -19,7 +19,7 @@ from inprocess import InProcess, settings_of, toy_entry
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, UnsupportedMediaType
-from sie_gateway.inference.call import BodyIntake, bounded
+from sie_gateway.inference.call import BodyIntake, BodyReader, bounded
 from sie_runtime.http import coding
 from sie_runtime.http.asgi import INCOMPRESSIBLE, Receive, Scope, Send, reply
 from sie_runtime.http.coding import GZIP_OVER, INLINE_BYTES, MAX_MEMBERS, accepts_gzip, decoded
@@ -49,7 +49,7 @@ def sending(data: bytes, step: int = 1 << 16) -> Receive:
 
 async def read(data: bytes, step: int = 1 << 16, limit: int = 8 * MIB) -> bytes:
     receive = decoded("POST", GZIP, sending(data, step))
-    body = await BodyIntake().reader("", {}, receive, limit).read()
+    body = await BodyReader(BodyIntake(), "", receive, limit).read()
     assert (await receive())["type"] == "http.disconnect"
     return body
 
@@ -108,7 +108,7 @@ async def test_a_bomb_costs_no_more_than_the_limit_on_a_body(is_control: bool) -
     assert len(bomb) < MIB
     receive = decoded("POST", GZIP, sending(bomb))
     receive = bounded(receive, limit=4 * MIB) if is_control else receive
-    reader = BodyIntake().reader("", {}, receive, 1 << 30 if is_control else 4 * MIB)
+    reader = BodyReader(BodyIntake(), "", receive, 1 << 30 if is_control else 4 * MIB)
     tracemalloc.start()
     try:
         with pytest.raises(PayloadTooLarge):

@@ -160,7 +160,7 @@ async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServe
     own = {name for name in names(server) if not topology.is_slot(name)}
     assert len(own) == 256
     assert len(names(server)) == 256 + topology.SLOTS
-    assert len(stream._held) == len(stream._verified) == 256 + topology.SLOTS
+    assert len(stream._held) == len(stream.verified) == 256 + topology.SLOTS
     clock.now_s += 11.0
     await stream.refresh(10.0)
     assert not stream._held
@@ -424,7 +424,7 @@ def test_a_model_may_fill_a_quarter_of_the_stream() -> None:
 async def test_a_broker_whose_messages_are_too_small_is_refused_with_the_number_to_set() -> None:
     with pytest.raises(SettingError, match=r"max_payload of 32768 bytes is too small.*65536"):
         work_queue(MemoryServer(max_payload=32768).connect("gateway"))
-    assert work_queue(MemoryServer(max_payload=65536).connect("gateway")).payload_bytes == 65536 - 16384
+    assert work_queue(MemoryServer(max_payload=65536).connect("gateway")).limits().payload_bytes == 65536 - 16384
 
 
 async def test_a_reservation_that_ends_during_its_first_publish_is_told_as_such(
@@ -443,7 +443,7 @@ async def test_a_reservation_that_ends_during_its_first_publish_is_told_as_such(
     monkeypatch.setattr(life.StreamConsumers, "start", ends_meanwhile)
     with pytest.raises(PoolNotFound):
         await queue.publish(topology.Lane("fresh", "cpu", "default"), [item("toy/a", "0")], time.perf_counter() + 5.0)
-    assert not queue.consumers.follows("fresh")
+    assert "fresh" not in queue.consumers.streams
 
 
 async def test_work_for_a_reservation_that_has_ended_is_refused_before_a_host_is_requested() -> None:

@@ -13,8 +13,7 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import ModelQueue
-from sie_gateway.admission.window import KeyWindow, QueueBound, Shares, Ticket
+from sie_gateway.admission.model_queue import KeyWindow, ModelQueue, QueueBound, Shares, Ticket
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -58,13 +57,13 @@ def expected_s(of: ModelQueue, tokens: int, length: int) -> float:
     16,384 tokens and takes half a second.
     """
     for number in range(8):
-        ticket = Ticket("k", of.costs([16384], [16384 * SHORT]), [16384])
+        ticket = Ticket("k", of.weighed([16384], [16384 * SHORT])[0], [16384])
         of.entered[ticket] = None
         of.window.admit(ticket)
         of.queued(ticket, 0, -1.0)
         of.answered(ticket, result(number, 16384, SHORT, 0.5), 16384, 0.5 * (number + 1))
         of.window.give_back(ticket, 0)
-    ahead = sum(of.costs([length] * (tokens // length), [length**2] * (tokens // length)))
+    ahead = sum(of.weighed([length] * (tokens // length), [length**2] * (tokens // length))[0])
     return of.wait(4.5, ahead, 0.0).min_s + 0.5  # half a second of the wait has passed
 
 
@@ -81,8 +80,7 @@ def test_costs_are_scaled_with_the_tokens_that_results_tell() -> None:
     """Texts with twice the estimated tokens have four times the squares."""
     of = place(CROSSOVER)
     of.scale = 2.0
-    assert of.costs([100], [100 * 100]) == [round(200 + 200**2 / CROSSOVER)]
-    assert of.tokens([100]) == [200]
+    assert of.weighed([100], [100 * 100])[0] == [round(200 + 200**2 / CROSSOVER)]
 
 
 def test_what_workers_and_keys_count_stays_in_tokens() -> None:
@@ -116,5 +114,5 @@ def test_a_gateway_knows_the_crossover_length_by_a_heartbeat() -> None:
     admission = Admission(settings, broker, fleet, Backlog(broker, {"_default"}), Metrics(), lambda: now_s)
     fleet.note(HOST)
     permits = admission.admit("k", LANE, "interactive", "m", [LONG], 1, squares=[LONG**2])
-    assert permits.tokens([0]) == LONG
+    assert permits.tokens == [LONG]
     assert permits.queue.window.cost == round(text_cost(LONG, LONG**2, CROSSOVER))

@@ -18,7 +18,7 @@ from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
-from sie_gateway.inference.chunk import ChunkLimits, plan
+from sie_gateway.inference.runner import ChunkLimits, plan
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, to_batch
 

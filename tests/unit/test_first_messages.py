@@ -26,7 +26,7 @@ from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.errors import NotFound, SIEError
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import load
-from sie_gateway.http.auth import Gate
+from sie_gateway.http.app import Gate
 from sie_runtime.process import QUIET_S, START_S, Trouble
 from sie_store.weights.sources import WeightSources
 

@@ -223,12 +223,12 @@ class Side:
         self._sequence += 1
         delivery = Delivered(self._sequence)
         lease = self.leases.hold(delivery)  # type: ignore[arg-type]
-        work = item(result.request, reply or self.inbox.address(result.request), result.chunk)
+        work = item(result.request, reply or f"{self.inbox.subject}.{result.request}", result.chunk)
         await self.results.send(lease, work, result, time.monotonic() + budget_s)
         return delivery
 
     async def send(self, part: Fragment) -> str:
-        answer = await self.worker.request(self.inbox.address(part.request), messages.encode(part), WAIT_S)
+        answer = await self.worker.request(f"{self.inbox.subject}.{part.request}", messages.encode(part), WAIT_S)
         return messages.decode_confirmation(answer).verdict
 
     def outcomes(self, verdict: str) -> float:
@@ -295,9 +295,9 @@ async def test_results_of_two_gateways_and_those_over_the_size_of_a_message_go_a
     async with counted(side) as seen:
         await asyncio.gather(
             side.answer(result_of("a", rows)),
-            side.answer(result_of("c", 1), reply=other.address("c")),
+            side.answer(result_of("c", 1), reply=f"{other.subject}.c"),
             side.answer(result_of("b", rows)),
-            side.answer(result_of("d", 1), reply=other.address("d")),
+            side.answer(result_of("d", 1), reply=f"{other.subject}.d"),
         )
     assert [collector.missing for collector in collectors] == [0] * 4
     assert len(seen) == 2
@@ -325,7 +325,7 @@ async def test_a_failed_result_goes_alone_because_its_lease_bounds_its_wait(side
 async def test_a_result_among_others_that_cannot_be_read_fails_its_request_alone(side: Side) -> None:
     broken, whole = side.inbox.open("broken", 1), side.inbox.open("whole", 1)
     together = WorkResults(("broken", "whole"), (b"\xc1", messages.encode(result_of("whole", 1))))
-    answer = await side.worker.request(side.inbox.address("broken"), messages.encode(together), WAIT_S)
+    answer = await side.worker.request(f"{side.inbox.subject}.broken", messages.encode(together), WAIT_S)
     assert messages.decode_confirmations(answer).verdicts == ("unknown", "taken")
     await whole.wait(WAIT_S)
     with pytest.raises(InternalFailure):
@@ -353,7 +353,7 @@ async def test_a_gateway_that_does_not_accept_results_together_gets_each_alone(s
             *(
                 side.results.send(
                     lease,
-                    msgspec.structs.replace(item(request, side.inbox.address(request)), together=False),
+                    msgspec.structs.replace(item(request, f"{side.inbox.subject}.{request}"), together=False),
                     result_of(request, 1),
                     time.monotonic() + WAIT_S,
                 )
@@ -367,7 +367,7 @@ async def test_a_gateway_that_does_not_accept_results_together_gets_each_alone(s
 @pytest.mark.parametrize("data", [b"\xc1", messages.encode(Fragment("r", 0, 0, 2, 2, "", b"part"))])
 async def test_a_result_that_cannot_be_read_fails_its_request_and_is_sent_once(side: Side, data: bytes) -> None:
     collector = side.inbox.open("r", 1)
-    answer = await side.worker.request(side.inbox.address("r"), data, WAIT_S)
+    answer = await side.worker.request(f"{side.inbox.subject}.r", data, WAIT_S)
     assert messages.decode_confirmation(answer).verdict == "unknown"
     with pytest.raises(InternalFailure, match="could not read a result"):
         await collector.wait(WAIT_S)
@@ -412,7 +412,7 @@ async def relayed(side: Side, harm: list[bytes]) -> str:
         data = message.data
         if harm and harm[0] in data:
             data = data.replace(harm.pop(0), bytes(8))
-        await side.worker.send(side.inbox.address("r"), data, message.reply)
+        await side.worker.send(f"{side.inbox.subject}.r", data, message.reply)
 
     await side.worker.subscribe("relay", pass_on)
     return "relay"
@@ -479,8 +479,8 @@ async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
     *before, last = parts_of(result_of("r", 2000), 60_000)
     for piece in before:
         await side.send(piece)
-    await side.worker.send(side.inbox.address("r"), messages.encode(last))
-    await side.worker.send(side.inbox.address("r"), messages.encode(last))
+    await side.worker.send(f"{side.inbox.subject}.r", messages.encode(last))
+    await side.worker.send(f"{side.inbox.subject}.r", messages.encode(last))
     await collector.wait(WAIT_S)
     assert await side.send(last) == "duplicate"
     assert (side.outcomes("taken"), side.outcomes("duplicate")) == (1, 0)
@@ -566,13 +566,15 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
     first, second = inbox.open("first", 400), inbox.open("second", 1)
     block = bytes(1 << 20)
     for chunk in range(300):
-        await worker.send(inbox.address("first"), messages.encode(WorkResult("first", chunk, "w", (), block)), "nobody")
+        await worker.send(
+            f"{inbox.subject}.first", messages.encode(WorkResult("first", chunk, "w", (), block)), "nobody"
+        )
     with pytest.raises(ResourceExhausted, match="in time"):
         await first.wait(WAIT_S)
     assert metrics.registry.get_sample_value("sie_gateway_inbox_dropped_total") >= 40  # type: ignore[operator]
     stuck.release.set()
     await until(lambda: first.missing < 300, "what had room was read")
-    await worker.send(inbox.address("second"), messages.encode(WorkResult("second", 0, "w", ())), "nobody")
+    await worker.send(f"{inbox.subject}.second", messages.encode(WorkResult("second", 0, "w", ())), "nobody")
     await second.wait(WAIT_S)
     await inbox.stop()
 

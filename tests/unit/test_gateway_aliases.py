@@ -24,10 +24,10 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import PRIORITIES, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
-from sie_gateway.inference import chunk, shadow
+from sie_gateway.inference import shadow
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EntryChanged, route_key
-from sie_gateway.inference.results import InferRequest, RequestResult
+from sie_gateway.inference.results import Chunk, InferRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
 from sie_runtime.ranks import spearman
@@ -306,7 +306,7 @@ def finished(
         outcomes.append(Ok({"dense": messages.ArraySlice("<f4", value.shape, len(block))}))
         block += value.astype("<f4").tobytes()
     result = WorkResult("r", 0, "w", tuple(outcomes), block)
-    request_result.add_results(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
+    request_result.add_results(list(range(count)), [Chunk(0, count, 1)], [result], [12.0])
     return request_result
 
 
@@ -377,7 +377,7 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     ((call, request),) = harness.ran
     # the pool of the lane that was checked, which X-SIE-Machine-Profile may have named
     assert call.headers == {"x-sie-pool": LANE.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
-    assert (call.key, call.grant.name) == (shadow.KEY, shadow.KEY)
+    assert (call.grant.key, call.grant.name) == (shadow.KEY, shadow.KEY)
     assert (request.priority, request.resolved.canonical, len(request.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
 

@@ -18,11 +18,11 @@ from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
-from sie_gateway.inference import arrow, body, chunk, reply
+from sie_gateway.inference import arrow, body, reply, runner
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.chunk import Chunk, ChunkLimits, result_bytes
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import Chunk, RequestResult
+from sie_gateway.inference.runner import ChunkLimits, result_bytes
 
 ENTRY = parse_entry(
     {
@@ -230,7 +230,7 @@ def split(sizes: list[int], **limits: int) -> list[Chunk]:
     params = {"item_result_bytes": 0, "token_result_bytes": 0, "each_tokens": 0, "rows": 1}
     params |= {name: limits.pop(name) for name in list(limits) if name in params}
     bounds = ChunkLimits(**{"cost": 10**9, "payload_bytes": 10**9, "result_bytes": 10**9, **limits})
-    return chunk.split(sizes, max_tokens=100, limits=bounds, **params)
+    return runner.split(sizes, max_tokens=100, limits=bounds, **params)
 
 
 def test_a_query_counts_with_every_input_up_to_the_model_s_limit() -> None:

@@ -32,7 +32,8 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
+from sie_gateway.inference.results import Chunk
+from sie_gateway.inference.runner import ChunkLimits, ItemFiles, split
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 CANARY = "c4n4ry"

@@ -96,11 +96,9 @@ CORE = {
     "sie_sidecar.batch",
     "sie_sidecar.prepare.media_frames",
     "sie_contracts.wire.placement",
-    "sie_gateway.inference.chunk",
     "sie_gateway.inference.chunk_fields",
     "sie_gateway.inference.body",
     "sie_gateway.inference.images",
-    "sie_gateway.admission.window",
     "sie_gateway.admission.model_queue",
     "sie_gateway.admission.retry_slots",
 }

@@ -23,7 +23,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.stages import STAGES
 from sie_contracts.wire.trace_context import Context
 from sie_gateway.inference import call as calls
-from sie_gateway.inference.call import Call, RequestLogger, log_request
+from sie_gateway.inference.call import Call, RequestLogger
 from sie_runtime import process
 from sie_runtime.current_trace import set_current
 from sie_runtime.process import WORKER, configure_logging
@@ -266,10 +266,10 @@ def traced_line() -> None:
     logging.getLogger("sie.other").warning("a trouble")
 
 
-def test_a_plain_line_names_the_request_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_plain_line_names_the_request_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     with configured(json=False):
         call = Call("the-id", 0.0, {}, {"model": "toy/one"}, code="QUEUE_FULL")
-        log_request(call, "score", 503, 0.0021)
+        RequestLogger().ended(call, "score", 503, 0.0021)
         contextvars.copy_context().run(traced_line)
         logging.getLogger("sie.other").warning("100 %% of %s", "it")
     first, traced, second = (line.partition(" sie.")[2] for line in capsys.readouterr().err.splitlines())
@@ -307,7 +307,7 @@ async def test_lines_of_an_event_loop_are_written_together_and_warnings_at_once(
 
 def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "sie.gateway")
-    log_request(Call("the-id", 0.0, {}), "score", 200, 0.1)
+    RequestLogger().ended(Call("the-id", 0.0, {}), "score", 200, 0.1)
     assert not caplog.records
 
 

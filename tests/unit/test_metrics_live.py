@@ -30,8 +30,8 @@ from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import key_of
 from sie_gateway.fleet import lag
-from sie_gateway.http.auth import Gate
-from sie_gateway.inference.results import device_seconds
+from sie_gateway.http.app import Gate
+from sie_gateway.inference.results import work_of
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.metrics_table import OTHER, tables
 from sie_sidecar.metrics import SidecarMetrics
@@ -167,7 +167,7 @@ def test_a_key_has_its_share_of_a_batch_by_tokens() -> None:
         WorkResult("r", 1, "w", (Ok({}, 100),), stages=stages, batch=note),
         WorkResult("r", 2, "w", (Ok({}, 7),)),
     ]
-    assert device_seconds(results) == pytest.approx(0.0125 + 0.05)
+    assert work_of(results)[1] == pytest.approx(0.0125 + 0.05)
 
 
 async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_re
     gateway.queue.freed(gateway.now_s, is_result=True)
     before_s = gateway.queue.wait(gateway.now_s, 200, 8, 1.0).likely_s
     for permit in permits[:12]:
-        permit.close()
+        gateway.admission.end(permit)
     assert gateway.queue.wait(gateway.now_s, 104, 8, 1.0).likely_s == before_s
     permits[12].result_arrived(gateway.result(12))
     assert gateway.queue.wait(gateway.now_s, 96, 8, 1.0).likely_s < before_s
-    first.close()
+    gateway.admission.end(first)
 
 
 def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> None:
@@ -86,7 +86,7 @@ def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> Non
     permits = [gateway.enter(number) for number in range(12)]
     gateway.now_s += 0.01
     for permit in permits:
-        permit.close()
+        gateway.admission.end(permit)
     gateway.now_s += 0.5
     for number in range(12):
         gateway.admission.answered_late(gateway.result(number))
@@ -114,7 +114,7 @@ def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
     gateway.now_s += 0.2
     gateway.admission.refuse_late(gateway.queue)
     assert not refused
-    last.close()
+    gateway.admission.end(last)
 
 
 def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_turned_out_to_be() -> None:
@@ -145,4 +145,4 @@ def test_whoever_is_refused_is_told_of_a_wait_that_is_longer_than_what_is_left()
                 refused += 1
         assert refused
         for permit in permits:
-            permit.close()
+            gateway.admission.end(permit)

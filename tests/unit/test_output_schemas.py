@@ -29,7 +29,7 @@ from sie_contracts.models.output_schemas import (
     parts_of_schema,
 )
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.chunk import LABEL_RESULT_BYTES, ChunkLimits, plan, result_bytes
+from sie_gateway.inference.runner import LABEL_RESULT_BYTES, ChunkLimits, plan, result_bytes
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 PATH = "params.output_schema"

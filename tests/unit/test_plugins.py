@@ -18,7 +18,7 @@ from sie_cli.options import Commands
 from sie_contracts import entry_points
 from sie_contracts.settings import SettingError
 from sie_gateway import plugin
-from sie_gateway.http import auth
+from sie_gateway.http import app
 from sie_gateway.http.routes import CORE
 
 COMMAND = 'import click\n@click.command(short_help="Says hello.")\ndef hello():\n    click.echo("hello")\n'
@@ -57,6 +57,7 @@ def test_commands_of_packages_run_and_a_broken_one_is_told(tmp_path: Path, monke
 
 
 ROUTE = """
+from sie_gateway.http import app
 from sie_gateway.http.route_kinds import control
 from sie_gateway.plugin import Plugin
 async def answer(gateway, request): return {}
@@ -113,7 +114,7 @@ async def test_paths_of_a_plugin_that_is_not_installed_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     missing = {"greetings": "the package hello is not installed: pip install 'stranger[more]'"}
-    monkeypatch.setattr(auth, "PLUGINS", plugin.Plugins({}, missing, {}))
+    monkeypatch.setattr(app, "PLUGINS", plugin.Plugins({}, missing, {}))
     async with InProcess(tmp_path) as cluster:
         client = (await cluster.gateway(ready=False)).client
         answer = await client.get("/v1/greetings/today")

@@ -601,11 +601,11 @@ async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten
     follower.step = late  # type: ignore[method-assign]
     await stands.wait()
     assert (await gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
-    await until(lambda: follower._queue.consumers.follows("team"), "the follower has its record")
+    await until(lambda: "team" in follower._queue.consumers.streams, "the follower has its record")
     assert (await gateway.client.delete("/v1/pools/team")).status_code == 200
     looks.set()
-    await until(lambda: not follower._queue.consumers.follows("team"), "it is forgotten")
-    assert follower._queue.consumers.follows("first")
+    await until(lambda: "team" not in follower._queue.consumers.streams, "it is forgotten")
+    assert "first" in follower._queue.consumers.streams
 
 
 async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_before_a_gateway_looks(
@@ -632,7 +632,7 @@ async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_be
     assert (await second_gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
     looks.set()
     assert code(await asyncio.wait_for(waiting, 10)) == (404, "POOL_NOT_FOUND")
-    await until(lambda: follower._queue.consumers.follows("team"), "the stream of the new one is followed")
+    await until(lambda: "team" in follower._queue.consumers.streams, "the stream of the new one is followed")
 
 
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:

@@ -19,7 +19,7 @@ from sie_config_service.state import ConfigService
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
-from sie_gateway.http.auth import Gate
+from sie_gateway.http.app import Gate
 from sie_runtime.feed import packaged_models
 
 PACKAGED = set(packaged_models())

@@ -24,7 +24,7 @@ from sie_contracts.wire.configs import ConfigDelta
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.http.auth import Gate
+from sie_gateway.http.app import Gate
 from sie_gateway.http.routes import TABLE
 from sie_sidecar.settle import Leases
 
@@ -191,7 +191,7 @@ async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_key
     adapter.hold_batches = True
     bulk = await send("key-a", 20, accepted=14)  # the other key was refused a moment ago
     await finish(*bulk, *await send("key-b", 3, accepted=2))
-    monkeypatch.setattr("sie_gateway.admission.window.REFUSED_S", 0.0)
+    monkeypatch.setattr("sie_gateway.admission.model_queue.REFUSED_S", 0.0)
     adapter.hold_batches = True
     await finish(*await send("key-a", 20, accepted=16))
 

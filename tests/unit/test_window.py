@@ -14,7 +14,7 @@ from msgspec import structs
 
 from sie_contracts.models.costs import BatchTimes
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_gateway.admission.window import (
+from sie_gateway.admission.model_queue import (
     REFUSED_S,
     REMEMBERED_S,
     KeyWindow,
@@ -93,11 +93,11 @@ def test_what_is_not_known_does_not_bound_and_a_model_without_a_host_is_held_bac
 
 def test_a_lane_is_contested_while_two_keys_were_seen_lately() -> None:
     shares = Shares()
-    shares.saw("a", 0.0)
+    shares.seen_s["a"] = 0.0
     assert not shares.contested(0.0)
-    shares.saw("b", 1.0)
+    shares.seen_s["b"] = 1.0
     assert shares.contested(1.0)
-    shares.saw("a", REMEMBERED_S)
+    shares.seen_s["a"] = REMEMBERED_S
     assert shares.contested(REMEMBERED_S)
     assert not shares.contested(REMEMBERED_S + 2)
 
@@ -263,7 +263,7 @@ class Turns(RuleBasedStateMachine):
                 mine = [ticket.costs[chunk] for ticket, chunk in grants if ticket.key == key]
                 assert self.shares.tokens[key] <= limit or (len(mine) == 1 and not before.get(key))
         elif (
-            key_window.is_waiting and not key_window.items
+            key_window.flows and not key_window.items
         ):  # the queue is empty: only a key's own window may hold work back
             assert all(self.shares.tokens.get(key) for key in key_window.waiting_tokens())
 
@@ -315,7 +315,7 @@ def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests
     for number, costs in enumerate(requests):
         key_window.join(Ticket(str(number), costs))
     sent = {str(number): 0 for number in range(len(requests))}
-    while key_window.is_waiting:
+    while key_window.flows:
         granted = key_window.grant(QueueBound(room * QUANTUM), math.inf)
         assert granted
         for ticket, chunk in granted:
@@ -409,7 +409,7 @@ def simulate(
         ticket = Ticket(key, [tokens])
         tickets.append(ticket)
         came[id(ticket)] = now_s, key
-        shares.saw(key, now_s)
+        shares.seen_s[key] = now_s
         key_window.join(ticket)
         pump(now_s)
 

@@ -24,6 +24,7 @@ SMALL_BYTES = 4096  # the values of a body of at most this size are not counted:
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
+_TOO_DEEP = f"nested deeper than {MAX_NESTING}"
 _MAX_EXACT = 1 << 53  # above it a float may differ from the whole number that was written
 T = TypeVar("T")
 
@@ -43,7 +44,12 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
     """
     if not is_counted:
         count(data, msgpack=False)
-    value = _decoded(msgspec.json.decode, data, "JSON")
+    try:
+        value = msgspec.json.decode(data)
+    except RecursionError:
+        raise Malformed(_TOO_DEEP) from None
+    except ValueError as error:
+        raise Malformed(f"not valid JSON: {fault_of(data, error)}") from None
     _check(value, is_json=True)
     return value
 
@@ -54,7 +60,14 @@ def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
     """
     if not is_counted:
         count(data, msgpack=True)
-    value = _decoded(arrays.decode_msgpack, data, "msgpack")
+    try:
+        value = arrays.decode_msgpack(data)
+    except RecursionError:
+        raise Malformed(_TOO_DEEP) from None
+    except UnicodeDecodeError:
+        raise Malformed("a string is not valid UTF-8") from None
+    except (ValueError, TypeError) as error:
+        raise Malformed(f"not valid msgpack: {_clean(error)}") from None
     _check(value, is_json=False)
     return value
 
@@ -85,19 +98,6 @@ def _with_whole_numbers(value: Any) -> Any:
     return [_with_whole_numbers(entry) for entry in value] if isinstance(value, list) else whole_number(value)
 
 
-def _decoded(decode: Any, data: bytes, kind: str) -> Any:
-    try:
-        return decode(data)
-    except RecursionError:
-        raise Malformed(f"nested deeper than {MAX_NESTING}") from None
-    except (ValueError, TypeError) as error:
-        if kind == "JSON":
-            raise Malformed(f"not valid JSON: {fault_of(data, error)}") from None
-        if isinstance(error, UnicodeDecodeError):
-            raise Malformed("a string is not valid UTF-8") from None
-        raise Malformed(f"not valid {kind}: {_clean(error)}") from None
-
-
 def _clean(error: Exception) -> str:
     """Return the decoder's message without quoted fragments of the body, because the body is a client's input."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
@@ -125,7 +125,7 @@ def _check(root: Any, *, is_json: bool) -> None:
         if not below:
             return
         level = below
-    raise Malformed(f"nested deeper than {MAX_NESTING}")
+    raise Malformed(_TOO_DEEP)
 
 
 def _name_by_text(mapping: dict[Any, Any]) -> None:

@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -127,11 +127,11 @@ class RequestHistory:
         # do not record refused requests: during overload they would displace the records of requests that ran
         if code in REFUSED:
             return
-        places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
+        places, total_ms = self._minute(now_s).places(call.grant.key), 1000 * seconds
         is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
         if not (is_slow or code):
             return
-        note = Note(total_ms, next(self._numbers), _fields(call, endpoint, status, total_ms, now_s), call.key)
+        note = Note(total_ms, next(self._numbers), _fields(call, endpoint, status, total_ms, now_s), call.grant.key)
         if code:
             places.failed.append(note)
         if is_slow:
@@ -277,13 +277,13 @@ class LogTail(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
-        self._owners: dict[str, str] = {}  # request id -> API key, the oldest request first
+        self._owners: OrderedDict[str, str] = OrderedDict()  # request id -> API key, the oldest request first
 
     def admitted(self, call: Call) -> None:
         """Store which API key sent a request."""
         if len(self._owners) >= MAX_REQUESTS:
-            del self._owners[next(iter(self._owners))]
-        self._owners[call.id] = call.key
+            self._owners.popitem(last=False)  # a plain dict would look for its first entry among the deleted ones
+        self._owners[call.id] = call.grant.key
 
     def emit(self, record: logging.LogRecord) -> None:
         """Store a line if it has a request id. `logging` calls this method under the handler's lock."""

@@ -119,8 +119,10 @@ def _answer(
     if scales:
         rest["embeddings_scale"] = scales
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
-    late = finished.late(call.received_s, began_s)
+    late = functools.partial(finished.late, call.received_s, time.perf_counter() - began_s)
     content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
+    if call.explains and not isinstance(content, bytes):  # the headers leave before the body is written
+        late(0.0)
     return EncodedReply(content, "application/json", finished.headers(call.received_s, timed=call.explains))
 
 

@@ -83,13 +83,15 @@ def _embedded(name: str, call: Call, finished: RequestResult) -> EncodedReply:
         "prompt_eval_count": finished.usage["total_tokens"],
         "load_duration": _nanoseconds(finished.last.stages.load_ms if finished.last else 0.0),
     }
-    late = finished.late(call.received_s, began_s)
+    prepared_s = time.perf_counter() - began_s
 
     def durations(spent_s: float) -> dict[str, Any]:
-        timing = late(spent_s)
+        timing = finished.late(call.received_s, prepared_s, spent_s)
         return {"total_duration": _nanoseconds(timing["timing"]["total_time"]), **timing}
 
     data, content_type = reply.body_of(content, finished.values, durations, msgpack=False, name="embeddings")
+    if call.explains and not isinstance(data, bytes):  # the headers leave before the body is written
+        durations(0.0)
     return EncodedReply(data, content_type, finished.headers(call.received_s, timed=call.explains))
 
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -133,7 +133,7 @@ async def _read(inference: Inference, call: Call, planned: InferRequest, task: s
     from_s = 0.0
     for number in itertools.count():
         # separate ids, so that a late reply to a part does not count as the reply to the next part
-        own = replace(call, id=f"{call.id}-part{number}") if number else call
+        own = msgspec.structs.replace(call, id=f"{call.id}-part{number}") if number else call
         run = planned.options.run
         # the model recognises the language only in the first part
         language = {"language": transcript.language} if transcript.language not in ("", UNDETERMINED) else {}

@@ -32,7 +32,7 @@ import msgspec
 
 import sie_contracts
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge, QueueFull
-from sie_gateway.admission.window import SharedLimit
+from sie_gateway.admission.model_queue import SharedLimit
 from sie_gateway.inference.body import RequestItem, all_links
 from sie_gateway.inference.images import EXPECTED
 from sie_runtime.http.protocol import matches, parts

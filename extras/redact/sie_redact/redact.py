@@ -13,9 +13,11 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast, get_args
+
+import msgspec
 
 from sie_contracts.api.inference import Offsets, Redact, Redacted, RedactionStyle
 from sie_contracts.errors import GatewayTimeout, InferenceFailed, InvalidInput
@@ -88,7 +90,7 @@ async def redact(inference: Inference, call: Call, body: fields.Body) -> Encoded
     # check the requests to all models before the first model runs, so that no model runs for an invalid request
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
     for number, further in enumerate(_further(inference, call, resolved, rules)):
-        own = replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))
+        own = msgspec.structs.replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))
         plans.append(_plan(inference, own, further, items, rules, _without(parameters, _OF_ONE_MODEL)))
     results = []
     for own, planned in plans:
@@ -251,7 +253,7 @@ async def _slots(
             work = partial(_redacted, item.text, outcomes, f"items[{index}]", rules)
             try:
                 async with asyncio.timeout(until_s - time.perf_counter()):
-                    slot |= work() if one_thread is None else await _aside(call.key, work, one_thread)
+                    slot |= work() if one_thread is None else await _aside(call.grant.key, work, one_thread)
             except TimeoutError as error:
                 message = f"the texts were not redacted within the budget of {call.budget_s:g} s"
                 raise GatewayTimeout(message) from error

@@ -1,8 +1,8 @@
 """Admission: decides which request may enter the queue and when, and computes the Retry-After of refused requests.
 
-    request with a key whose scopes `http/auth` has checked ─► `model_queue`: the expected wait ─► `grant`: the quota
-    of the key ─► `window`: a permit ─► admitted, or 429 with the time until the quota suffices, or 503 with a time
-    from `retry_slots`
+    request with a key that `http/app.Gate` has checked ─► `model_queue.judge`: the expected wait ─► `grant`: the
+    quota of the key ─► `model_queue.KeyWindow`: a permit ─► admitted, or 429 with the time until the quota suffices,
+    or 503 with a time from `retry_slots`
 
 Retry-After comes from `RetrySlots.book` for a refusal by the queue, from `AnswerPace.retry_s` (`model_queue`) for too
 many requests in progress, and from `Quotas.spend` for a quota.

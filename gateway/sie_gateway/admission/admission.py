@@ -1,5 +1,5 @@
 """Entry of requests into the queue. The gateway refuses a request if its expected wait is too long (`model_queue`,
-`retry_slots`). Each key may have only a limited number of tokens in the queue: the key's window (`window`).
+`retry_slots`). Each key may have only a limited number of tokens in the queue: the key's window (`KeyWindow`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
                         │ yes                 └─► no space: wait for results and for the key's next permit
@@ -44,8 +44,16 @@ from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.model_queue import LOOK_S, ModelQueue, WaitRefusal
-from sie_gateway.admission.window import KeyWindow, SharedLimit, Shares, Ticket, bound
+from sie_gateway.admission.model_queue import (
+    LOOK_S,
+    KeyWindow,
+    ModelQueue,
+    SharedLimit,
+    Shares,
+    Ticket,
+    WaitRefusal,
+    bound,
+)
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -266,36 +274,26 @@ def key_of(authorization: str) -> str:
     return hashlib.blake2b(bearer(authorization).encode(), digest_size=16).hexdigest()
 
 
-class Permits:
+class Permits(Ticket, eq=False, kw_only=True):
     """Permits of one request. A permit lets one chunk of the request into `queue`, which is the queue of the request's
-    model. `is_cold`: true if no worker had the model loaded when the request arrived.
+    model. `is_cold`: true if no worker had the model loaded when the request arrived. `estimates`: estimated tokens of
+    each chunk. `size_bytes`: bytes of the inputs, which `Admission` counts while chunks wait.
     """
 
-    def __init__(
-        self,
-        admission: Admission,
-        queue: ModelQueue,
-        ticket: Ticket,
-        estimates: Sequence[int],
-        size_bytes: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._estimates = estimates
-        self._clock = clock
-        self._admission = admission
-        self.queue = queue
-        self._ticket = ticket
-        # called if the gateway refuses this request after its admission, because its response would be late
-        self.on_refused: Callable[[QueueFull], None] | None = None
-        self.granted: list[int] = []  # chunks with a permit that `pop` has not returned
-        self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # bytes of the inputs; `Admission._waiting` counts them while chunks wait
-        self.is_cold = not queue.hosts
+    admission: Admission
+    queue: ModelQueue
+    estimates: Sequence[int]
+    size_bytes: int
+    is_cold: bool
+    # called if the gateway refuses this request after its admission, because its response would be late
+    on_refused: Callable[[QueueFull], None] | None = None
+    granted: list[int] = msgspec.field(default_factory=list)  # chunks with a permit that `pop` has not returned
+    wake: asyncio.Event | None = None
 
     @property
     def complete(self) -> bool:
         """Return True if every chunk has got its permit and was returned by `pop` or `more`."""
-        return not self._ticket.waiting and not self.granted
+        return not self.waiting and not self.granted
 
     def pop(self) -> list[int]:
         """Return the chunks that may be published now. No chunk is returned twice."""
@@ -305,33 +303,26 @@ class Permits:
     async def more(self) -> list[int]:
         """Wait until a further chunk has a permit, then return the chunks like `pop`."""
         while not self.granted:
-            self._wake = asyncio.Event()
-            await self._wake.wait()
+            self.wake = asyncio.Event()
+            await self.wake.wait()
         return self.pop()
 
     def grant(self, chunk: int) -> None:
         self.granted.append(chunk)
-        if self._wake is not None:
-            self._wake.set()
+        if self.wake is not None:
+            self.wake.set()
 
     def result_arrived(self, result: WorkResult) -> None:
         """Release the permit of a chunk whose result has arrived: the chunk has left the queue."""
-        self.queue.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
-        if self.queue.window.give_back(self._ticket, result.chunk):
-            self._admission.freed(self.queue, is_result=True)
-        if not self.queue.window.idle:
-            self._admission.refuse_late(self.queue)
-
-    def tokens(self, chunks: Sequence[int]) -> int:
-        """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
-        tokens = 0
-        for chunk in chunks:
-            tokens += self._ticket.tokens[chunk]
-        return tokens
-
-    def close(self) -> None:
-        """End the request: release its permits, and remove its waiting chunks."""
-        self._admission.ended(self, self._ticket)
+        admission, queue, window = self.admission, self.queue, self.queue.window
+        now_s = admission.clock()
+        queue.answered(self, result, self.estimates[result.chunk], now_s)
+        if window.give_back(self, result.chunk):
+            queue.freed(now_s, is_result=True)
+            if admission.pending_queues:
+                admission.pump_beside(queue)
+        if (window.items or window.flows) and now_s - queue.shed_s > LOOK_S:
+            admission.refuse_late(queue)
 
 
 class Admission:
@@ -356,20 +347,20 @@ class Admission:
         self._fleet = fleet
         self._backlog = backlog
         self._metrics = metrics
-        self._clock = clock
+        self.clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
         # by lane and priority, the tokens in the queue of each key; no request can name a new lane or priority, so the
         # dict cannot grow without limit
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._queues: dict[tuple[Lane, Priority, str], ModelQueue] = {}  # queues by lane, priority and residency
-        self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
+        self._open: set[Ticket] = set()  # admitted requests that have not ended
         # requests that ended before all their results arrived, by id: their late results are used to measure the
         # queue's speed
         self._gone: dict[str, tuple[ModelQueue, Ticket]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
-        self._pending_queues: dict[ModelQueue, None] = {}
+        self.pending_queues: dict[ModelQueue, None] = {}
         self._waiting = SharedLimit(MAX_WAITING_BYTES)  # bytes of inputs whose chunks wait for a permit
         fleet.listeners.append(self.pump)
 
@@ -381,7 +372,7 @@ class Admission:
         """Do the work that depends on time: drop unused queues, grant permits, refuse admitted requests that would be
         late.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         self._queues = {
             name: queue
             for name, queue in self._queues.items()
@@ -410,13 +401,13 @@ class Admission:
         takes quadratic time). `client` returns a digest of the client and the request, which identifies the client's
         next attempt; the digest is empty if the client is unknown.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         queue = self._queue(lane, priority, residency)
         if queue.window.idle:
             return
         self._refresh(queue, now_s)
         self.refuse_late(queue)
-        time_cost = queue.costs([cost], [squares])[0]
+        ((time_cost,), _) = queue.weighed([cost], [squares])
         refusal = queue.judge(now_s, key, time_cost, budget_s, client)
         if refusal is not None:
             self._count_refusal(queue, "stalled" if refusal.is_stalled else "wait")
@@ -425,7 +416,7 @@ class Admission:
     def _late(
         self, queue: ModelQueue, refusal: WaitRefusal, tokens: float, budget_s: float, client: Callable[[], bytes]
     ) -> QueueFull:
-        retry_s = queue.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
+        retry_s = queue.turns.book(self.clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
             f"the wait may take {refusal.wait_s:.1f} s, as work is queued or reserved for clients that were refused "
             f"earlier; the request has {budget_s:.1f} s left"
@@ -447,7 +438,7 @@ class Admission:
         """
         if not self._fleet.of_lane(lane):
             return None
-        longest_s, now_s = 0.0, self._clock()
+        longest_s, now_s = 0.0, self.clock()
         for queue in self._queues.values():
             if queue.lane == lane and queue.priority == priority and (ahead := queue.window.ahead("", 0.0)):
                 wait = queue.wait(now_s, ahead, 0.0)
@@ -461,15 +452,14 @@ class Admission:
         leaves the queue before they time out. Do nothing if the last check was less than LOOK_S seconds ago, or while
         results of a long batch arrive: chunks that have run, but have no result yet, would count as waiting work.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - queue.shed_s <= LOOK_S or not queue.throughput.is_settled(now_s, LOOK_S):
             return
         queue.shed_s = now_s
         for ticket, refusal, cost in queue.shed(now_s):
-            permits = self._open.get(ticket)
-            if permits is not None and permits.on_refused is not None:
+            if isinstance(ticket, Permits) and ticket in self._open and ticket.on_refused is not None:
                 self._count_refusal(queue, "late")
-                permits.on_refused(self._late(queue, refusal, cost, ticket.deadline_s - now_s, ticket.client))
+                ticket.on_refused(self._late(queue, refusal, cost, ticket.deadline_s - now_s, ticket.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Return the number of queued messages of a lane (pool, machine profile and bundle). For each priority, count
@@ -485,7 +475,7 @@ class Admission:
         """Return the tokens of chunks that wait in this gateway for a permit, by lane and priority."""
         tokens: dict[tuple[Lane, Priority], int] = {}
         for queue in self._queues.values():
-            if queue.window.is_waiting:
+            if queue.window.flows:
                 name = queue.lane, queue.priority
                 tokens[name] = tokens.get(name, 0) + sum(queue.window.waiting_tokens().values())
         return tokens
@@ -494,7 +484,7 @@ class Admission:
         """Return what this gateway announces to the other gateways: its work in the queue, and the retry times of its
         refused clients.
         """
-        now_s, left = self._clock(), MAX_TOLD_TURNS
+        now_s, left = self.clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
         for queue in heapq.nlargest(MAX_TOLD, self._queues.values(), key=lambda queue: queue.window.cost):
             news = queue.news(now_s, left)
@@ -505,7 +495,7 @@ class Admission:
 
     def peer_announced(self, beat: GatewayBeat) -> None:
         """Record the work, and the retry times of refused clients, that another gateway announces."""
-        now_s = self._clock()
+        now_s = self.clock()
         for queued in beat.queued:
             lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
             if queued.turns or (lane, queued.priority, queued.residency) in self._queues:
@@ -550,43 +540,46 @@ class Admission:
         its share (`SharedLimit`). There is no limit while no inputs wait, and for a request of one chunk that gets a
         permit at once.
         """
-        now_s = self._clock()
-        queue = self._queue(lane, priority, residency)
+        now_s = self.clock()
+        queue = self._queues.get((lane, priority, residency)) or self._queue(lane, priority, residency)
         window = queue.window
-        if judge and not window.idle:
+        if judge and (window.items or window.flows):
             self.check(key, lane, priority, residency, sum(costs), budget_s, client, sum(squares))
         queue.used_s = now_s
-        window.shares.saw(key, now_s)
+        window.shares.seen_s[key] = now_s
         self._refresh(queue, now_s)
-        ticket = Ticket(
+        permits = Permits(
             key,
-            queue.costs(costs, squares or [0] * len(costs)),
-            queue.tokens(costs),
+            *queue.weighed(costs, squares or [0] * len(costs)),
             queue.scale or 1.0,
             request,
             client,
             budget_s,
             now_s + budget_s,
+            admission=self,
+            queue=queue,
+            estimates=costs,
+            size_bytes=size_bytes,
+            is_cold=not queue.hosts,
         )
-        permits = Permits(self, queue, ticket, costs, size_bytes, self._clock)
-        is_small = len(costs) == 1 and window.fits_now(ticket, queue.bound, queue.key_limit)
+        is_small = len(costs) == 1 and window.fits_now(permits, queue.bound, queue.key_limit)
         waiting = self._waiting
         if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
             message = f"the inputs that wait in this gateway take {waiting.usage(key)}"
             wait = queue.wait(now_s, window.ahead(key, 0.0), 0.0)
-            retry_s = queue.turns.book(now_s, client(), ticket.cost, wait.likely_s)
+            retry_s = queue.turns.book(now_s, client(), permits.cost, wait.likely_s)
             self._count_refusal(queue, "gateway_full")
             raise QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)})
-        queue.entered[ticket] = None
-        self._open[ticket] = permits
+        queue.entered[permits] = None
+        self._open.add(permits)
         if is_small:
-            window.admit(ticket)
-            queue.queued(ticket, 0, now_s)
-            permits.grant(0)
+            window.admit(permits)
+            queue.queued(permits, 0, now_s)
+            permits.granted.append(0)
             return permits
-        window.join(ticket)
-        self._queueing[ticket] = permits
-        self._pending_queues[queue] = None
+        window.join(permits)
+        self._queueing[permits] = permits
+        self.pending_queues[queue] = None
         waiting.use(key, size_bytes)
         self._pump(queue)
         return permits
@@ -596,8 +589,8 @@ class Admission:
         entry = self._gone.get(result.request)
         if entry is not None:
             queue, ticket = entry
-            queue.left(ticket, result, self._clock())
-            queue.freed(self._clock(), is_result=True)
+            queue.left(ticket, result, self.clock())
+            queue.freed(self.clock(), is_result=True)
 
     def _queue(self, lane: Lane, priority: Priority, residency: str) -> ModelQueue:
         queue = self._queues.get((lane, priority, residency))
@@ -629,7 +622,7 @@ class Admission:
 
     def pump(self) -> None:
         """Grant the permits that are possible now, for every model."""
-        self._pump_all(list(self._pending_queues))
+        self._pump_all(list(self.pending_queues))
 
     def _pump_all(self, queues: Sequence[ModelQueue]) -> None:
         """Grant permits until none is possible. A permit in one queue may make a permit in another queue possible."""
@@ -640,7 +633,7 @@ class Admission:
 
     def _pump(self, queue: ModelQueue) -> bool:
         """Grant the permits of this queue that are possible now. Return True if a permit was granted."""
-        now_s = self._clock()
+        now_s = self.clock()
         self._refresh(queue, now_s)
         granted = queue.window.grant(queue.bound, queue.key_limit)
         for ticket, chunk in granted:
@@ -648,35 +641,37 @@ class Admission:
             self._queueing[ticket].grant(chunk)
         for ticket in {ticket for ticket, _ in granted if not ticket.waiting}:
             self._waiting.use(ticket.key, -self._queueing.pop(ticket).size_bytes)
-        if not queue.window.is_waiting:
-            self._pending_queues.pop(queue, None)
+        if not queue.window.flows:
+            self.pending_queues.pop(queue, None)
         return bool(granted)
 
-    def freed(self, queue: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left `queue`. Requests in other queues of the same lane and priority may get permits
-        as well, because a key has one limit of tokens for all these queues.
+    def pump_beside(self, queue: ModelQueue) -> None:
+        """Grant permits after work left `queue`, also in the other queues of its lane and priority, because a key has
+        one limit of tokens for all these queues.
         """
-        queue.freed(self._clock(), is_result=is_result)
-        if self._pending_queues:
-            self._pump_all([other for other in self._pending_queues if other.window.shares is queue.window.shares])
+        self._pump_all([other for other in self.pending_queues if other.window.shares is queue.window.shares])
 
-    def ended(self, permits: Permits, ticket: Ticket) -> None:
-        self._open.pop(ticket, None)
-        permits.queue.ended(ticket)
-        # `client`, a function that is not called after the end of a request, refers to the request's body. `bytes`
-        # replaces it, so that Python can free the body
-        ticket.client = bytes
-        if ticket.queued_s:
-            self._gone[ticket.request] = permits.queue, ticket
+    def end(self, permits: Permits) -> None:
+        """End a request: release its permits, and remove its waiting chunks."""
+        queue = permits.queue
+        self._open.discard(permits)
+        # a request of `_gone` refers neither to the body, as the function `client` does, nor to the results
+        permits.client, permits.on_refused = bytes, None
+        if permits.queued_s:
+            queue.ended(permits)
+            self._gone[permits.request] = queue, permits
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
-        if self._queueing.pop(ticket, None) is not None:
-            self._waiting.use(ticket.key, -permits.size_bytes)
-        if ticket.held or ticket.waiting:
-            permits.queue.window.leave(ticket)
-            self.freed(permits.queue, is_result=False)
-        if not permits.queue.window.is_waiting:
-            self._pending_queues.pop(permits.queue, None)
+        del queue.entered[permits]
+        if self._queueing.pop(permits, None) is not None:
+            self._waiting.use(permits.key, -permits.size_bytes)
+        if permits.held or permits.next < len(permits.costs):
+            queue.window.leave(permits)
+            queue.freed(self.clock(), is_result=False)
+            if self.pending_queues:
+                self.pump_beside(queue)
+        if not queue.window.flows:
+            self.pending_queues.pop(queue, None)
 
     def drop_pool(self, pool: str) -> None:
         """Drop the idle queues of a deleted pool, and those `Shares` (tokens by key) of the pool that no queue uses."""

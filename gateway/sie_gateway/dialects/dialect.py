@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -119,7 +119,7 @@ async def _check_tokens(inference: Inference, call: Call, request: InferRequest,
         return
     # The count has an id of its own, so that a late reply to the count cannot be mistaken for a reply to the request.
     # It has no charge, because the client does not pay for the count.
-    counting = replace(call, id=f"{call.id}-count", charge=None)
+    counting = msgspec.structs.replace(call, id=f"{call.id}-count", charge=None)
     whole = tuple(msgspec.structs.replace(item, chunks=None) for item in texts)
     run = options.counting(run)
     counted = await inference.run(

@@ -18,7 +18,7 @@ from sie_gateway.http.route_kinds import HEADERS
 from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, beside
+from sie_gateway.inference.call import LARGE_BYTES, Call, EncodedReply, beside
 from sie_gateway.inference.handler import Handler, Inference, InferenceRoute
 from sie_gateway.inference.results import InferRequest, RequestResult
 from sie_runtime.http.routes import ARROW, JSON, MSGPACK, RAW, Content
@@ -27,8 +27,11 @@ from sie_runtime.http.routes import ARROW, JSON, MSGPACK, RAW, Content
 async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
     """Answer `POST /v1/{operation}/{model}`. Accept selects JSON or msgpack, for encode also Arrow or raw bytes."""
     assert call.resolved is not None
-    read = functools.partial(bodies.items, body, limit=inference.max_items(call))
-    items = await beside(call, inference.body_threads, read)
+    most = inference.max_items(call)
+    if len(call.body) <= LARGE_BYTES:
+        items = bodies.items(body, limit=most)
+    else:
+        items = await beside(call, inference.body_threads, functools.partial(bodies.items, body, limit=most))
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=call.is_msgpack, raw=operation == "encode"
@@ -36,7 +39,9 @@ async def infer(operation: Operation, inference: Inference, call: Call, body: Ma
     if format_ in ("raw", "arrow"):
         _check_whole(items, format_)
     understood = inference.understand(call, InferRequest(operation, call.resolved, items, body, query))
-    understood = understood.with_warnings(*bodies.ignored(items, query), *_other_model(body, call.resolved.requested))
+    if "model" in body or not bodies.all_plain(items, query):
+        warnings = *bodies.ignored(items, query), *_other_model(body, call.resolved.requested)
+        understood = understood.with_warnings(*warnings)
     if format_ == "raw":
         check_raw(understood.options.run)
     finished = await inference.execute(call, understood)
@@ -143,8 +148,10 @@ def written(
     """Return a reply with this content and the times of the stages. `began_s`: time at which the gateway began to build
     the content. The other parameters are those of `reply.body_of`.
     """
-    late = finished.late(call.received_s, began_s)
+    late = functools.partial(finished.late, call.received_s, time.perf_counter() - began_s)
     data, content_type = reply.body_of(content, values, late, msgpack=msgpack, name=name, row=row)
+    if call.explains and not isinstance(data, bytes):  # the headers leave before the body is written
+        late(0.0)
     return EncodedReply(data, content_type, finished.headers(call.received_s, timed=call.explains))
 
 

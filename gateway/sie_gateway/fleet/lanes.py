@@ -359,7 +359,7 @@ class Fleet:
         `machine_profile_excluded`. If no machine profiles are configured and no worker has the requested profile,
         raises NotFound, or NotProvisioned if the pool has no ready worker with the bundle.
         """
-        pool, bundle = pool or self._settings.pool, resolved.bundle
+        pool, bundle, residency = pool or self._settings.pool, resolved.bundle, resolved.residency
         configured = self._configured
         default = self._settings.machine_profile or ""
         spec = None
@@ -381,7 +381,7 @@ class Fleet:
         if machine_profile:
             requested = _configured(machine_profile, configured) if configured else machine_profile
             types = {profile: of_lane.types for profile, of_lane in serving.items()}
-            match = _named(requested, types, self._with(serving, resolved.residency))
+            match = _named(requested, types, [name for name, there in serving.items() if residency in there.loaded])
             machine_profile = match or (requested if configured else self._awaited(requested, pool, bundle))
             if not _permits(resolved, machine_profile):
                 raise _excluded(resolved, "X-SIE-MACHINE-PROFILE", f"not on {machine_profile}")
@@ -395,17 +395,13 @@ class Fleet:
             serving = {name: workers for name, workers in serving.items() if _permits(resolved, name)}
         elif default in order and bundle == bundling.DEFAULT:
             return Lane(pool, default, bundle)
-        names = self._with(serving, resolved.residency) or serving
+        names = [name for name, there in serving.items() if residency in there.loaded] or serving
         if not names:
             return Lane(pool, order[0] if order else self._settings.profile, bundle)
         if len(names) == 1:
             return Lane(pool, next(iter(names)), bundle)
         ranks = {name: rank for rank, name in enumerate(order)}
         return Lane(pool, min(names, key=lambda name: (ranks.get(name, len(ranks)), name)), bundle)
-
-    @staticmethod
-    def _with(serving: Mapping[str, _LaneWorkers], residency: str) -> list[str]:
-        return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
         """Return the requested machine profile, which has no ready worker: the request waits in the lane of this

@@ -152,25 +152,25 @@ class Placer:
         for key in [key for key in self._tables if key.startswith(f"{pool}.")]:
             del self._tables[key]
 
-    def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Record published work of one model. If workers exist, but none hosts the model, `step` runs at once."""
-        cost = 0
-        for item in items:
-            cost += item.cost
-        self._note(lane, items[0].model, len(items), cost)
-
     def want(self, lane: Lane, model: str) -> None:
         """Request a host for a model, even without work. If workers exist, but none hosts it, `step` runs at once."""
-        self._note(lane, model, 0, 0)
+        self.note(lane, (), model)
 
-    def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
+    def note(self, lane: Lane, items: Sequence[WorkItem], model: str = "") -> None:
+        """Count published work of one model, `model` if there is no item. If workers exist, but none hosts the model,
+        `step` runs at once.
+        """
+        count, cost, model = len(items), 0, model or items[0].model
+        for item in items:
+            cost += item.cost
         noted = self._noted.setdefault(lane, {})
         calls, messages, tokens = noted.get(model, (0, 0, 0))
         noted[model] = calls + 1, messages + count, tokens + cost
-        table = self.table(lane)
-        hosts = table.hosts.get(model, ()) if table else ()
-        if self._hosts and self._hosts.isdisjoint(hosts):
-            self._cold.set()
+        if self._hosts:
+            stored = self._tables.get(topology.lane_key(lane))
+            hosts = stored.table.hosts.get(model, ()) if stored is not None and stored.table is not None else ()
+            if self._hosts.isdisjoint(hosts):
+                self._cold.set()
 
     async def run(self, stop: Stop) -> None:
         """Update all tables until `stop`: every EVERY_S seconds, at once when a model without a host gets work, and

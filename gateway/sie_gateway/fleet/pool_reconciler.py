@@ -105,14 +105,14 @@ class PoolReconciler:
         created_s = {name: reservation.created_s for name, reservation in live.items()}
         # names of reservations that may have ended. `_known` lacks a reservation that began and ended since the last
         # step, so also look at the pools whose streams this gateway follows.
-        reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
+        reservations = {*self._known, *self._queue.consumers.streams} - self._record.own
         # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
         for name in sorted((reservations - live.keys()) | replaced):
             self._on_gone(name)
             await self._queue.forget_pool(name)
         self._known = created_s
-        unfollowed = [name for name in sorted(live) if not self._queue.consumers.follows(name)]
+        unfollowed = [name for name in sorted(live) if name not in self._queue.consumers.streams]
         await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
 
     async def _lead(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts import arrays, plain
-from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
+from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad, describe
 from sie_contracts.models.options import known_fields
@@ -43,8 +43,9 @@ class RequestItem(msgspec.Struct, frozen=True):
     unknown field that the client may have sent in place of `text`. `unfit`: reason why no model can run the item.
     `unknown`: names of fields that the API does not define. `mentions`: entities that the item's metadata lists, for a
     model that reads entities. `links`: images at URLs that are not fetched yet. `chunks`: parts of the text that get
-    vectors of their own. `size`: approximate bytes of the item in a queue message. The constructor computes `size`,
-    because the items of a large body are constructed in a thread, not in the event loop.
+    vectors of their own. `size`: approximate bytes of the item in a queue message. `is_plain`: the item has a text, and
+    nothing else that a model reads or the gateway checks. The constructor computes both, because the items of a large
+    body are constructed in a thread, not in the event loop.
     """
 
     text: str | None
@@ -64,9 +65,27 @@ class RequestItem(msgspec.Struct, frozen=True):
     document: DocumentFile | None = None
     chunks: TextChunks | None = None
     size: int = 0
+    is_plain: bool = False
 
     def __post_init__(self) -> None:
-        size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "")
+        text = self.text or ""
+        size = len(text) if text.isascii() else utf8_bytes(text)
+        is_plain = (
+            self.text is not None
+            and not (self.modalities or self.unknown or self.images or self.links or self.audio or self.mentions)
+            and self.tokens is None
+            and self.pair is None
+            and self.vectors is None
+            and self.unfit is None
+            and self.document is None
+            and self.chunks is None
+        )
+        msgspec.structs.force_setattr(self, "is_plain", is_plain)
+        if is_plain:
+            msgspec.structs.force_setattr(self, "size", size)
+            return
+        if self.pair is not None:
+            size += utf8_bytes(self.pair)
         if self.images or self.audio or self.document is not None:
             size += self.file_bytes
         if self.tokens is not None:
@@ -108,6 +127,8 @@ class RequestItem(msgspec.Struct, frozen=True):
 
 def input_of(item: RequestItem) -> Input:
     """Return the input of a queue message: the fields of an item that a worker needs."""
+    if item.is_plain:
+        return Input(item.text)
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
         return Input(item.text, mentions=item.mentions, chunks=item.chunks)
     return Input(
@@ -164,6 +185,10 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
         )
     inputs, spans = list[RequestItem](), 0
     for index, value in enumerate(raw):
+        text = value.get("text") if isinstance(value, dict) and len(value) == 1 else value
+        if isinstance(text, str) and text.isascii():  # the most common item
+            inputs.append(RequestItem(text))
+            continue
         item = _item(value, f"{name}[{index}]")
         inputs.append(item)
         spans += len(item.chunks.spans) // 8 if item.chunks is not None else 0
@@ -265,6 +290,13 @@ def _item(value: Any, path: str) -> RequestItem:
         unknown=unknown,
         links=links,
     )
+
+
+def all_plain(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
+    for item in items:
+        if not item.is_plain:
+            return False
+    return query is None or query.is_plain
 
 
 def has_images(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
@@ -392,16 +424,3 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
             f"{path}[{index}]: expected a token id from 0 to 2147483647, got {wrong}", reason="bad_token_id", param=path
         )
     return tuple(value)
-
-
-def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Sequence[int]) -> list[int]:
-    """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit` bytes. `name`: name
-    of the field with the inputs. `positions`: indices of `items` in this field.
-    """
-    remedy = "" if limit >= MAX_BODY_BYTES else "; if SIE_PAYLOAD_STORE_URL is set, larger items are allowed"
-    lengths = [item.size for item in items]
-    if max(lengths, default=0) > limit:
-        position, size = next(pair for pair in zip(positions, lengths, strict=True) if pair[1] > limit)
-        message = f"{name}[{position}]: {size} bytes, one item may have at most {limit}{remedy}"
-        raise PayloadTooLarge(message, param=f"{name}[{position}]", extras={"limit": limit})
-    return lengths

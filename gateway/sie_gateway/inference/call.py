@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from sie_contracts import plain
 from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import FAMILIES, GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.models.catalogue import Resolved
@@ -42,8 +41,8 @@ from sie_contracts.settings import Settings
 from sie_contracts.stages import STAGES
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
+from sie_gateway.admission.model_queue import SharedLimit
 from sie_gateway.admission.slots import KeyTurns
-from sie_gateway.admission.window import SharedLimit
 from sie_gateway.inference import body as bodies
 from sie_runtime import control_group
 from sie_runtime.http.asgi import Body, Receive
@@ -64,14 +63,13 @@ single inputs. Returns the HTTP status, and the JSON body in the format of the A
 native_shape: ErrorShape = FAMILIES["native"]
 
 
-@dataclass
-class Call:
+class Call(msgspec.Struct):
     """HTTP request with the data that the gateway collects about it. `labels`: label values for metrics and logs."""
 
     id: str
     received_s: float
     headers: Mapping[str, str]
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = {}
     path: str = ""
     receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
@@ -123,7 +121,7 @@ class Call:
     def digest(self) -> bytes:
         """Return a digest that identifies a repeated request of the same client."""
         parts = (
-            self.key,
+            self.grant.key,
             self.client,
             self.path,
             self.headers.get("x-sie-timeout-ms", ""),
@@ -138,13 +136,6 @@ class Call:
         """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
-    @property
-    def key(self) -> str:
-        """Return the key under which the queue and all limits count the work of the call. Each credential has its own
-        key. All calls without a credential have the same key.
-        """
-        return self.grant.key
-
 
 def route_key(call: Call | None) -> str:
     """Return the key that selects the target of an alias: X-SIE-Route-Key if the client sent it, else the API key if
@@ -157,7 +148,7 @@ def route_key(call: Call | None) -> str:
         return ""
     named = call.headers.get("x-sie-route-key", "")
     if not named:
-        return f"key {call.key}" if call.key else f"client {call.client}"
+        return f"key {call.grant.key}" if call.grant.key else f"client {call.client}"
     return f"named {named}"
 
 
@@ -225,18 +216,8 @@ class BodyIntake:
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.memory = SharedLimit(max_bytes)
-        self.small = 0  # number of small requests in progress: those whose bodies are not counted in `memory`
+        self.small: set[BodyReader] = set()  # readers whose bodies are not counted in `memory`
         self._paced_until_s = 0.0
-
-    def count_small(self, more: int) -> None:
-        self.small += more
-
-    def reader(self, key: str, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
-        """Return a reader of one body of at most `limit` bytes. The memory of the body is counted until `close`. Raises
-        PayloadTooLarge if the client announces a larger body.
-        """
-        check_length(headers, limit)
-        return BodyReader(self, key, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
         """Return a `receive` with limited speed, for a route that reads its body without BodyReader. While small
@@ -268,17 +249,24 @@ class BodyIntake:
 
 
 class BodyReader:
-    """Reader of one request body. Counts the body's memory in `intake`."""
+    """Reader of one request body. Counts the body's memory in `intake`, until `close`."""
 
-    def __init__(self, intake: BodyIntake, key: str, receive: Receive, limit: int) -> None:
+    def __init__(
+        self, intake: BodyIntake, key: str, receive: Receive, limit: int, *, announced: str = "", is_whole: bool = False
+    ) -> None:
+        """`limit`: largest number of bytes. `announced`: Content-Length of the client. `is_whole`: the server has
+        received the whole body. Raises PayloadTooLarge if the client announces too many bytes.
+        """
+        if announced:
+            check_length(announced, limit)
         self._intake = intake
         self._key = key
         self._receive = receive
         self._limit = limit
         self._size = self._values = 0
         self._counted = 0
-        self._is_small = True
-        intake.count_small(1)
+        self.is_whole = is_whole
+        intake.small.add(self)
 
     async def read(self) -> bytes:
         """Read the whole body and count its memory. Raises PayloadTooLarge, QueueFull, ClientGone."""
@@ -321,22 +309,19 @@ class BodyReader:
                 param="body",
                 retry_after_s=2,
             )
-        self._intake.count_small(-self._is_small)
-        self._is_small = False
+        self._intake.small.discard(self)
         memory.use(self._key, more)
         self._counted += more
 
     def close(self) -> None:
-        self._intake.count_small(-self._is_small)
-        self._is_small = False
+        self._intake.small.discard(self)
         if self._counted:
             self._intake.memory.use(self._key, -self._counted)
             self._counted = 0
 
 
-def check_length(headers: Mapping[str, str], limit: int) -> None:
+def check_length(declared: str, limit: int) -> None:
     """Raise PayloadTooLarge if Content-Length announces more than `limit` bytes."""
-    declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
         raise _too_large(f"{declared[:18]} bytes, at most {limit}", limit)
 
@@ -380,14 +365,14 @@ async def beside(call: Call, turns: KeyTurns, work: Callable[[], T]) -> T:
     """Return the result of `work`, which reads the body of a call. If the body exceeds LARGE_BYTES, `work` runs in a
     thread.
     """
-    return work() if len(call.body) <= LARGE_BYTES else await turns.run(call.key, work)
+    return work() if len(call.body) <= LARGE_BYTES else await turns.run(call.grant.key, work)
 
 
 async def decode_body(call: Call, turns: KeyTurns) -> Mapping[str, Any]:
-    """Return the top-level map of a body. Raises QueueFull, InvalidInput (malformed, too_many_values, schema)."""
+    """Return the top-level map of a body of more than `plain.SMALL_BYTES`. Raises QueueFull, InvalidInput (malformed,
+    too_many_values, schema).
+    """
     body, msgpack = call.body, call.is_msgpack
-    if len(body) <= plain.SMALL_BYTES:
-        return bodies.decode(body, msgpack=msgpack)
     values = await beside(call, turns, lambda: bodies.count(body, msgpack=msgpack))
     if call.reader is not None:
         call.reader.count_values(values)
@@ -423,7 +408,10 @@ class RequestLogger:
         self._timer: asyncio.TimerHandle | None = None  # ends an interval of INTERVAL_S; None between intervals
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log a request. After MAX_REFUSED_LINES lines in an interval, only count refused requests."""
+        """Log a request. `seconds`: time from the request's headers to the reply. The line of a request that ran also
+        has the latencies of its stages, its number of tokens, and its last worker. After MAX_REFUSED_LINES lines in an
+        interval, only count refused requests.
+        """
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -431,36 +419,31 @@ class RequestLogger:
             if self._refused > MAX_REFUSED_LINES:
                 self._left_out[f"{endpoint} {status} code={call.code}"] += 1
                 return
-        log_request(call, endpoint, status, seconds)
+        if not _logger.isEnabledFor(logging.INFO):
+            return
+        words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]
+        if call.code:
+            words.append(f"code={call.code}")
+        if call.infer_request is not None:
+            words.append(f"items={len(call.infer_request.items)}")
+        if call.finished is not None:
+            words.append(f"tokens={call.finished.usage['total_tokens']}")
+            words.append(_LOGGED % _of_logged(call.finished.reported_times or call.finished.timing(call.received_s)))
+        model = call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else None)
+        last = call.finished.last if call.finished is not None else None
+        extra = {
+            "request_id": call.id,
+            "model": model,
+            "latency_ms": round(seconds * 1000, 2),
+            "worker": last.worker if last is not None else None,
+            "key": call.grant.name if call.grant.key else None,
+        }
+        # made here, because `Logger.info` first looks for the file and the line of its caller, which no log line has
+        record = _logger.makeRecord(_logger.name, logging.INFO, "", 0, " ".join(words), (), None, extra=extra)
+        _logger.handle(record)
 
     def _summarise(self) -> None:
         left_out, self._left_out, self._refused, self._timer = self._left_out, Counter(), 0, None
         if left_out:
             kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common())
             _logger.info("%d more requests were refused in %.0f s: %s", left_out.total(), INTERVAL_S, kinds)
-
-
-def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log a request. `seconds`: time from the request's headers to the reply. The line of a request that ran also has
-    the latencies of its stages, its number of tokens, and its last worker.
-    """
-    if not _logger.isEnabledFor(logging.INFO):
-        return
-    words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]
-    if call.code:
-        words.append(f"code={call.code}")
-    if call.infer_request is not None:
-        words.append(f"items={len(call.infer_request.items)}")
-    if call.finished is not None:
-        words.append(f"tokens={call.finished.usage['total_tokens']}")
-        words.append(_LOGGED % _of_logged(call.finished.reported_times or call.finished.timing(call.received_s)))
-    model = call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else None)
-    last = call.finished.last if call.finished is not None else None
-    extra = {
-        "request_id": call.id,
-        "model": model,
-        "latency_ms": round(seconds * 1000, 2),
-        "worker": last.worker if last is not None else None,
-        "key": call.grant.name if call.grant.key else None,
-    }
-    _logger.info(" ".join(words), extra=extra)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Fragment, WorkResult
-from sie_gateway.admission.window import SharedLimit
+from sie_gateway.admission.model_queue import SharedLimit
 
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20  # largest number of bytes of the incomplete results of one request

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sie_contracts import plain
 from sie_contracts.errors import (
     CONFIG_CHANGED,
     ErrorInfo,
@@ -38,17 +39,18 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import AnswerPace
+from sie_gateway.admission.model_queue import AnswerPace, SharedLimit
 from sie_gateway.admission.slots import KeyTurns
-from sie_gateway.admission.window import SharedLimit
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import (
+    CACHE,
     MAX_KEY_CHARS,
     ROUTE_KEY,
+    BodyReader,
     Call,
     ClientGone,
     EncodedReply,
@@ -116,7 +118,7 @@ class Inference:
         self.max_budget_s = settings.gateway_request_timeout  # longest time in seconds from request to reply
         # capability, such as `embed` -> model for requests that need this capability and name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
-        self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
+        self._plain: dict[tuple[str, str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self._resolved: dict[str, Resolved] = {}  # models of the present catalogue by the names of requests
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
@@ -185,30 +187,33 @@ class Inference:
         entries = (catalogue.find(name) for name in sorted(loaded))
         return [entry.id for entry in entries if entry is not None and able(entry)][:2]
 
-    async def answer(
-        self,
-        call: Call,
-        route: InferenceRoute,
-        read: Callable[[], Awaitable[bytes]],
-        send: Send,
-    ) -> None:
+    async def answer(self, call: Call, route: InferenceRoute, reader: BodyReader, send: Send) -> None:
         """Handle a request of an inference route, and send the reply. If the path names a model, resolve the name
         before the body is read, so that a client with a wrong name need not upload its body.
 
         The request counts as in progress until its reply is sent, because its results occupy memory until that time. To
         limit slow uploads, the budget of the request includes the time to read its body.
         """
-        self._resolve(call, route)
-        _check_headers(call.headers)
-        cache_mode(call.headers)  # raises an error for a wrong cache header before the body is read
-        call.budget_s = self._budget_s(call.headers)
-        self._check_concurrency(call)
-        self._enter(call.key, 1)
+        headers, key = call.headers, call.grant.key
+        call.resolved = self._resolved.get(call.model or "")
+        if call.resolved is None:
+            self._resolve(call, route)
+        if not _CHECKED.isdisjoint(headers):
+            _check_headers(headers)
+        call.budget_s = self._budget_s(headers) if "x-sie-timeout-ms" in headers else self.max_budget_s
+        if not self.slots.accepts(key, 1, time.perf_counter()):
+            raise self._too_many(call)
+        self._enter(key, 1)
         try:
-            answer = await self._answer(call, route, read)
+            # a body that has arrived needs no time limit, which takes 1 % of the time of a request
+            call.body = await (reader.read() if reader.is_whole else _body_of(call, reader))
+            if self.away.count and (detached := self.away.find(call)) is not None:
+                answer = await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
+            else:
+                answer = await self._watched(call, route)
             await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
         finally:
-            self._enter(call.key, -1)
+            self._enter(key, -1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
         """Return the reply to a request in a batch. `raw`: the body of the request. Raises SIEError, FailedRequest."""
@@ -221,10 +226,7 @@ class Inference:
         if call.model is not None:
             call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, any_model))
 
-    async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> EncodedReply:
-        call.body = await _body_of(call, read)
-        if self.away.count and (detached := self.away.find(call)) is not None:
-            return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
+    async def _watched(self, call: Call, route: InferenceRoute) -> EncodedReply:
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
         # To notice that the client disconnects, the gateway needs a second task. Most runs end soon, so `_watch` starts
@@ -262,11 +264,12 @@ class Inference:
         again with the new entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the
         budget has ended.
         """
-        body = (
-            await decode_body(call, self.body_threads)
-            if route.body is not None and FORM not in route.body.media
-            else {}
-        )
+        body: Mapping[str, Any] = {}
+        if route.body is not None and FORM not in route.body.media:
+            if len(call.body) <= plain.SMALL_BYTES:
+                body = bodies.decode(call.body, msgpack=call.is_msgpack)
+            else:
+                body = await decode_body(call, self.body_threads)
         restarts = 0
         while True:
             try:
@@ -285,19 +288,17 @@ class Inference:
         """Read the catalogue again until it has another entry of this model, for at most `timeout_s` seconds."""
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
-    def _check_concurrency(self, call: Call) -> None:
-        slots, now_s = self.slots, time.perf_counter()
-        if slots.accepts(call.key, 1, now_s):
-            return
+    def _too_many(self, call: Call) -> QueueFull:
+        slots = self.slots
         lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
-        raise QueueFull(
-            f"{slots.used} requests are in progress, {slots.used_by[call.key]} of them of this client's key; "
+        return QueueFull(
+            f"{slots.used} requests are in progress, {slots.used_by[call.grant.key]} of them of this client's key; "
             f"{slots.total} are allowed at this gateway (SIE_MAX_CONCURRENT_REQUESTS), shared by the active keys",
             extras={"queue_depth": slots.used},
-            retry_after_s=self._pace.retry_s(now_s),
+            retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
 
     def understand(self, call: Call, request: InferRequest) -> InferRequest:
@@ -306,27 +307,27 @@ class Inference:
         """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # first, so that an unknown pool is reported before wrong parameters
-        if bodies.has_links(request.items, request.query):
+        is_plain = bodies.all_plain(request.items, request.query)
+        if not is_plain and bodies.has_links(request.items, request.query):
             if self._fetcher is None:
                 bodies.refuse_links(request.items, request.query)
             else:
                 self._fetcher.check(request.items, request.query)
         options = request.options
         if options is UNMERGED:
-            strict = headers.get("x-sie-strict", "").lower() == "true"
-            mode = _error_mode(call)
-            resolved, options = self._options(resolved, request, mode, strict=strict)
+            resolved, options = self._options(call, request)
             # if the options select another profile, the lane may differ
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         if (
-            bodies.has_images(request.items, None)
+            not is_plain
+            and bodies.has_images(request.items, None)
             and families.row(resolved.entry.family).ignores_text_beside_images
             and (message := bodies.unread_texts(request.items, resolved.entry.id))
         ):
             options = replace(options, warnings=(*options.warnings, *message))
-        call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        priority = self._priority(headers, request.priority)
+        call.labels["machine_profile"], call.labels["model"] = lane.machine_profile, resolved.canonical
+        priority = _priority(headers["x-sie-priority"]) if "x-sie-priority" in headers else request.priority
         return msgspec.structs.replace(request, resolved=resolved, options=options, lane=lane, priority=priority)
 
     def fault_of(self, request: InferRequest) -> ErrorInfo | None:
@@ -344,13 +345,10 @@ class Inference:
         """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError,
         EntryChanged.
         """
-        if self._fetcher is not None and bodies.has_links(request.items, request.query):
-            reads = "image" in request.resolved.entry.inputs
-            if reads and request.operation in ("encode", "score", "extract"):
+        if self._fetcher is not None and not bodies.all_plain(request.items, request.query):
+            reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
+            if reads and bodies.has_links(request.items, request.query):
                 return await self._fetched(call, request, self._fetcher)
-        return await self._execute(call, request)
-
-    async def _execute(self, call: Call, request: InferRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # QueueFull from the broker lacks the depth of the queue
@@ -365,24 +363,26 @@ class Inference:
         left_s = call.received_s + call.budget_s - time.perf_counter()
         items = [*request.items, *([request.query] if request.query else ())]
         until_s = asyncio.get_running_loop().time() + left_s
-        async with fetcher.fetched(items, until_s, call.key, request.inputs_field) as files:
+        async with fetcher.fetched(items, until_s, call.grant.key, request.inputs_field) as files:
+            # an image that could not be fetched has left its URL
+            files = [msgspec.structs.replace(item, links=()) if item.links else item for item in files]
             count = len(request.items)
             query = files[count] if request.query else None
             request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
-            return await self._execute(call, request)
+            return await self.execute(call, request)
 
-    def _options(
-        self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
-    ) -> tuple[Resolved, RequestOptions]:
+    def _options(self, call: Call, request: InferRequest) -> tuple[Resolved, RequestOptions]:
         """Return the result of `run_options`. Cache the results for bodies without parameters, by model, operation,
         error mode and side (query or document), because the computation takes a tenth of the gateway's time for a
         request.
         """
-        body = request.parameters
+        headers, resolved, body = call.headers, request.resolved, request.parameters
+        strict = "x-sie-strict" in headers and headers["x-sie-strict"].lower() == "true"
+        on_item_error = _error_mode(call) if "x-sie-on-item-error" in headers else call.dialect.on_item_error
         for name, value in body.items():
             if value != {} if name in ("params", "options") else name not in _NO_PARAMETERS:
                 return run_options(resolved, body, request.operation, on_item_error, strict=strict, side=request.side)
-        key = resolved.canonical, request.operation, on_item_error, request.side
+        key = resolved.entry.id, resolved.profile, request.operation, on_item_error, request.side
         cached = self._plain.get(key)
         if cached is None or cached[0] is not resolved.entry:
             cached = resolved.entry, run_options(resolved, {}, request.operation, on_item_error, side=request.side)[1]
@@ -404,26 +404,17 @@ class Inference:
             self.idle.set()
 
     def _budget_s(self, headers: Mapping[str, str]) -> float:
-        raw = headers.get("x-sie-timeout-ms")
-        if raw is None:
-            return self.max_budget_s
+        raw = headers["x-sie-timeout-ms"]
         if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= 600_000:
             raise InvalidInput.at("X-SIE-Timeout-Ms", "expected a whole number from 1 to 600000")
         return min(int(raw) / 1000, self.max_budget_s)
-
-    @staticmethod
-    def _priority(headers: Mapping[str, str], requested: Priority) -> Priority:
-        raw = headers.get("x-sie-priority", requested).lower()
-        if raw == "bulk":
-            return "bulk"
-        if raw == "interactive":
-            return "interactive"
-        raise InvalidInput.at("X-SIE-Priority", "expected interactive or bulk")
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
         """Return the lane (pool, machine profile and bundle) of a request. Raises InvalidInput, PoolNotFound,
         BundleConflict, NotFound, NotProvisioned.
         """
+        if "x-sie-pool" not in headers and "x-sie-machine-profile" not in headers:
+            return self._fleet.lane(resolved, pool="", machine_profile="", known_pools=self._pools)
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
         pool = _pool_name(pool_header) if pool_header else ""
@@ -471,6 +462,15 @@ def _pool_name(value: str) -> str:
         raise InvalidInput.at("X-SIE-Pool", str(error), reason="pool_name") from error
 
 
+def _priority(value: str) -> Priority:
+    name = value.lower()
+    if name == "bulk":
+        return "bulk"
+    if name == "interactive":
+        return "interactive"
+    raise InvalidInput.at("X-SIE-Priority", "expected interactive or bulk")
+
+
 def _error_mode(call: Call) -> str:
     """Return the mode for errors of single inputs that applies if the body names no mode: the value of
     X-SIE-On-Item-Error, or the default of the client's SDK version if this header is absent. Raises InvalidInput.
@@ -486,6 +486,9 @@ def _error_mode(call: Call) -> str:
 _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
 
 
+_CHECKED = frozenset(name.lower() for name in (*_HEADER_VALUES, ROUTE_KEY, CACHE))
+
+
 def _check_headers(headers: Mapping[str, str]) -> None:
     for name, values in _HEADER_VALUES.items():
         value = headers.get(name.lower())
@@ -495,13 +498,14 @@ def _check_headers(headers: Mapping[str, str]) -> None:
     if len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
         message = f"expected at most {MAX_KEY_CHARS} printable ASCII characters, got {len(key)} characters"
         raise InvalidInput.at(ROUTE_KEY, message)
+    cache_mode(headers)
 
 
-async def _body_of(call: Call, read: Callable[[], Awaitable[bytes]]) -> bytes:
+async def _body_of(call: Call, reader: BodyReader) -> bytes:
     left_s = call.received_s + call.budget_s - time.perf_counter()
     try:
         async with asyncio.timeout(left_s):
-            return await read()
+            return await reader.read()
     except TimeoutError as error:
         message = f"the body was not complete within the budget of {call.budget_s:g} s"
         raise GatewayTimeout(message, param="body") from error

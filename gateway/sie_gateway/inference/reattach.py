@@ -107,7 +107,7 @@ def _identity(call: Call) -> Identity:
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
     # without an API key, the client's address is part of the result: it decides which target of an alias a client gets
-    return call.path, "" if call.key else call.client, len(call.body), tuple(headers)
+    return call.path, "" if call.grant.key else call.client, len(call.body), tuple(headers)
 
 
 class Run:

@@ -322,7 +322,7 @@ def encode_slots(
         read = _exact_array_of
     slots = []
     for item, (result, outcome) in zip(items, outcomes, strict=True):
-        slot = _echo(item)
+        slot = {} if item.id is None and item.metadata is None else _echo(item)
         slots.append(slot)
         if isinstance(outcome, Failed):
             slot["error"] = slot_error(outcome.error)
@@ -333,7 +333,8 @@ def encode_slots(
             slot |= _outputs(entry, run, functools.partial(read, *own), functools.partial(array_of, *own))
         else:
             slot["chunks"] = _chunk_slots(entry, run, result, outcome, exact=not msgpack)
-        slot["usage"] = _usage(outcome)
+        tokens = outcome.tokens
+        slot["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": outcome.truncated}
     return slots
 
 

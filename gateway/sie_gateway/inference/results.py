@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -52,9 +52,6 @@ from sie_gateway.inference.reply import Placed, array_of, slot_error
 from sie_gateway.metrics import Metrics
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.chunk import Chunk
 
 _TIMING_HEADERS = (
     ("X-Queue-Time", "queue_time"),
@@ -105,6 +102,17 @@ class InferRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, options=options)
 
 
+class Chunk(msgspec.Struct, frozen=True):
+    """Inputs `start` to `stop - 1` of a request. `cost`: estimated tokens of all rows (token sequences) that the model
+    runs for these inputs. `squares`: sum of the squared token counts of the rows.
+    """
+
+    start: int
+    stop: int
+    cost: int
+    squares: int = 0
+
+
 class RequestResult:
     """Outcomes of a request, in the order of its inputs."""
 
@@ -150,7 +158,7 @@ class RequestResult:
     def add_cached(self, index: int, result: WorkResult) -> None:
         """Store the answer of one input that came from the cache or from another request."""
         self.cached_items += 1
-        self.cached_tokens += tokens_of(result)
+        self.cached_tokens += work_of((result,))[0]
         self._add((index,), result)
 
     def add_failure(self, index: int, failure: Failed) -> None:
@@ -259,17 +267,12 @@ class RequestResult:
         )
         return times
 
-    def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
-        """Return a function that builds `timing`, the last entry of a reply. Its argument is the number of seconds
-        in which the other entries were written. This time and the time from `began_s` to the call of `late` are summed.
+    def late(self, received_s: float, prepared_s: float, spent_s: float) -> dict[str, Any]:
+        """Return `timing`, the last entry of a reply. `prepared_s`: seconds in which the other entries were made.
+        `spent_s`: seconds in which they were written.
         """
-        self.written_ms = prepared_ms = 1000 * (time.perf_counter() - began_s)
-
-        def entry(spent_s: float) -> dict[str, Any]:
-            self.written_ms = prepared_ms + 1000 * spent_s
-            return {"timing": self.timing(received_s)}
-
-        return entry
+        self.written_ms = 1000 * (prepared_s + spent_s)
+        return {"timing": self.timing(received_s)}
 
     def item_timings(self) -> list[dict[str, float]]:
         """Return the milliseconds of the stages of each input, from the admission to the arrival of its result. The
@@ -323,7 +326,7 @@ class RequestResult:
             workers.add(result.worker)
         headers = {
             "X-SIE-Model": resolved.canonical,
-            "X-SIE-Model-Revision": resolved.entry.revision,
+            "X-SIE-Model-Revision": resolved.revision,
             "X-SIE-Fingerprint": self.fingerprint,
             "X-SIE-Bundle": self.request.lane.bundle,
             "X-SIE-Served-By": "local",
@@ -354,14 +357,6 @@ class RequestResult:
         return headers
 
 
-def tokens_of(result: WorkResult) -> int:
-    """Return the number of tokens that the model read for a chunk."""
-    tokens = 0
-    for outcome in result.outcomes:
-        tokens += outcome.tokens if isinstance(outcome, Ok) else 0
-    return tokens
-
-
 def charged_tokens(least: Sequence[int], results: Sequence[WorkResult]) -> int:
     """Return the tokens that a key pays for inputs with these results: for each input those that the model read, and at
     least `least`. An input that the worker refuses as invalid costs the latter, because the worker has
@@ -375,17 +370,20 @@ def charged_tokens(least: Sequence[int], results: Sequence[WorkResult]) -> int:
     )
 
 
-def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the seconds for which a device worked on chunks. For each chunk, this is the time of its batch, multiplied
-    by the chunk's share of the batch's tokens.
+def work_of(results: Sequence[WorkResult]) -> tuple[int, float]:
+    """Return the tokens that the model read for chunks, and the seconds for which a device worked on them. For each
+    chunk, these are the time of its batch, multiplied by the chunk's share of the batch's tokens.
     """
-    total_ms = 0.0
+    total, total_ms = 0, 0.0
     for result in results:
-        tokens = tokens_of(result)
+        tokens = 0
+        for outcome in result.outcomes:
+            tokens += outcome.tokens if isinstance(outcome, Ok) else 0
+        total += tokens
         if result.batch.tokens and tokens:
             share = min(1.0, tokens / result.batch.tokens)
             total_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
-    return total_ms / 1000
+    return total, total_ms / 1000
 
 
 class InvalidOutcomeCount(Exception):
@@ -439,9 +437,7 @@ def stage_times(
         worker.inference_ms,
         worker.postprocess_ms + written_ms,
     )
-    stages = {}
-    for name, ms in zip(STAGES, (*times, max(0.0, total_ms - sum(times))), strict=True):
-        stages[name] = round(ms, 3)
+    stages = {name: round(ms, 3) for name, ms in zip(STAGES, (*times, max(0.0, total_ms - sum(times))), strict=True)}
     stages["total_time"] = total = round(total_ms, 3)
     stages["device_wait_time"] = round(worker.device_wait_ms, 3)
     stages["queue_ms"] = round(queue + load + worker.batch_wait_ms, 3)
@@ -476,8 +472,9 @@ _logger = logging.getLogger("sie.gateway.inbox")
 class OutcomeCollector:
     """Outcomes of one request, by chunk. The first result of each chunk counts; further results are ignored."""
 
-    def __init__(self, request: str, chunks: int, pool: str = "", key: str = "") -> None:
+    def __init__(self, request: str, reply: str, chunks: int, pool: str, key: str) -> None:
         self.request = request
+        self.reply = reply  # subject to which results of the request are sent
         self.key = key  # API key of the request
         self.pool = pool
         self.results: list[WorkResult | None] = [None] * chunks
@@ -488,31 +485,28 @@ class OutcomeCollector:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def awaits(self, chunk: int) -> bool:
-        """Return True if the chunk exists and has no result yet."""
-        return 0 <= chunk < len(self.results) and self.results[chunk] is None
-
     def offer(self, result: WorkResult) -> bool:
         """Accept a result. Return False if its chunk has a result already or does not exist."""
-        if not self.awaits(result.chunk):
+        chunk = result.chunk
+        if not 0 <= chunk < len(self.results) or self.results[chunk] is not None:
             return False
-        self.results[result.chunk] = result
+        self.results[chunk] = result
         self.missing -= 1
-        self.arrivals_s[result.chunk] = time.perf_counter()
+        self.arrivals_s[chunk] = time.perf_counter()
         if self.on_taken is not None:
             self.on_taken(result)
-        if not self.missing:
-            self._end(None)
+        if not self.missing and not self._is_over:
+            self._is_over = True
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
         return True
 
     def fail(self, error: Exception) -> None:
         """End the request with an error. Does nothing if all results have arrived."""
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
         if not self._is_over:
             self._is_over, self._error = True, error
-            _wake(self._waiter)
+            if self._waiter is not None:
+                _wake(self._waiter)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until all results have arrived. Raises TimeoutError, or the argument of `fail`. One task may wait."""
@@ -532,8 +526,8 @@ class OutcomeCollector:
             raise self._error.with_traceback(None)
 
 
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
         waiter.set_result(None)
 
 
@@ -576,12 +570,8 @@ class ResultInbox:
             await self._subscription.stop()
         await self._checks.cancel()
 
-    def address(self, request: str) -> str:
-        """Return the subject to which results of this request are sent."""
-        return f"{self.subject}.{request}"
-
     def open(self, request: str, chunks: int, pool: str = "", key: str = "") -> OutcomeCollector:
-        collector = self._open[request] = OutcomeCollector(request, chunks, pool, key)
+        collector = self._open[request] = OutcomeCollector(request, f"{self.subject}.{request}", chunks, pool, key)
         return collector
 
     def close(self, collector: OutcomeCollector) -> None:
@@ -621,22 +611,24 @@ class ResultInbox:
         return "unknown"
 
     async def _on_result(self, message: CoreMessage) -> None:
-        reply = self._reply_to(message)
-        if reply is not None and message.reply:
-            failpoint("results.before_confirm")
-            await self._bus.send(message.reply, reply)
-
-    def _reply_to(self, message: CoreMessage) -> bytes | None:
-        """Handle a message of a worker and return the encoded reply; None if `_check` sends the reply later."""
+        """Handle a message of a worker and send the reply, except after the last part of a result: `_check` replies."""
         try:
             decoded = messages.decode_results(message.data)
         except UNDECODABLE as error:
-            return _CONFIRMATIONS[self._unreadable(message.subject.rpartition(".")[2], error)]
-        if isinstance(decoded, WorkResults):
-            pairs = zip(decoded.requests, decoded.results, strict=True)
-            return messages.encode(Confirmations(tuple(self._offer_encoded(request, data) for request, data in pairs)))
-        verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
-        return None if verdict is None else _CONFIRMATIONS[verdict]
+            reply = _CONFIRMATIONS[self._unreadable(message.subject.rpartition(".")[2], error)]
+        else:
+            if isinstance(decoded, WorkResults):
+                pairs = zip(decoded.requests, decoded.results, strict=True)
+                reply = messages.encode(Confirmations(tuple([self._offer_encoded(*pair) for pair in pairs])))
+            elif not isinstance(decoded, Fragment):
+                reply = _CONFIRMATIONS[self._offer(decoded)]
+            elif (verdict := self._keep(decoded, message.reply)) is None:
+                return
+            else:
+                reply = _CONFIRMATIONS[verdict]
+        if message.reply:
+            failpoint("results.before_confirm")
+            await self._bus.send(message.reply, reply)
 
     def _offer_encoded(self, request: str, data: bytes) -> Verdict:
         try:
@@ -646,14 +638,14 @@ class ResultInbox:
 
     def _unreadable(self, request: str, error: Exception) -> Verdict:
         """Fail the request of a result that cannot be decoded: if sent again, the result would have the same bytes."""
-        self._metrics.outcomes.labels("undecodable").inc()
+        self._metrics.outcomes["undecodable"].inc()
         _logger.error("request %s failed, because a worker's result could not be decoded: %s", request, error)
         return self._fail(request, InternalFailure("the gateway could not read a result"))
 
     def _offer(self, result: WorkResult) -> Verdict:
         collector = self._open.get(result.request)
         verdict: Verdict = "unknown" if collector is None else "taken" if collector.offer(result) else "duplicate"
-        self._metrics.outcomes.labels(verdict).inc()
+        self._metrics.outcomes[verdict].inc()
         if verdict == "unknown":
             self._on_late(result)
         if verdict == "taken":
@@ -667,14 +659,14 @@ class ResultInbox:
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"
-        if not collector.awaits(part.chunk):
+        if not 0 <= part.chunk < len(collector.results) or collector.results[part.chunk] is not None:
             return "duplicate"
         try:
             assembly = self._fragments.add(part, time.monotonic(), collector.key)
         except ValueError as error:
             return self._unreadable(part.request, error)
         except InboxFull as error:
-            self._metrics.outcomes.labels("no_room").inc()
+            self._metrics.outcomes["no_room"].inc()
             self._fragments.drop_request(part.request)
             return self._fail(
                 part.request,
@@ -702,7 +694,7 @@ class ResultInbox:
             verdict = self._offer(result)
             failpoint("results.assembled")
         except Damaged as error:
-            self._metrics.outcomes.labels("damaged").inc()
+            self._metrics.outcomes["damaged"].inc()
             _logger.error(
                 "request %s: a result of %d parts is damaged, so the worker must send it again: %s",
                 assembly.request,

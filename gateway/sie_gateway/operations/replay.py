@@ -64,7 +64,7 @@ class Replays:
                 request=request,
                 chunk=0,
                 attempt=located.item.attempt + 1,
-                reply=self.inbox.address(request),
+                reply=collector.reply,
                 budget_ms=round(timeout_s * 1000),
             )
             await self.broker.publish(located.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")

@@ -25,8 +25,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from sie_broker import (
     Administration,
@@ -132,7 +132,8 @@ class StreamConsumers:
         self._idle_s = idle_s
         self._clock = clock
         self._own: set[str] = set()
-        self._verified: set[str] = set()
+        # names of consumers with the settings of their specs at the last check, and no notice of their deletion since
+        self.verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
         # names of consumers whose deletion was reported while `_make` created them; `_make` creates them once more
@@ -163,17 +164,11 @@ class StreamConsumers:
         self._held[spec.name] = (spec, deadline_s if held is None else max(deadline_s, held[1]))
         return route
 
-    def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return True if the consumer had the settings of `spec` at the last check and no notice of its deletion came
-        since.
-        """
-        return spec.name in self._verified
-
     async def ensure(self, spec: ConsumerSpec) -> None:
         """Create the consumer, or check that the existing consumer has the settings of `spec`. Raises TopologyMismatch,
         BrokerError.
         """
-        if not self.is_verified(spec):
+        if spec.name not in self.verified:
             await self._ensuring.run(spec.name, functools.partial(self._make, spec))
 
     async def _make(self, spec: ConsumerSpec) -> None:
@@ -182,7 +177,7 @@ class StreamConsumers:
             await self._broker.ensure_consumer(spec)
             failpoint("gateway.consumer_ensured")
             if spec.name not in self._stale:
-                self._verified.add(spec.name)
+                self.verified.add(spec.name)
                 return
 
     async def _on_consumer(self, name: str, exists: bool) -> None:
@@ -191,7 +186,7 @@ class StreamConsumers:
                 self._own.add(name)
             return
         self._own.discard(name)
-        self._verified.discard(name)
+        self.verified.discard(name)
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
@@ -205,19 +200,19 @@ class StreamConsumers:
 
     def discard_verified(self) -> None:
         """Mark all consumers as unchecked, because notices of deletions may be lost. Their next use checks them."""
-        self._verified.clear()
+        self.verified.clear()
         self._stale.update(self._ensuring)
 
     async def refresh(self, ack_wait_s: float) -> None:
         """Create the missing consumers of open requests and of subjects with messages. Raises BrokerError."""
         now_s = self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
-        verified = set(self._verified)
+        verified = set(self.verified)
         names = set(await self._broker.consumers(self._stream))
         lost = verified - names
-        self._verified -= lost
+        self.verified -= lost
         self._own = {name for name in (*names, *self._ensuring) if not topology.is_slot(name)}
-        missing = {name: spec for name, (spec, _) in self._held.items() if name not in self._verified}
+        missing = {name: spec for name, (spec, _) in self._held.items() if name not in self.verified}
         for subject in await self._broker.subject_counts(self._stream, ">"):
             try:
                 spec = topology.consumer_of(subject, ack_wait_s)
@@ -257,7 +252,7 @@ class StreamConsumers:
             await self._broker.delete_consumer(self._stream, name)
             failpoint("gateway.consumer_deleted")
             self._rests.pop(name, None)
-            self._verified.discard(name)
+            self.verified.discard(name)
         if unused:
             _consumers_logger.info("stream %s: %d unused consumers were deleted", self._stream, len(unused))
             await self.refresh(ack_wait_s)
@@ -287,7 +282,7 @@ class WorkConsumers:
         self._ack_wait_s = float(settings.ack_wait_s)
         self._idle_s = idle_s
         self._clock = clock
-        self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
+        self.streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
         self._following = asyncio.Lock()  # so that two calls of `follow` do not both subscribe to a pool's notices
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
@@ -296,58 +291,44 @@ class WorkConsumers:
     async def follow(self, pool: str) -> StreamConsumers:
         """Begin to manage the consumers of a pool's existing stream, and return these consumers. Raises BrokerError."""
         async with self._following:
-            if pool not in self._streams:
+            if pool not in self.streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
                 stream = StreamConsumers(self._broker, topology.stream_name(pool), limit, self._idle_s, self._clock)
                 await stream.start()
-                self._streams[pool] = stream
-        return self._streams[pool]
+                self.streams[pool] = stream
+        return self.streams[pool]
 
-    def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
-        """Return the route for a request's work. Raises PoolNotFound for a removed pool."""
-        own, shared = _routes(lane, priority, model, self._ack_wait_s)
-        return self._stream(lane.pool).route(own, shared, deadline_s)
-
-    def _stream(self, pool: str) -> StreamConsumers:
-        stream = self._streams.get(pool)
+    def stream(self, pool: str) -> StreamConsumers:
+        """Return the consumers of a pool's stream. Raises PoolNotFound for a removed pool."""
+        stream = self.streams.get(pool)
         if stream is None:
             raise PoolNotFound(f"the pool {pool!r} does not exist any more, because its reservation has ended")
         return stream
 
-    @property
-    def pools(self) -> Collection[str]:
-        return self._streams.keys()
-
-    def follows(self, pool: str) -> bool:
-        return pool in self._streams
-
     async def unfollow(self, pool: str) -> None:
         async with self._following:
-            stream = self._streams.pop(pool, None)
+            stream = self.streams.pop(pool, None)
         if stream is not None:
             await stream.stop()
 
-    def is_verified(self, pool: str, spec: ConsumerSpec) -> bool:
-        return pool in self._streams and self._streams[pool].is_verified(spec)
-
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
         """Create or check the consumer. Raises PoolNotFound for a removed pool, TopologyMismatch, BrokerError."""
-        await self._stream(pool).ensure(spec)
+        await self.stream(pool).ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
         """Mark the consumers of a pool as unchecked: the new stream of the pool has no consumers yet."""
-        if (stream := self._streams.get(pool)) is not None:
+        if (stream := self.streams.get(pool)) is not None:
             stream.discard_verified()
 
     async def reverify(self) -> None:
         """Check every consumer again after a reconnect: notices of deletions may be missing. Raises BrokerError."""
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             stream.discard_verified()
         await self._refresh()
 
     async def _refresh(self) -> None:
         await independently(
-            functools.partial(stream.refresh, self._ack_wait_s) for stream in list(self._streams.values())
+            functools.partial(stream.refresh, self._ack_wait_s) for stream in list(self.streams.values())
         )
 
     async def run(self, stop: Stop) -> None:
@@ -359,7 +340,7 @@ class WorkConsumers:
                 await independently((self._refresh, self.take_turn))
 
     async def close(self) -> None:
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             await stream.stop()
 
     async def take_turn(self) -> int:
@@ -370,11 +351,13 @@ class WorkConsumers:
             return 0
         self._swept_s = self._clock()
         failpoint("gateway.leader_lease_held")
-        sweeps = (functools.partial(stream.sweep, self._ack_wait_s) for stream in list(self._streams.values()))
+        sweeps = (functools.partial(stream.sweep, self._ack_wait_s) for stream in list(self.streams.values()))
         return sum(await independently(sweeps))
 
 
+_T = TypeVar("_T")
 PUBLISH_TIMEOUT_S = 2.0
+LEAST_TIMEOUT_S = 0.05  # shortest time limit of a call of the broker, even after the deadline of the request
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
 # seconds that the last attempt may take beyond PUBLISH_PATIENCE_S, so that the request gets the error of this attempt
@@ -412,6 +395,16 @@ class StreamPosition(NamedTuple):
     sequence: int
 
 
+class MessageLimits(NamedTuple):
+    """Largest numbers of bytes in a message: of inputs, and of results. A larger result of one input takes several
+    messages. `any_size`: a payload store takes the inputs that are too large for a message.
+    """
+
+    payload_bytes: int
+    result_bytes: int
+    any_size: bool
+
+
 class WorkQueue:
     """Work streams of the pools. The gateway creates these streams and their consumers; workers only check them. If the
     broker has users, the gateway's user may not create streams: the gateway then asks the config service to do so.
@@ -436,6 +429,7 @@ class WorkQueue:
         """
         self._broker = broker
         self._settings = settings
+        self._ack_wait_s = float(settings.ack_wait_s)
         self._metrics = metrics
         self._on_lost = on_lost
         self._offload = offload
@@ -456,20 +450,11 @@ class WorkQueue:
             leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} bytes for input"
             raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {inline_bytes}, {leaves}")
 
-    @property
-    def payload_bytes(self) -> int:
-        """Return the largest number of bytes of inputs in a message. The broker's limit may change at a reconnect."""
-        return min(self.result_bytes, self._settings.inline_payload_bytes or self.result_bytes)
-
-    @property
-    def result_bytes(self) -> int:
-        """Return how many bytes of results fit into a message. A larger result of one input takes several messages."""
-        return max(1, self._broker.max_payload - HEADROOM_BYTES)
-
-    @property
-    def holds_any_size(self) -> bool:
-        """Return True if a payload store takes the inputs that are too large for a message."""
-        return self._offload is not None
+    def limits(self) -> MessageLimits:
+        """Return the limits of messages. They may change when the gateway connects to the broker again."""
+        result_bytes = max(1, self._broker.max_payload - HEADROOM_BYTES)
+        payload_bytes = min(result_bytes, self._settings.inline_payload_bytes or result_bytes)
+        return MessageLimits(payload_bytes, result_bytes, self._offload is not None)
 
     async def ensure_pool(self, pool: str) -> None:
         """Create the pool's stream, or check the existing stream. Call `on_lost` if the stream was created again since
@@ -556,25 +541,34 @@ class WorkQueue:
         the consumer exists. Raises QueueFull, QueueUnavailable, GatewayTimeout, PayloadTooLarge,
         PoolNotFound.
         """
-        first = items[0]
-        is_followed = self.consumers.follows(lane.pool)
-        if not is_followed:
+        first, stream = items[0], self.consumers.streams.get(lane.pool)
+        if stream is None:
             self._require(lane.pool)  # publish nothing for an ended reservation: nobody would remove it
         self._on_publish(lane, items)
         started_s = time.perf_counter()
-        if not is_followed:
+        if stream is None:
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
-        subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
+            stream = self.consumers.stream(lane.pool)
+        routes = _routes(lane, first.priority, first.model, self._ack_wait_s)
+        subject, spec = stream.route(*routes, deadline_s)
         # the usual case, one chunk and a verified consumer, needs no task and no semaphore
-        if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
+        if len(items) == 1 and spec.name in stream.verified:
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
-            stored = await self._publish_all(lane, subject, spec, items, deadline_s)
-        self._metrics.publish.labels(first.operation).observe(time.perf_counter() - started_s)
+            is_verified = spec.name in stream.verified
+            stored = await self._publish_all(lane, subject, spec, items, deadline_s, is_verified=is_verified)
+        self._metrics.publish[first.operation].observe(time.perf_counter() - started_s)
         return stored
 
     async def _publish_all(
-        self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
+        self,
+        lane: Lane,
+        subject: str,
+        spec: ConsumerSpec,
+        items: Sequence[WorkItem],
+        deadline_s: float,
+        *,
+        is_verified: bool,
     ) -> list[StreamPosition]:
         # limits the number of messages of a large request that are in memory at the same time
         turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
@@ -585,11 +579,7 @@ class WorkQueue:
 
         tasks = [asyncio.ensure_future(in_turn(item)) for item in items]
         ensure = functools.partial(self.consumers.ensure, lane.pool, spec)
-        consumer = (
-            []
-            if self.consumers.is_verified(lane.pool, spec)
-            else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
-        )
+        consumer = [] if is_verified else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
         try:
             stored = await asyncio.gather(*tasks)
             await asyncio.gather(*consumer)
@@ -624,36 +614,38 @@ class WorkQueue:
         drop it after its time limit.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
-        stored, tried = StreamPosition("", 0), False
-        # large inputs are not encoded here, because encoding would block the event loop; `Offload.stored` uses a thread
-        is_large = self._offload is not None and sum(entry.least_bytes for entry in _inputs(item)) > self.payload_bytes
-        data = b"" if is_large else messages.encode(item)
-        if self._offload is not None and (
-            is_large or (len(data) > self.payload_bytes and self._is_too_large(item, len(data)))
-        ):
-            data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
-
-        async def attempt() -> None:
-            nonlocal stored, tried
-            tried, created = True, self._created.get(lane.pool, "")
-            failpoint("publish.before_publish")
-            try:
-                published = await self._broker.publish(
-                    subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s)
-                )
-            except BrokerError:
-                self._metrics.ack_failures.inc()
-                raise
-            stored = StreamPosition(created, published.sequence)
-            failpoint("publish.published")
-
+        if self._offload is None:
+            data = messages.encode(item)
+        else:
+            # large inputs are not encoded here, because encoding would block the event loop; `Offload.stored` uses a
+            # thread
+            limit = self.limits().payload_bytes
+            is_large = sum(entry.least_bytes for entry in _inputs(item)) > limit
+            data = b"" if is_large else messages.encode(item)
+            if is_large or (len(data) > limit and self._is_too_large(item, len(data), limit)):
+                data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
+        began_s = time.perf_counter()
         try:
-            await self._with_patience(attempt, lane.pool, deadline_s)
+            try:  # the usual case, an answer to the first attempt, needs no time limit beside that of `Broker.publish`
+                return await self._store(lane.pool, subject, data, message_id, deadline_s)
+            except BrokerError as error:
+                attempt = functools.partial(self._store, lane.pool, subject, data, message_id, deadline_s)
+                return await self._with_patience(attempt, lane.pool, deadline_s, began_s, error)
         except asyncio.CancelledError:
-            if tried:
-                self.undo(self._take_back(lane.pool, subject, data, message_id, item.request))
+            self.undo(self._take_back(lane.pool, subject, data, message_id, item.request))
             raise
-        return stored
+
+    async def _store(self, pool: str, subject: str, data: bytes, message_id: str, deadline_s: float) -> StreamPosition:
+        created = self._created.get(pool, "")
+        failpoint("publish.before_publish")
+        timeout_s = max(LEAST_TIMEOUT_S, min(PUBLISH_TIMEOUT_S, deadline_s - time.perf_counter()))
+        try:
+            published = await self._broker.publish(subject, data, message_id, timeout_s)
+        except BrokerError:
+            self._metrics.ack_failures.inc()
+            raise
+        failpoint("publish.published")
+        return StreamPosition(created, published.sequence)
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
         """Withdraw a message that the broker may have stored. Publish the message again with the same message id to
@@ -664,24 +656,33 @@ class WorkQueue:
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
-    def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed `payload_bytes`, or a dead letter of the item exceeds the broker's limit."""
+    def _is_too_large(self, item: WorkItem, message_bytes: int, limit: int) -> bool:
+        """Return True if the inputs exceed `limit`, or a dead letter of the item exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
-        return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
+        return sum(entry.nbytes for entry in _inputs(item)) > limit
 
-    async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Call `attempt` again and again until the broker replies. Stop after PUBLISH_PATIENCE_S seconds, or earlier at
+    async def _with_patience(
+        self,
+        attempt: Callable[[], Awaitable[_T]],
+        pool: str,
+        deadline_s: float,
+        began_s: float | None = None,
+        failed: BrokerError | None = None,
+    ) -> _T:
+        """Call `attempt` again and again until the broker replies, and return its result. `failed`: the error of an
+        attempt that began at `began_s`. Stop PUBLISH_PATIENCE_S seconds after the first attempt began, or earlier at
         `deadline_s`; the last attempt may take LAST_ATTEMPT_S seconds more. After an attempt without a connection,
         create the pool's stream again if the broker has lost it.
 
         Raises GatewayTimeout if the budget ended while the gateway had a connection: an attempt that the deadline cut
         short says nothing about the broker.
         """
-        end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
+        now_s = time.perf_counter()
+        end_s = min((now_s if began_s is None else began_s) + PUBLISH_PATIENCE_S, deadline_s)
         try:
-            async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
-                await self._patiently(attempt, pool, end_s)
+            async with asyncio.timeout(max(0.0, end_s - now_s) + LAST_ATTEMPT_S):
+                return await self._patiently(attempt, pool, end_s, failed)
         except (TimeoutError, BrokerUnavailable) as error:
             if not self._broker.connected:
                 raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
@@ -690,10 +691,14 @@ class WorkQueue:
                 raise GatewayTimeout(message) from error
             raise QueueUnavailable("the broker did not store the work of this request in time: try again") from error
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
+    async def _patiently(
+        self, attempt: Callable[[], Awaitable[_T]], pool: str, end_s: float, failed: BrokerError | None
+    ) -> _T:
         while True:
             try:
-                await attempt()
+                if failed is not None:
+                    raise failed
+                return await attempt()
             except StreamFull as error:
                 raise QueueFull(f"the queue is full: {error}") from error
             except TopologyMismatch as error:
@@ -708,6 +713,7 @@ class WorkQueue:
             except BrokerUnavailable:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise
+                failed = None
                 # the client library reconnects during this pause
                 await asyncio.sleep(0.1)
                 if self._broker.connected:
@@ -715,8 +721,6 @@ class WorkQueue:
                         await self.ensure_pool(pool)
             except BrokerError as error:
                 raise QueueUnavailable(f"the broker did not accept the work of this request: {error}") from error
-            else:
-                return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
         """Remove the waiting and leased messages of an ended request. If the stream was lost and created again, ignore
@@ -761,8 +765,8 @@ def _inputs(item: WorkItem) -> Sequence[Input]:
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:
-    """Return `timeout_s`, or less if the deadline is earlier, but at least 0.05 seconds."""
-    return max(0.05, min(timeout_s, deadline_s - time.perf_counter()))
+    """Return `timeout_s`, or less if the deadline is earlier, but at least LEAST_TIMEOUT_S."""
+    return max(LEAST_TIMEOUT_S, min(timeout_s, deadline_s - time.perf_counter()))
 
 
 def _too_small(max_payload: int) -> str:

@@ -35,7 +35,7 @@ def packaged_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
 
 
-class Resolved(msgspec.Struct, frozen=True):
+class Resolved(msgspec.Struct, frozen=True, dict=True):
     """Result of resolving the model name of a request. `run`, `load`: options of the model, changed by the profile.
     `residency`: name of the loaded copy of the model with these load options; profiles with equal load options share a
     copy.
@@ -50,11 +50,15 @@ class Resolved(msgspec.Struct, frozen=True):
     alias: str = ""  # alias that the request named; empty if it named a model
     bundles: tuple[str, ...] = ()  # bundles that can serve the model, the preferred bundle first
 
-    @property
+    @functools.cached_property
     def bundle(self) -> str:
         return self.bundles[0] if self.bundles else self.entry.bundle or bundling.DEFAULT
 
-    @property
+    @functools.cached_property
+    def revision(self) -> str:
+        return self.entry.revision
+
+    @functools.cached_property
     def canonical(self) -> str:
         return self.entry.id if self.profile == "default" else f"{self.entry.id}:{self.profile}"
 

@@ -34,11 +34,14 @@ TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if i
 INCOMPRESSIBLE = "sie.incompressible"
 # key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
 FIRST_BYTE = "sie.first_byte_s"
+# key in an ASGI scope: present if the whole body had arrived before the application was called
+BODY_ARRIVED = "sie.body_arrived"
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", f"default-src 'none'; {_NO_FRAMES}".encode()),
 )
+_SECURITY = dict(SECURITY_HEADERS)
 FAILED = "the server failed; its log has the details"
 _VERSION = __version__.encode()
 _SDK_VERSION = sdk_versions.HEADER.encode()
@@ -85,19 +88,20 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
         sent_id = b", ".join(sent_ids)  # several headers of this name are read as one value (RFC 9110)
         if 0 < len(sent_id) <= MAX_ID_CHARS and sent_id.isascii() and sent_id.decode().isprintable():
             client_id = sent_id
-    trace_id = scope.get(TRACE_ID)
+    common = {
+        b"date": _date(int(time.time())),
+        b"x-sie-request-id": request_id,
+        b"x-request-id": client_id,
+        b"x-sie-version": _VERSION,
+        b"x-sie-server-version": server_version.encode(),
+        **_SECURITY,
+    }
+    if trace_id := scope.get(TRACE_ID):
+        common[b"x-trace-id"] = trace_id.encode()
     merged = list(headers)
-    own = dict(merged)
-    common = (
-        (b"date", _date(int(time.time()))),
-        *(((b"x-trace-id", trace_id.encode()),) if trace_id else ()),
-        (b"x-sie-request-id", request_id),
-        (b"x-request-id", client_id),
-        (b"x-sie-version", _VERSION),
-        (b"x-sie-server-version", server_version.encode()),
-        *SECURITY_HEADERS,
-    )
-    merged.extend(pair for pair in common if pair[0] not in own)
+    for name, _ in merged:
+        common.pop(name, None)
+    merged.extend(common.items())
     return merged
 
 

@@ -53,6 +53,7 @@ from sie_contracts.errors import (
 from sie_contracts.loopback import is_loopback
 from sie_runtime.descriptors import max_connections
 from sie_runtime.http.asgi import (
+    BODY_ARRIVED,
     FAILED,
     FIRST_BYTE,
     INCOMPRESSIBLE,
@@ -249,14 +250,11 @@ class Protocol(HttpToolsProtocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._unread is None:
-            self._parse(data)
-        else:  # `_parse_unread` has not parsed the earlier input yet, although the application resumed reading
+        """Parse the input. After PIECES_AT_ONCE pieces of a body, leave the rest to `_parse_unread`."""
+        if self._unread is not None:  # the earlier input is not parsed yet, although the application resumed reading
             self._unread += data
             self.transport.pause_reading()
-
-    def _parse(self, data: bytes) -> None:
-        """Parse the input. After PIECES_AT_ONCE pieces of a body, leave the rest to `_parse_unread`."""
+            return
         begin, most_pieces = 0, self._body_pieces + PIECES_AT_ONCE
         while begin < len(data):
             end = begin + SLICE_BYTES if not begin or self._is_chunked else len(data)
@@ -273,7 +271,7 @@ class Protocol(HttpToolsProtocol):
         if self._unread is None or self.transport.is_closing():
             return
         data, self._unread = self._unread, None
-        self._parse(data)
+        self.data_received(data)
         if self._unread is None and not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -323,19 +321,15 @@ class Protocol(HttpToolsProtocol):
         framing = [pair for pair in self.headers if pair[0] in _BODY_FRAMING]
         self.parser = httptools.HttpRequestParser(self)
         if framing:
-            self._is_resuming = True
+            self._is_resuming, url = True, self.url
             lines = b"".join(b"%b: %b\r\n" % pair for pair in framing)
             self.parser.feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")
-            self._is_resuming = False
+            self._is_resuming, self.url = False, url
         if rest:
             return self._read(rest)
         if self.cycle.more_body and self._body_timer is None and self.server_state.min_rate:
             self._watch_body()
         return True
-
-    def on_url(self, url: bytes) -> None:
-        if not self._is_resuming:
-            super().on_url(url)
 
     def on_message_begin(self) -> None:
         if self._is_resuming:
@@ -363,7 +357,9 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_resuming:
             return
-        self._head_done()
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_done()
         # to save time, the size is computed only if the head came in several pieces, or in a piece above the limit
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_malformed(_HEAD_TOO_LARGE))
@@ -405,6 +401,7 @@ class Protocol(HttpToolsProtocol):
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
+        self.scope[BODY_ARRIVED] = True  # type: ignore[literal-required]
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -654,11 +651,8 @@ class HostNames:
         self._is_any = _ANY in self._allowed or (allowed is None and not self._is_loopback)
         self._cached = functools.lru_cache(1024)(self._has)
 
-    def has(self, host: bytes) -> bool:
-        """Return whether `host`, a Host header with or without a port, is a name of this listener."""
-        return (self._cached if len(host) <= _MAX_CACHED_HOST else self._has)(host)
-
     def _has(self, host: bytes) -> bool:
+        """Return whether `host`, a Host header with or without a port, is a name of this listener."""
         name, port = parts(host.decode("latin-1").lower())
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
@@ -695,7 +689,7 @@ class HostNames:
         """
         headers = dict(scope["headers"])  # each of these headers occurs only once (`checked_target`)
         host, origin = headers.get(b"host", b""), headers.get(b"origin")
-        if host and not self.has(host):
+        if host and not (self._cached if len(host) <= _MAX_CACHED_HOST else self._has)(host):
             raise PermissionDenied(
                 "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the additional names of a server",
                 reason="host",

@@ -38,8 +38,7 @@ from sie_gateway.inference import reply
 from sie_gateway.inference.answers import CachePolicy
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EntryChanged
-from sie_gateway.inference.chunk import Chunk
-from sie_gateway.inference.results import InferRequest, RequestResult
+from sie_gateway.inference.results import Chunk, InferRequest, RequestResult
 from sie_gateway.inference.runner import OnChunk
 
 LANE = Lane("_default", "cpu", "default")

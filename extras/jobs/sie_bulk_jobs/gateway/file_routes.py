@@ -40,12 +40,14 @@ async def upload(gateway: Gateway, request: Request) -> Response:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
         about = FileDescription(name, purpose)
-        record = await gateway.service(JobParts).files.receive(call_of(request).key, request.stream(), lambda: about)
+        record = await gateway.service(JobParts).files.receive(
+            call_of(request).grant.key, request.stream(), lambda: about
+        )
     else:
         form = Form(request.headers.get("content-type", ""))
         file = form.file(request.stream())
         record = await gateway.service(JobParts).files.receive(
-            call_of(request).key, file, functools.partial(_about, form)
+            call_of(request).grant.key, file, functools.partial(_about, form)
         )
     return json_response(_shown(record))
 

@@ -232,7 +232,9 @@ async def manifest(gateway: Gateway, request: Request) -> Response:
     job = gateway.service(JobParts).jobs.find(call_of(request), request.path_params["job"])
     after = whole(request.query_params, "after", 0, 0, 1 << 31)
     limit = whole(request.query_params, "limit", 1000, 1, 10_000)
-    return json_response(await gateway.service(JobParts).results.manifest(call_of(request).key, job, after, limit))
+    return json_response(
+        await gateway.service(JobParts).results.manifest(call_of(request).grant.key, job, after, limit)
+    )
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
@@ -247,7 +249,7 @@ async def rows(gateway: Gateway, request: Request) -> Response:
     only_failed = flag(request.query_params, "failed", default=False)
     limit = whole(request.query_params, "limit", 20, 1, 1000)
     return json_response(
-        await gateway.service(JobParts).results.rows(call_of(request).key, job, limit, only_failed=only_failed)
+        await gateway.service(JobParts).results.rows(call_of(request).grant.key, job, limit, only_failed=only_failed)
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from inprocess import free_port, settings_of
 
 from sie_contracts.errors import NotFound, NotReady, Unauthenticated
-from sie_gateway.http.auth import Gate
+from sie_gateway.http.app import Gate
 from sie_ops.doctor import runs
 from sie_ops.doctor.runs import Doctor
 
