@@ -59,9 +59,11 @@ ItemResults = list[ItemResult | SIEError]
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
     """Raise InternalFailure if the groups (work items) do not cover all `count` rows, in order."""
-    ends = [0, *(group.stop for group in groups)]
-    starts = [*(group.start for group in groups), count]
-    if ends != starts or any(group.start > group.stop for group in groups):
+    end, is_in_order = 0, True
+    for group in groups:
+        is_in_order &= group.start == end <= group.stop
+        end = group.stop
+    if not is_in_order or end != count:
         raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
 
 
