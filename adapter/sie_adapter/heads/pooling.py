@@ -96,7 +96,7 @@ class DenseHead:
         return self._finished(torch.stack(pooled)).rows
 
     def _pooled(self, states: States, sequences: Int64) -> Tensor:
-        parts = poolings(states.pooling) if states.pooling else self._poolings
+        parts = self._poolings if states.pooling in ("", self.pooling) else poolings(states.pooling)
         if parts is None:
             raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
         if len(parts) != len(self.pooling.split("+")):

@@ -289,7 +289,7 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
     as the query of a search box.
     """
     item = int(chosen[0])
-    length, start = int(batch.lengths[item]), int(batch.starts[item])
+    length, start = int(batch.lengths[item]), int(batch.lengths[:item].sum())
     source = slice(start, start + length)
     visible = length if batch.visible is None else int(batch.visible[item])
     ids = batch.ids[source].astype(np.int64)
