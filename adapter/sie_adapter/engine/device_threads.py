@@ -49,13 +49,13 @@ def is_alone() -> bool:
     return owner is not None and sum(map(bool, owner.busy_since)) <= 1
 
 
-def set_torch_threads(*, is_graph: bool = False) -> None:
+def set_torch_threads(*, is_small: bool = False) -> None:
     """Set the number of torch threads that the calling device thread may use for its batch (see `DeviceThreads`).
-    `is_graph`: a graph runs the batch, with its own threads, so torch computes only small operations on one thread.
-    Threads other than device threads are not changed.
+    `is_small`: torch computes only small operations, so it uses one thread. Threads other than device threads are not
+    changed.
     """
     allowed: int | None = getattr(_thread, "torch_threads", None)
-    if allowed is not None and torch.get_num_threads() != (count := 1 if is_graph else allowed):
+    if allowed is not None and torch.get_num_threads() != (count := 1 if is_small else allowed):
         torch.set_num_threads(count)  # 0.02 ms, also if the number stays the same
 
 

@@ -62,6 +62,9 @@ DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
 # Seconds after which a waiting thread makes the running thread release Python's GIL (`sys.setswitchinterval`). The
 # default of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
+# Largest number of tokens of a batch that torch computes on one thread. Two threads are not faster for so few tokens,
+# and wait for each other while another process uses one of the cores (bench/results/engine.md).
+_TOKENS_OF_ONE_THREAD = 32
 _KEPT_PRODUCTS = "64"  # number of matrix sizes for which oneDNN and torch cache data (see `prepare_process`)
 
 
@@ -446,8 +449,12 @@ class BatchRun:
         states or results. Raises errors of the device other than out of memory.
         """
         started = time.perf_counter()
-        set_torch_threads(is_graph=engines.rules()[self._engine].has_own_threads)
-        self._errors |= _unfit(self._items, self._model)
+        is_small = self._items.costs.sum() <= _TOKENS_OF_ONE_THREAD
+        set_torch_threads(is_small=is_small or engines.rules()[self._engine].has_own_threads)
+        lengths, ids = self._items.lengths, self._items.ids
+        is_known = ids.min(initial=0) >= 0 and ids.max(initial=0) < self._model.vocabulary
+        if not is_known or lengths.max(initial=0) > self._model.max_tokens:
+            self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
         self._prepared = self._model.prepare(self._items, self._queries)
         while len(chosen):
@@ -699,9 +706,6 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
     """Return an error for each row that must not reach the device. A token id without an embedding, or a text that is
     longer than the model's table of positions, would break the CUDA context.
     """
-    longest, ids = batch.lengths.max(initial=0), batch.ids
-    if longest <= model.max_tokens and ids.min(initial=0) >= 0 and ids.max(initial=0) < model.vocabulary:
-        return {}
     low, high = batch.extremes()
     wrong = (batch.lengths > model.max_tokens) | (low < 0) | (high >= model.vocabulary)
     errors: dict[int, SIEError] = {}
