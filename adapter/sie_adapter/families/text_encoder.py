@@ -165,7 +165,8 @@ class TextEncoder(PackedModel):
             if backbone.engine.engine != "torch":
 
                 def again() -> PreTrainedModel:
-                    return Builder(modules, entry, load, compute, tokenizer).backbone
+                    # the tokenizer is read again, because it would keep 6 MB for a vocabulary of 30,000 tokens
+                    return Builder(modules, entry, load, compute, _kept_tokenizer(modules, load, compute)).backbone
 
                 on_torch = replace(compute, engine=engines.TORCH)
                 self._twin = TorchTwin(again, on_torch, entry.max_tokens, self._add_bytes)
