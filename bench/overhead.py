@@ -164,8 +164,11 @@ class Cluster:
             for line in text.splitlines()
             if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))
         ]
-        metrics = {name.partition("{")[0]: float(value) for name, value in lines}
-        return metrics.get("sie_batch_size_sum", 0.0), metrics.get("sie_batch_size_count", 0.0)
+        texts, batches = (
+            sum(float(value) for name, value in lines if name.startswith(f"sie_batch_size_{part}"))
+            for part in ("sum", "count")
+        )
+        return texts, batches
 
     def cpu_s(self) -> dict[str, float]:
         """Return role -> processor seconds of its processes so far."""
