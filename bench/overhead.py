@@ -164,13 +164,16 @@ class Cluster:
             for line in text.splitlines()
             if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))
         ]
-        metrics = {name.partition("{")[0]: float(value) for name, value in lines}
-        return metrics.get("sie_batch_size_sum", 0.0), metrics.get("sie_batch_size_count", 0.0)
+        texts, batches = (
+            sum(float(value) for name, value in lines if name.startswith(f"sie_batch_size_{part}"))
+            for part in ("sum", "count")
+        )
+        return texts, batches
 
     def cpu_s(self) -> dict[str, float]:
         """Return role -> processor seconds of its processes so far."""
         cpu_by_role: dict[str, float] = {}
-        for role, process in self._processes():
+        for role, process in self.processes():
             times = process.cpu_times()
             cpu_by_role[role] = cpu_by_role.get(role, 0.0) + times.user + times.system
         return cpu_by_role
@@ -178,11 +181,11 @@ class Cluster:
     def pss_mib(self) -> dict[str, float]:
         """Return role -> MiB of memory of its processes; a page that n processes share counts 1/n for each (Linux)."""
         pss_by_role: dict[str, float] = {}
-        for role, process in self._processes():
+        for role, process in self.processes():
             pss_by_role[role] = pss_by_role.get(role, 0.0) + process.memory_full_info().pss / 2**20
         return pss_by_role
 
-    def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
+    def processes(self) -> Iterator[tuple[str, psutil.Process]]:
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             argv = process.cmdline()

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from sie_adapter.engine.device_threads import DeviceJob, timed
+from sie_adapter.engine.device_threads import DeviceJob
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.memory.residency import Permission
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
@@ -157,7 +157,7 @@ class AdapterServer:
 
         # created before the batch waits: a `Permission` excludes all models that other batches use after its creation
         permission = self._engine.residency.permission(request.may_drop)
-        if self._engine.writes(request):
+        if request.operation == "extract" and self._engine.writes(request):
             with self._engine.writing():
                 self._write(request, answer, permission, functools.partial(_is_gone, connection))
             if broken:
@@ -190,7 +190,9 @@ class AdapterServer:
         """Run a batch that generates text, on the calling thread instead of a device thread."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
-        reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
+        began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
+        reply = self._engine.execute(request, permission=permission, is_gone=is_gone)
+        ended_ns = began_ns + time.perf_counter_ns() - start_ns
         answer(reply)
         self._engine.device_threads.notify(job, reply, began_ns, ended_ns)
 

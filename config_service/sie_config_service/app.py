@@ -4,15 +4,15 @@ and /metrics need no token.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
-from typing import Any
+from typing import Any, cast
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 import sie_contracts
 from sie_broker import BrokerError
@@ -53,13 +53,23 @@ _POLLED = ("epoch", "export")  # endpoints without traces, because every gateway
 _logger = logging.getLogger("sie.config")
 
 
-def create_app(service: ConfigService) -> App:
+@functools.cache
+def _pages() -> App:
+    """Return the application of the OpenAPI document and its page. It is built for the first request for one of them,
+    because FastAPI and pydantic take 0.3 s and 15 MB.
+    """
+    from fastapi import FastAPI
+
     app = FastAPI(title="SIE config service", version=sie_contracts.__version__, redoc_url=None, redirect_slashes=False)
     about = app.openapi()
     # FastAPI's documented way to replace the OpenAPI document; the result is cached, because building it takes 0.4 s
     app.openapi = functools.cache(lambda: openapi_document(about))  # type: ignore[method-assign]
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
+    return cast(App, app)
+
+
+def create_app(service: ConfigService) -> App:
     inner = probes(service.not_ready, service.metrics.registry)
 
     async def edge(scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +106,8 @@ def create_app(service: ConfigService) -> App:
             scope["method"] = route.method  # a HEAD is a GET; the HTTP server omits the reply's body
             if route.handler is None:
                 page = documented(tagged, PAGE_FILES)
-                await app(scope, receive, page)
+                pages = await asyncio.to_thread(_pages)
+                await pages(scope, receive, page)
             else:
                 if route.body is not None:
                     check_type(headers, route.body.media)

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_config_service.documents import ParsedDocument, difference, read
 from sie_config_service.mirror import HeldModel, bundles_of

@@ -43,26 +43,19 @@ class DeviceJob:
     made_ns: int = field(default_factory=time.time_ns)
 
 
-def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return (reply of `run`, begin, end), in ns since 1970. A monotonic clock measures the difference."""
-    began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
-    reply = run()
-    return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
-
-
 def is_alone() -> bool:
     """Return whether the calling thread is the only device thread that runs a batch now; False on other threads."""
     owner: DeviceThreads | None = getattr(_thread, "owner", None)
-    return owner is not None and owner.busy <= 1
+    return owner is not None and sum(map(bool, owner.busy_since)) <= 1
 
 
-def set_torch_threads(*, is_graph: bool = False) -> None:
+def set_torch_threads(*, is_small: bool = False) -> None:
     """Set the number of torch threads that the calling device thread may use for its batch (see `DeviceThreads`).
-    `is_graph`: a graph runs the batch, with its own threads, so torch computes only small operations on one thread.
-    Threads other than device threads are not changed.
+    `is_small`: torch computes only small operations, so it uses one thread. Threads other than device threads are not
+    changed.
     """
     allowed: int | None = getattr(_thread, "torch_threads", None)
-    if allowed is not None and torch.get_num_threads() != (count := 1 if is_graph else allowed):
+    if allowed is not None and torch.get_num_threads() != (count := 1 if is_small else allowed):
         torch.set_num_threads(count)  # 0.02 ms, also if the number stays the same
 
 
@@ -84,7 +77,9 @@ class DeviceThreads:
         self._job_of_first: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
         self._is_first_idle = False
         self._choice = threading.Lock()
-        self._busy_since = [0.0] * count
+        self._most_torch_threads = min(count, _MOST_TORCH_THREADS)
+        # for each thread, when its running batch began, in seconds of the monotonic clock; 0 if it runs none
+        self.busy_since = [0.0] * count
         self._batches = [0] * count
         self._stopping = threading.Event()
         self._threads = [self._start(number) for number in range(count)]
@@ -104,16 +99,12 @@ class DeviceThreads:
         return len(self._threads)
 
     @property
-    def busy(self) -> int:
-        return sum(map(bool, self._busy_since))
-
-    @property
     def batches(self) -> int:
         return sum(self._batches)
 
     def busy_s(self) -> float:
         """Return the seconds since the oldest running batch began; 0 if no batch runs. Never waits."""
-        since = [start for start in self._busy_since if start]
+        since = [start for start in self.busy_since if start]
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
@@ -175,14 +166,16 @@ class DeviceThreads:
             if self._stopping.is_set():
                 _refuse(job, _stopped())
                 return
-            self._busy_since[number] = time.monotonic()
+            self.busy_since[number] = time.monotonic()
             if not job.is_started:
                 job.answer(BatchStarted(job.message.batch))
             failpoint("adapter.batch_started")
-            is_only = number == 0 and self.busy == 1 and self._jobs.empty()
-            _thread.torch_threads = min(len(self), _MOST_TORCH_THREADS) if is_only else 1
-            answer, began_ns, ended_ns = timed(lambda: (job.run or self._execute)(job.message))
-            self._busy_since[number] = 0.0
+            is_only = number == 0 and is_alone() and self._jobs.empty()
+            _thread.torch_threads = self._most_torch_threads if is_only else 1
+            began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
+            answer = (job.run or self._execute)(job.message)
+            ended_ns = began_ns + time.perf_counter_ns() - start_ns  # a monotonic clock measures the difference
+            self.busy_since[number] = 0.0
             self._batches[number] += 1
             failpoint("adapter.batch_ran")
             job.answer(answer)
@@ -193,9 +186,9 @@ class DeviceThreads:
             _logger.exception("a batch failed on a device thread, which continues with the next batch")
             _refuse(job, InternalFailure("a device thread of the adapter failed, see its log"))
         finally:
-            self._busy_since[number] = 0.0
+            self.busy_since[number] = 0.0
             job.finished.set()
-        if ran is not None:
+        if ran is not None and self.listeners:
             self.notify(job, *ran)
 
     def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:

@@ -62,6 +62,9 @@ DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
 # Seconds after which a waiting thread makes the running thread release Python's GIL (`sys.setswitchinterval`). The
 # default of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
+# Largest number of tokens of a batch that torch computes on one thread. Two threads are not faster for so few tokens,
+# and wait for each other while another process uses one of the cores (bench/results/engine.md).
+_TOKENS_OF_ONE_THREAD = 32
 _KEPT_PRODUCTS = "64"  # number of matrix sizes for which oneDNN and torch cache data (see `prepare_process`)
 
 
@@ -192,7 +195,9 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text. The caller then runs `execute` outside the device threads."""
+        """Return whether a batch of the operation extract generates text. The caller then runs `execute` outside the
+        device threads.
+        """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -216,17 +221,8 @@ class AdapterEngine:
         generates text calls `is_gone` after each token, and stops if it returns True.
         """
         permission = permission or self.residency.permission(message.may_drop)
-        reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
-        try:
-            self.residency.relieve(permission)
-        except Exception as error:
-            self._end_if_lost(error)
-            _logger.exception("memory could not be freed after a batch of the model %s", message.model)
-        return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
-
-    def _run(
-        self, message: RunBatch, make_room: Callable[[], Relief | None], preparation: Any, is_gone: Callable[[], bool]
-    ) -> BatchDone | Refused:
+        make_room = functools.partial(self.residency.make_room, permission)
+        reply: BatchDone | Refused
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 # a PackedModel, or a model with the methods encode, score or extract (`raw.VerbModel`)
@@ -237,18 +233,31 @@ class AdapterEngine:
                     weights = weights.reading(self.readings.read, is_gone)
                 if rows is not None and rows.layout == "raw":
                     set_torch_threads()
-                    return run_raw(weights, message, self.device, make_room, count_remedy, preparation)
-                key = limits_key(resident.fingerprint, weights.precision, self._label)
-                batch = BatchRun(
-                    weights, self.device, message, make_room, self.batch_limits, key, count_remedy, self._pass_records
-                )
-                return batch.run()
+                    reply = run_raw(weights, message, self.device, make_room, count_remedy, preparation)
+                else:
+                    key = limits_key(resident.fingerprint, weights.precision, self._label)
+                    reply = BatchRun(
+                        weights,
+                        self.device,
+                        message,
+                        make_room,
+                        self.batch_limits,
+                        key,
+                        count_remedy,
+                        self._pass_records,
+                    ).run()
         except SIEError as error:
-            return Refused(error.info(), message.batch)
+            reply = Refused(error.info(), message.batch)
         except Exception as error:
             self._end_if_lost(error)
             _logger.exception("a batch of the model %s failed", message.model)
-            return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
+            reply = Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
+        try:
+            self.residency.relieve(permission)
+        except Exception as error:
+            self._end_if_lost(error)
+            _logger.exception("memory could not be freed after a batch of the model %s", message.model)
+        return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def ensure_lora(self, model: str, lora: str) -> str:
         """Load a LoRA for a loaded model. Return the digest of its files. Raises LoraLoadFailed, ModelLoading."""
@@ -378,10 +387,13 @@ class BatchRun:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
             rows = model.rows[message.operation]
-            image_files = images(message.images, message.pixels, rows.images, message.image_keys)
-            sound_files = sounds(message.sounds, message.features, rows.sounds)
+            image_files, sound_files = None, None
+            if message.images:
+                image_files = images(message.images, message.pixels, rows.images, message.image_keys)
+            if message.sounds or message.features:
+                sound_files = sounds(message.sounds, message.features, rows.sounds)
             self._items = items(message.lengths, message.ids, message.types, image_files, sound_files)
-            chunked = any(group.chunked for group in message.groups)
+            chunked = [group for group in message.groups if group.chunked]
             self._late = LateChunks(message.groups, self._items.lengths) if chunked else None
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
@@ -394,7 +406,7 @@ class BatchRun:
         self._batch_limits = batch_limits
         self._key = key
         self._pass_records = pass_records
-        self._layout: Layout = model.rows[message.operation].layout
+        self._layout: Layout = rows.layout
         self._errors: dict[int, SIEError] = {}
         self._engine = model.engine_choice.engine
         if message.lora or engines.rules()[self._engine].runs is not None:
@@ -403,7 +415,9 @@ class BatchRun:
         self._queries = np.zeros(count, bool)
         self._masks: dict[str, np.ndarray] = {}
         self._rows: dict[str, list[Row]] = {}
-        self._client_vectors = _client_vectors(message, self._items, model.rows[message.operation].vectors)
+        self._client_vectors: dict[int, np.ndarray] = {}
+        if message.given:
+            self._client_vectors = _client_vectors(message, self._items, rows.vectors)
         for group in message.groups:
             self._plan(group, count)
 
@@ -422,27 +436,33 @@ class BatchRun:
             mask = self._masks.setdefault(head, np.zeros(count, bool))
             mask[group.start : group.stop] = True
             self._rows.setdefault(head, [None] * count)
-            client_rows = [row for row in self._client_vectors if group.start <= row < group.stop]
-            if client_rows and head != "multivector":
+            if self._client_vectors and head != "multivector":
                 error = InvalidInput(
                     f"{head}: the input has vectors, which can be used only for the output multivector",
                     reason="unsupported_modality",
                 )
-                self._errors.update(dict.fromkeys(client_rows, error))
+                own = [row for row in self._client_vectors if group.start <= row < group.stop]
+                self._errors.update(dict.fromkeys(own, error))
 
     def run(self) -> BatchDone:
         """Return a result or an error for every input. Raises InternalFailure if the model returns a wrong number of
         states or results. Raises errors of the device other than out of memory.
         """
         started = time.perf_counter()
-        set_torch_threads(is_graph=engines.rules()[self._engine].has_own_threads)
-        self._errors |= _unfit(self._items, self._model)
+        is_small = self._items.costs.sum() <= _TOKENS_OF_ONE_THREAD
+        set_torch_threads(is_small=is_small or engines.rules()[self._engine].has_own_threads)
+        lengths, ids = self._items.lengths, self._items.ids
+        is_known = ids.min(initial=0) >= 0 and ids.max(initial=0) < self._model.vocabulary
+        if not is_known or lengths.max(initial=0) > self._model.max_tokens:
+            self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
         self._prepared = self._model.prepare(self._items, self._queries)
         while len(chosen):
-            part, chosen = split_off(
-                chosen, self._prepared.costs, self._batch_limits.limit(self._key) if self._batch_limits else None
-            )
+            part, limit = chosen, self._batch_limits.limit(self._key) if self._batch_limits else None
+            if limit is None:
+                chosen = chosen[:0]
+            else:
+                part, chosen = split_off(chosen, self._prepared.costs, limit)
             is_tried = not oom.thread_state.is_unusable
             if not (is_tried and _fits(self._measured, part)):
                 self._recover(part, is_tried=is_tried)
@@ -454,7 +474,9 @@ class BatchRun:
             # graph on another thread
             torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
-        results = (result for group in self._message.groups for result in self._answers(group))
+        results: list[tuple[ItemResult | SIEError, int]] = []
+        for group in self._message.groups:
+            results += self._answers(group)
         return batch_reply(
             self._message.batch,
             results,
@@ -582,7 +604,7 @@ class BatchRun:
             return self._chunk_answers(group, self._late)
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
-        due = group.due - len(shared) if group.inputs < 0 else group.due
+        due = group.stop - first if group.inputs < 0 else group.inputs
         rows_per_input = (group.stop - first) // due if due else 0
         if due * rows_per_input != group.stop - first or (due and not rows_per_input):
             raise InternalFailure(f"{group.stop - first} rows cannot belong to {due} inputs", reason="malformed_batch")
@@ -590,6 +612,8 @@ class BatchRun:
         tokens = self._items.lengths[first : group.stop].reshape(due, rows_per_input).sum(1).tolist()
         if shared and due:
             tokens[0] += int(self._items.lengths[group.start])
+        if not self._errors:
+            return list(zip(self._group_results(group, shared, units), tokens, strict=True))
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
         answers = iter(self._group_results(group, shared, good))
@@ -614,13 +638,20 @@ class BatchRun:
         all inputs share. `units`: for each input, the rows that belong to it.
         """
         heads = self._model.heads_for(self._message.operation, group.options)
-        query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
+        query: dict[str, Any] = {}
+        if shared:
+            query = {head: self._rows[head][shared[0]] for head in heads}
         results: list[ItemResult | SIEError | None] = [None] * len(units)
         counts: list[tuple[int, int]] = []
 
         def answer(items: Int64) -> None:
-            places = [row for item in items.tolist() for row in units[item]]
-            rows = {head: [self._rows[head][row] for row in places] for head in heads}
+            places: list[int] = []
+            for item in items.tolist():
+                places += units[item]
+            rows = {}
+            for head in heads:
+                computed = self._rows[head]
+                rows[head] = [computed[row] for row in places]
             answers = self._model.answer(self._message, group, query, rows, places)
             counts.append((len(answers), len(items)))
             for item, result in zip(items.tolist(), answers, strict=False):
@@ -675,13 +706,8 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
     """Return an error for each row that must not reach the device. A token id without an embedding, or a text that is
     longer than the model's table of positions, would break the CUDA context.
     """
-
-    def is_fit(longest: Any, low: Any, high: Any) -> Any:
-        return (longest <= model.max_tokens) & (low >= 0) & (high < model.vocabulary)
-
-    if is_fit(batch.lengths.max(initial=0), batch.ids.min(initial=0), batch.ids.max(initial=0)):
-        return {}
-    wrong = ~is_fit(batch.lengths, *batch.extremes())
+    low, high = batch.extremes()
+    wrong = (batch.lengths > model.max_tokens) | (low < 0) | (high >= model.vocabulary)
     errors: dict[int, SIEError] = {}
     for item in np.flatnonzero(wrong).tolist():
         length = int(batch.lengths[item])

@@ -59,9 +59,11 @@ ItemResults = list[ItemResult | SIEError]
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
     """Raise InternalFailure if the groups (work items) do not cover all `count` rows, in order."""
-    ends = [0, *(group.stop for group in groups)]
-    starts = [*(group.start for group in groups), count]
-    if ends != starts or any(group.start > group.stop for group in groups):
+    end, is_in_order = 0, True
+    for group in groups:
+        is_in_order &= group.start == end <= group.stop
+        end = group.stop
+    if not is_in_order or end != count:
         raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
 
 
@@ -148,7 +150,7 @@ def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
 
 
 def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> None:
-    cut = _cut(pooled, options, keep_scale=True)
+    cut = _cut(pooled, options, keep_scale=True) if options.dimensions else pooled
     norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
     for item, (norm,) in enumerate(norms.tolist()):
         if not 0 < norm < math.inf:
@@ -163,9 +165,10 @@ def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], 
         values, scale, offset = vectors.float().numpy(force=True), None, None
     else:
         values, scale, offset = dtypes.convert(vectors, dtype)
+    is_half = values.dtype == np.float16  # a conversion to another dtype cannot overflow
     for item, place in enumerate(places):
         answer = results[item]
-        if _overflows(values[place]):
+        if is_half and not np.isfinite(values[place]).all():
             results[item] = _too_large()
         elif isinstance(answer, ItemResult):
             answer.arrays[name] = values[place]
@@ -173,11 +176,6 @@ def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], 
                 answer.arrays[f"{name}.scale"] = np.atleast_1d(scale[place])
             if offset is not None:
                 answer.arrays[f"{name}.offset"] = np.atleast_1d(offset[place])
-
-
-def _overflows(values: NDArray[Any]) -> bool:
-    """Return whether a conversion to float16 overflowed. Conversions to the other output dtypes cannot overflow."""
-    return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
 def _too_large(remedy: str = "request float32, or set normalize") -> InvalidInput:
@@ -196,7 +194,7 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
     ids = torch.cat([ids for ids, _ in rows]).cpu().numpy().astype("<i4", copy=False)
     weights = (joined.half() if options.dtype == "float16" else joined.float()).cpu().numpy()
     for item, (answer, start, stop) in enumerate(zip(list(results), [0, *ends.tolist()], ends.tolist(), strict=False)):
-        if _overflows(weights[start:stop]):
+        if weights.dtype == np.float16 and not np.isfinite(weights[start:stop]).all():
             results[item] = _too_large("request float32")
         elif isinstance(answer, ItemResult):
             answer.arrays["sparse.indices"] = ids[start:stop]

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from sie_adapter.engine import engines, item_results
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.item_results import ItemResults
-from sie_adapter.families.text_model import Builder, class_of, consumed_by
+from sie_adapter.families.text_model import Builder, Finish, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
 from sie_adapter.heads import Head, Row
 from sie_adapter.heads.classification import LastTokenHead
@@ -60,6 +60,8 @@ class PackedModel:
     heads: dict[str, Head]
     rows: dict[str, Rows]
     query_tables: Mapping[str, TokenTable] = {}
+    reads: Mapping[Operation, tuple[str, ...]] = {}  # heads that an operation reads, if not those of its outputs
+    finish: Finish | None = None  # computes the answers from the results of heads, if they are not vectors or scores
     needs = TokenNeeds()
     memory_bytes: int
     # whether a score of token vectors is divided by the number of query vectors (`item_results.side_scores`)
@@ -94,7 +96,7 @@ class PackedModel:
         """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
-        return options.outputs or tuple(self.heads)[:1]
+        return self.reads.get(operation) or options.outputs or tuple(self.heads)[:1]
 
     def answer(
         self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
@@ -103,6 +105,8 @@ class PackedModel:
         which documents are compared. `rows`: for each head, the results for the inputs. `places`: the indices of the
         inputs in the batch.
         """
+        if self.finish is not None:
+            return self.finish(message, group, rows, places)
         if message.operation == "score":
             return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
         return item_results.vectors(group.options, rows)
@@ -161,7 +165,8 @@ class TextEncoder(PackedModel):
             if backbone.engine.engine != "torch":
 
                 def again() -> PreTrainedModel:
-                    return Builder(modules, entry, load, compute, tokenizer).backbone
+                    # the tokenizer is read again, because it would keep 6 MB for a vocabulary of 30,000 tokens
+                    return Builder(modules, entry, load, compute, _kept_tokenizer(modules, load, compute)).backbone
 
                 on_torch = replace(compute, engine=engines.TORCH)
                 self._twin = TorchTwin(again, on_torch, entry.max_tokens, self._add_bytes)
@@ -169,6 +174,7 @@ class TextEncoder(PackedModel):
         self.heads = self._parts.heads
         self.rows = self._parts.rows
         self.per_row = self._parts.per_row
+        self.reads, self.finish = self._parts.reads, self._parts.finish
         if self._parts.query_weights is not None:
             self.query_tables = {"sparse": self._parts.query_weights}
         self.tokenizer = builder.tokenizer.to_str().encode()
@@ -204,14 +210,3 @@ class TextEncoder(PackedModel):
         """Pad the queries of a late-interaction model to their fixed length."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
-
-    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        own = self._parts.reads.get(operation) if options.muvera is None else None
-        return own or super().heads_for(operation, options)
-
-    def answer(
-        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
-    ) -> ItemResults:
-        if self._parts.finish is not None:
-            return self._parts.finish(message, group, rows, places)
-        return super().answer(message, group, query, rows, places)

@@ -63,7 +63,7 @@ class DenseHead:
     def __init__(
         self, pooling: str, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
     ) -> None:
-        self.pooling = pooling
+        self.pooling, self._poolings = pooling, poolings(pooling)
         self._layers = None if layers is None else layers.to(device)
         self._token_layers = None if token_layers is None else token_layers.to(device)
 
@@ -96,7 +96,7 @@ class DenseHead:
         return self._finished(torch.stack(pooled)).rows
 
     def _pooled(self, states: States, sequences: Int64) -> Tensor:
-        parts = poolings(states.pooling or self.pooling)
+        parts = self._poolings if states.pooling in ("", self.pooling) else poolings(states.pooling)
         if parts is None:
             raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
         if len(parts) != len(self.pooling.split("+")):

@@ -16,6 +16,7 @@ counts as the failure of a pass with half of the tokens, and from then on the fi
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -75,11 +76,11 @@ def learnt_folder(settings: Settings) -> Path:
     return settings.cache_folder / "sie"
 
 
-def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
+def split_off(chosen: Int64, lengths: Int64, limit: int) -> tuple[Int64, Int64]:
     """Return the items of the next pass, short items first, and the other items. The pass has at most `limit` tokens,
     but at least one item of `chosen`.
     """
-    if limit is None or lengths[chosen].sum() <= limit:
+    if lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     count = max(1, int(np.searchsorted(np.cumsum(lengths[ordered]), limit, side="right")))
@@ -102,8 +103,6 @@ class DeviceLimits:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._edges: dict[str, BatchLimit] = {}
-        self._read = False
         self._measured: set[str] = set()  # keys whose limits this process has changed
         self._dirty = False
         self._saved_s = 0.0
@@ -116,18 +115,18 @@ class DeviceLimits:
     def limit(self, key: str) -> int | None:
         """Return the number of tokens that a pass may have now, at least 1; None while no pass has failed."""
         with self._lock:
-            edge = self._edge(key)
+            edge = self._edges.get(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
 
     def fitted(self, key: str) -> int:
         """Return `fit_tokens` of a key (see `BatchLimit`); 0 while no pass has fitted."""
         with self._lock:
-            edge = self._edge(key)
+            edge = self._edges.get(key)
             return edge.fit_tokens if edge else 0
 
     def fits(self, key: str, tokens: int) -> None:
         with self._lock:
-            edge = self._edge(key) or self._add(key)
+            edge = self._edges.get(key) or self._add(key)
             if tokens <= edge.fit_tokens:
                 return
             was_raised = bool(edge.fail_tokens) and tokens > _believed(edge)
@@ -146,7 +145,7 @@ class DeviceLimits:
     def failed(self, key: str, tokens: int, *, killed: bool = False) -> None:
         """Record that a pass of `tokens` tokens ran out of memory. `killed`: the process did not survive the pass."""
         with self._lock:
-            edge = self._edge(key) or self._add(key)
+            edge = self._edges.get(key) or self._add(key)
             if killed:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
@@ -181,11 +180,9 @@ class DeviceLimits:
         # add at least 1 token per step, because `int` rounds small products down: int(1 * 1.25 ** 3) is 1
         return max(int(believed * RAISE**steps), believed + steps)
 
-    def _edge(self, key: str) -> BatchLimit | None:
-        if not self._read:
-            self._read = True
-            self._edges = self._stored()
-        return self._edges.get(key)
+    @functools.cached_property
+    def _edges(self) -> dict[str, BatchLimit]:
+        return self._stored()
 
     def _add(self, key: str) -> BatchLimit:
         while len(self._edges) >= MAX_KEYS:

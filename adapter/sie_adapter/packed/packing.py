@@ -97,6 +97,8 @@ class Items:
     @cached_property
     def costs(self) -> Int64:
         """Return the cost of each item on the device, as a number of tokens, [items]."""
+        if self.images is None and self.sounds is None:
+            return self.lengths
         files = [part for part in (self.images, self.sounds) if part is not None]
         return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
@@ -287,7 +289,7 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
     as the query of a search box.
     """
     item = int(chosen[0])
-    length, start = int(batch.lengths[item]), int(batch.starts[item])
+    length, start = int(batch.lengths[item]), int(batch.lengths[:item].sum())
     source = slice(start, start + length)
     visible = length if batch.visible is None else int(batch.visible[item])
     ids = batch.ids[source].astype(np.int64)
@@ -330,8 +332,10 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
     """Return the number to add to `count` tokens or rows, so that the sum is a multiple of a step (see `Steps`)."""
-    step = next((step for limit, step in steps if count <= limit), steps[-1][1])
-    return -count % step
+    for limit, step in steps:
+        if count <= limit:
+            return -count % step
+    return -count % steps[-1][1]
 
 
 def evenly_long(

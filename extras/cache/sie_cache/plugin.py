@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fastapi import Request
-from fastapi.responses import Response
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_broker import BrokerError
 from sie_cache import api

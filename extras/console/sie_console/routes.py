@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Request
-from fastapi.responses import Response
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_console import api
 from sie_console.config_forward import CONFIG_FORWARD

@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_contracts.errors import CODE, ERROR, ErrorFormat
 from sie_dialects import tei

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 import sie_contracts
 from sie_contracts.models.catalogue import Resolved

@@ -130,7 +130,13 @@ class Graph:
         is short, and copies of a model share them.
         """
         dtype = compute.dtype
-        options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
+        options = {
+            "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
+            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
+            # OpenVINO would pin the first stream of each model to the same core: batches of two models that run at the
+            # same time would share this core, and the other core would be idle
+            "ENABLE_CPU_PINNING": False,
+        }
         weights = sum(parameter.numel() for parameter in model.parameters())
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         copy_bytes = weights * dtype.itemsize - int((folder / _COMPRESSED).read_text()) * (dtype.itemsize - 1)

@@ -23,12 +23,10 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
 import sie_contracts
 from sie_contracts import sdk_versions
@@ -299,6 +297,16 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
+    return _with_cors(Edge(gateway, gate, readiness, tracer), gateway.settings.cors_origins or ())
+
+
+@functools.cache
+def _pages() -> App:
+    """Return the application of the OpenAPI document and its page. It is built for the first request for one of them,
+    because FastAPI and pydantic take 0.4 s and 15 MB.
+    """
+    from fastapi_offline import FastAPIOffline
+
     app = FastAPIOffline(  # unlike FastAPI, serves the scripts of the API page itself, for use without internet
         title="SIE",
         version=sie_contracts.__version__,
@@ -313,7 +321,7 @@ def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer
     app.openapi = functools.cache(lambda: openapi_document(about))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return _with_cors(Edge(app, gateway, gate, readiness, tracer), gateway.settings.cors_origins or ())
+    return cast(App, app)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -385,10 +393,7 @@ class Edge:
     serves only the OpenAPI document and its page.
     """
 
-    def __init__(
-        self, app: FastAPI, gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None
-    ) -> None:
-        self._app = app
+    def __init__(self, gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None) -> None:
         self._gateway = gateway
         self._gate = gate
         self._readiness = readiness
@@ -542,7 +547,8 @@ class Edge:
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         scope = {**scope, "method": route.method}  # a HEAD is a GET; the HTTP server omits the reply's body
         if route.handler is None:
-            await self._app(scope, receive, documented(send))
+            pages = await asyncio.to_thread(_pages)
+            await pages(scope, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))
         await response(scope, receive, send)

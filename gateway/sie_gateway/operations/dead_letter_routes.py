@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import Request
-from fastapi.responses import Response
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import InvalidInput

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
-from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
 from msgspec import Meta
 from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from sie_contracts.api import models as models_api
 from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Awaitable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from fastapi import Request
-from fastapi.responses import Response
 from msgspec import UNSET, Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_broker import BrokerError
 from sie_contracts.api.operations import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_contracts.api import dead_letters as api
 from sie_gateway.http.route_kinds import GatewayRoute, control

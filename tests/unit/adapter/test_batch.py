@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie_adapter.engine import engine as engines_of_batches
 from sie_adapter.engine import item_results
 from sie_adapter.engine.engine import BatchRun
 from sie_adapter.engine.engines import TORCH
@@ -433,6 +434,14 @@ def test_an_overflow_is_tried_alone_and_then_is_an_error_of_that_item_only() -> 
     got = results(run([[7], [8, POISON], [9]], encoder))
     assert got == [[7, 1, 2, 3], "non_finite", [9, 1, 2, 3]]
     assert encoder.passes == [3, 1]
+
+
+def test_a_batch_of_few_tokens_runs_on_one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    small: list[bool] = []
+    monkeypatch.setattr(engines_of_batches, "set_torch_threads", lambda *, is_small: small.append(is_small))
+    for lengths in ((32,), (16, 16), (33,), (16, 17)):
+        run([[1] * length for length in lengths])
+    assert small == [True, True, False, False]
 
 
 def test_what_overflows_with_mates_and_not_alone_is_right() -> None:

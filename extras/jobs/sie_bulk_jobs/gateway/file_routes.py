@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import Request
-from fastapi.responses import Response
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_bulk_jobs.gateway.assembly import JobParts
 from sie_bulk_jobs.gateway.files import MAX_FILE_BYTES, FileDescription

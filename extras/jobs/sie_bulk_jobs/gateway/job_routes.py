@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
-from fastapi import Request
-from fastapi.responses import Response
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_bulk_jobs.gateway.assembly import JobParts
 from sie_contracts import sdk_versions

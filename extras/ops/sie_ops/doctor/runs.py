@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from sie_contracts.errors import UNDECODABLE, NotFound, NotReady
 from sie_gateway.http.route_kinds import control
