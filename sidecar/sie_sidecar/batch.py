@@ -32,6 +32,10 @@ others:
   x / 2. So all entries together lower the tokens per second by at most half.
 * An entry that would be late even in the smaller batch does not make the batch smaller.
 
+A batch that finds all lanes of the device idle leaves an equal share of the work to each other lane, if it ends
+SHARED_S sooner: one batch with the work of all clients would keep one lane busy, and all clients would send their next
+requests when it ends.
+
 A batch that is sent while another batch runs waits at the device. It is sealed only LEAD_S before the device is free,
 so that work items that arrive until then join it. Sealed earlier, it would be smaller, and a work item that arrives
 meanwhile would wait for two batches, and then for its own batch.
@@ -47,7 +51,7 @@ import statistics
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -179,6 +183,7 @@ class _KeyQueue(Generic[T]):
     entries: deque[T] = field(default_factory=deque)
     cost: int = 0
     alone: int = 0  # number of work items that must run in a batch of their own
+    shares: int = 0  # number of idle lanes that still get an equal share of the work, at once
 
     @property
     def head_s(self) -> float:
@@ -299,7 +304,7 @@ class _PriorityLine(Generic[T]):
         if model is None:
             return None
         for queue in model.queues.values():
-            if idle or queue.is_full(limits) or now_s >= queue.head_s + limits.wait_s:
+            if idle or queue.shares or queue.is_full(limits) or now_s >= queue.head_s + limits.wait_s:
                 return queue
         # the oldest work item has not waited for `wait_s` yet, so no other work item has: only full queues are ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
@@ -392,6 +397,13 @@ class Waiting(Generic[T]):
                 return WaitUntil(begins_s - LEAD_S)
             if not times.is_known and queue.is_urgent():
                 return None
+        elif device.sent == 0 and not queue.is_full(limits):
+            time_cost = sum([entry.time_cost or entry.cost for entry in queue.entries])
+            saved_s = times.seconds(time_cost) - times.seconds(time_cost / device.lanes)
+            queue.shares = device.lanes if saved_s > SHARED_S else 0
+        if queue.shares:
+            limits = replace(limits, cost=min(limits.cost, math.ceil(queue.cost / queue.shares)))
+            queue.shares -= 1
         bulk = queue.entries[0].bulk
         line = self.lines[bulk]
         entries = sorted(queue.pop_batch(limits, begins_s, times), key=_COST)
@@ -467,6 +479,9 @@ SHARE = 0.4
 MAX_LOSS = 0.5
 # a batch is sealed this number of seconds before the device is predicted to be free, so that the device stays busy
 LEAD_S = 0.003
+# seconds by which a batch must end sooner, if it is to leave a share of its work to other lanes: more than a further
+# batch costs
+SHARED_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 

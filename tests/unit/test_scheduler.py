@@ -297,6 +297,29 @@ def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> N
     assert next_batch(waiting, 0.002, BOUNDS, BUSY) == WaitUntil(0.01)
 
 
+@pytest.mark.parametrize(
+    ("token_s", "sent", "batches"),
+    [
+        (0.001, 0, ["abc", "def"]),
+        (0.0, 0, ["abcdef"]),  # the time of a batch is unknown
+        (0.00001, 0, ["abcdef"]),  # a batch of half the work ends 3 ms sooner
+        (0.001, 1, []),
+    ],
+)
+def test_work_that_finds_all_lanes_idle_is_shared_by_them(token_s: float, sent: int, batches: list[str]) -> None:
+    """Only a batch that finds the whole device idle is divided. The other lanes get their shares without a wait."""
+    waiting: Waiting[BatchEntry[str]] = Waiting()
+    for tokens in (100, 200, 400, 800):
+        waiting.times_of("m").note(tokens, tokens * token_s)
+    for number, name in enumerate("abcdef"):
+        waiting.add(BatchEntry(key(), 100, number / 1000, name))
+    limits, formed_batches = BatchLimits(cost=1000, requests=10, wait_s=60.0), []
+    while isinstance(batch := next_batch(waiting, 0.01, limits, DeviceLoad(sent, 2, 3, False)), Batch):
+        formed_batches.append("".join(entry.work for entry in batch.entries))
+        sent += 1
+    assert formed_batches == batches
+
+
 def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
     """Long and short jobs alternate. In order of arrival each batch would be padded to a long row. Packed rows have no
     padding and go in order of arrival.
