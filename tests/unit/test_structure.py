@@ -147,5 +147,10 @@ def test_one_encode_enters_few_files() -> None:
     """
     by_role = request_path.functions_of_encode()
     assert all(by_role.values()), "every process was recorded"
-    files = {file for file in set[str]().union(*by_role.values()) if not file.startswith("extras/")}
+    core = [
+        {file: functions for file, functions in files.items() if not file.startswith("extras/")}
+        for files in by_role.values()
+    ]
+    files = set[str]().union(*core)
     assert len(files) <= request_path.MAX_FILES, sorted(files)
+    assert sum(map(request_path.count_functions, core)) <= request_path.MAX_FUNCTIONS
