@@ -85,7 +85,6 @@ for _name, _own in _APART_FROM.items():
     APART[_name] = (*APART.get(_name, ()), *_own)
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
-    "starlette": "fastapi",  # fastapi exports its classes
     "docling": "docling-slim",  # docling-slim has this package
     "docling-core": "docling-slim",  # docling-slim requires it
 }

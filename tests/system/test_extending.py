@@ -44,7 +44,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
     subprocess.run([*install, str(site), str(folder / "acme-sie")], check=True, timeout=120)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SIE_")}
-    environ |= {"PYTHONPATH": os.pathsep.join([str(site), *sys.path]), "SIE_MODELS_DIR": str(folder / "models")}
+    # in bfloat16, two engines round differently
+    environ |= {"SIE_MODELS_DIR": str(folder / "models"), "SIE_DEFAULT_COMPUTE_PRECISION": "float32"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(site), *sys.path])
     port = free_port()
     argv = [sys.executable, "-m", "sie_cli", "serve", "--port", str(port), "--data-dir", str(folder / "data")]
     log = folder / "log"

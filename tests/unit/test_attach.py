@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ class Client:
     key: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def grant(self) -> SimpleNamespace:
+        return SimpleNamespace(key=self.key)
 
     def follow(self, source: Any) -> None:
         self.labels.update(source.labels)
