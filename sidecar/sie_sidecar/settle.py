@@ -665,15 +665,16 @@ class Leases:
 
     async def renew_all(self) -> None:
         """Renew all leases if an adapter replies to pings. If none does, let the leases end, so that other workers get
-        the work. When the broker confirms that it has received the renewals, count the leases as renewed at the time of
-        sending. Without a confirmation, do not count them, because a dead connection loses renewals.
+        the work. A lease that may have ended is not renewed, because another worker may have the message. When the
+        broker confirms that it has received the renewals, count the leases as renewed at the time of sending. Without a
+        confirmation, do not count them, because a dead connection loses renewals.
         """
         if not self._held or not self._is_alive():
             return
         sent_s, renewed = self._clock(), []
         try:
             for lease in list(self._held.values()):
-                if self._held.get(lease.place) is lease:
+                if self._held.get(lease.place) is lease and self.is_mine(lease):
                     await lease.delivery.in_progress()
                     renewed.append(lease)
             if self._flushed is not None:

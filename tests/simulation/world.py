@@ -520,6 +520,8 @@ class World:
             )
 
         await self._until(is_settled, OPERATION_S, "the end of all loads and the return of all adapters")
+        for adapter in self.adapters:
+            adapter.full_loads = 0  # a fault that met no load: nobody repeats an operator's load that fails
 
         def having() -> list[Process]:
             return [worker for worker in self.workers if worker.part.models.is_open(model)]
