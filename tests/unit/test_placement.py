@@ -47,8 +47,12 @@ def scaled(
     resident: bool = True,
     now_s: float,
     most: int = 10,
+    rate: float = 100.0,
+    has_room: bool = True,
+    is_crowded: bool = False,
 ) -> Replicas:
-    return replicas(prev, demand, 100.0, age_s, resident, now_s, most=most, adopt_after_s=2.0, load_s=5.0)
+    limits = {"most": most, "adopt_after_s": 2.0, "load_s": 5.0}
+    return replicas(prev, demand, rate, age_s, resident, now_s, has_room=has_room, is_crowded=is_crowded, **limits)  # type: ignore[arg-type]
 
 
 # the number of hosts
@@ -57,7 +61,7 @@ def scaled(
 @given(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 50))
 @example(1.0, 5e-324, 3)
 def test_as_many_hosts_as_the_demand_fills_to_seventy_percent_at_once(demand: float, rate: float, most: int) -> None:
-    next_replicas = replicas(Replicas(1, 0.0), demand, rate, 0.0, True, 50.0, most=most, adopt_after_s=2.0, load_s=5.0)
+    next_replicas = scaled(Replicas(1, 0.0), demand=demand, rate=rate, now_s=50.0, most=most)
     hosts_needed = demand / (USED * rate) if USED * rate else 1
     assert next_replicas.count == max(1, math.ceil(min(most, hosts_needed)))
 
@@ -69,6 +73,13 @@ def test_one_more_when_work_waits_although_all_hosts_have_the_model_and_not_befo
     assert scaled(base, age_s=9.0, now_s=4.9).count == 1
     assert scaled(base, age_s=9.0, resident=False, now_s=60.0).count == 1
     assert scaled(base, age_s=9.0, now_s=60.0, most=1).count == 1
+    assert scaled(base, age_s=9.0, now_s=60.0, has_room=False).count == 1
+
+
+def test_replicas_lowers_at_once_where_a_host_is_crowded_but_not_below_the_demand() -> None:
+    base = Replicas(3, raised_s=0.0)
+    assert scaled(base, age_s=9.0, now_s=1.0, is_crowded=True) == Replicas(2, 0.0)
+    assert scaled(base, demand=200.0, age_s=9.0, now_s=1.0, is_crowded=True) == base
 
 
 def test_one_fewer_for_each_minute_in_which_fewer_would_do() -> None:
@@ -227,6 +238,22 @@ def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
     assert len(raised.hosts["m"]) == 2
 
 
+def test_planner_lets_models_keep_a_worker_each_that_has_room_for_one() -> None:
+    planner = Planner(2.0)
+    planner.note({"a": (1, 1, 100)})
+    full = [beat("w1", ModelStatus("a", "loaded"), slots=1), beat("w2", slots=1)]
+    first = planner.step(None, full, [], {"a": ModelBacklog(1, 0.0)}, 0.0)
+    planner.step(first, full, [], {"a": ModelBacklog(1, 0.0)}, 1.0)
+    spread = planner.step(first, full, [], {"a": ModelBacklog(9, 30.0)}, 30.0)
+    assert spread is not None
+    assert len(spread.hosts["a"]) == 2  # the other worker has room
+    both = [beat(name, ModelStatus("a", "loaded"), slots=1) for name in ("w1", "w2")]
+    table = spread
+    for second in (60.0, 61.0, 90.0, 120.0):  # b gets a host, which a then gives up; the old work raises neither
+        table = planner.step(table, both, [], dict.fromkeys("ab", ModelBacklog(9, second)), second) or table
+    assert sorted(table.hosts["a"] + table.hosts["b"]) == ["w1", "w2"]
+
+
 def test_a_model_that_is_wanted_without_work_gets_a_host_and_tells_nothing_of_its_cost() -> None:
     """50 messages in 5 s: with the usual 32 tokens each they are too many for one worker, without tokens they fit."""
     usual_planner, cheap_planner = Planner(2.0), Planner(2.0)
@@ -253,8 +280,8 @@ def test_a_model_that_every_worker_has_unloaded_has_one_host_unless_work_of_it_w
     assert table is not None
     assert len(table.hosts["m"]) == 2
     assert planner.step(table, beats("loaded"), [], {}, 0.1) is None
-    planner.step(table, beats("available"), [], backlog, 0.2)
-    assert len(planner._layout.rows["m"].before) == (2 if waiting else 1)
+    table = planner.step(table, beats("available"), [], backlog, 0.2) or table
+    assert len(table.hosts["m"]) == (2 if waiting else 1)
 
 
 def test_a_full_worker_gives_a_model_to_an_idle_one_whatever_that_one_ran_before() -> None:

@@ -10,6 +10,7 @@ models and workers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ class Planner:
         self._cost: dict[str, float] = {}  # model -> mean tokens of a message
         # model -> (calls of the Placer's `note` and `want`, messages, tokens) since the last step
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # true if a model was dropped from the layout after the last table was computed
+        self._dropped = False  # true if a model or a host was dropped from the layout after the last table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
@@ -385,6 +386,7 @@ class Planner:
                 needed = np.maximum(1, np.ceil(np.minimum(tokens_s / planned, most)))
         due = [*late, *self._lowering, *(layout.names[index] for index in np.flatnonzero(needed != self._counts))]
         load_s = max((worker.load_s for worker in workers), default=0.0) or UNKNOWN_LOAD_S
+        roomy, crowded = self._room(backlog)
         for number, model in enumerate(dict.fromkeys(due)):
             if number % 16 == 0:
                 self._pause()
@@ -405,19 +407,35 @@ class Planner:
                 most=most,
                 adopt_after_s=self._adopt_after_s,
                 load_s=load_s,
+                has_room=not roomy.issubset(layout.rows[model].before),
+                is_crowded=not crowded.isdisjoint(layout.rows[model].before),
             )
             if previous is not None and scale.count < previous.count:
-                self._cut(model, scale.count)
+                self._cut(model, scale.count, crowded)
             if scale != previous:
                 self._set_scale(model, scale)
         tokens_s[0] = 0.0
         return tokens_s / rate if rate else np.zeros(layout.size)
 
-    def _cut(self, model: str, count: int) -> None:
-        """Reduce the hosts of a model to `count`. First remove hosts that have not loaded the model."""
+    def _room(self, backlog: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Return the workers that can load one more model without unloading one that has work, and the workers whose
+        models with work do not fit into memory together.
+        """
+        rows, workers = self._layout.rows, self._layout.workers
+        busy = Counter(name for model in backlog if model in rows for name in rows[model].before)
+        roomy = {name for name, worker in workers.items() if busy[name] < worker.slots}
+        return roomy, {name for name, worker in workers.items() if busy[name] > worker.slots}
+
+    def _cut(self, model: str, count: int, crowded: Collection[str]) -> None:
+        """Reduce the hosts of a model to `count`. First remove hosts that have not loaded it, then crowded ones."""
         row, workers = self._layout.rows[model], self._layout.workers
-        hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
+
+        def rank(name: str) -> tuple[bool, bool]:
+            return name not in workers or model not in workers[name].holdings.loaded, name in crowded
+
+        hosts = sorted(row.before, key=rank)
         self._layout.set_before(model, tuple(hosts[:count]))
+        self._dropped = True
 
 
 def model_of(status: ModelStatus) -> str:
