@@ -4,14 +4,16 @@
 2. Rate: texts per second of 32 clients, one short text a request, all to one model, and to all models in turn.
 3. Latency: p50 and p99 of a quiet model, which gets a request every 100 ms, beside the clients of 2.
 
-The two loads of 2 and 3 alternate; the report has medians, and the processor time of the adapter for one text.
+The two loads of 2 and 3 alternate; the report has medians, and the processor time of the adapter for one text. Two
+versions run at the same time and are measured in turn; `--old` and `--new`: as in bench/versions.py.
 
-    python bench/many_models.py [--models 8] [--precision float32]
+    python bench/many_models.py --old ../before/.venv/bin/sie [--models 8] [--precision float32]
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import statistics
 import sys
@@ -30,6 +32,7 @@ from client import Clients, connect, percentile, request
 from engine import model_folder
 from overhead import SHORT, Cluster
 from report import Report, machine, parser_of
+from versions import commands_of, version_options
 from words import texts_of
 
 from sie_contracts.models.catalogue import packaged_folder
@@ -108,8 +111,19 @@ async def measured(cluster: Cluster, models: Sequence[str], seconds: float) -> S
     )
 
 
+def load_copies(cluster: Cluster, names: Sequence[str]) -> float:
+    """Load all models, and return the MiB that a further copy takes."""
+    sizes = []
+    for name in [QUIET, *names]:
+        uvloop.run(load(cluster, name))
+        time.sleep(1)
+        sizes.append(private_mib(cluster))
+    return statistics.median(after - before for before, after in itertools.pairwise(sizes))
+
+
 def main() -> None:
     parser = parser_of(__doc__, rounds=5, seconds=8.0, out="many_models.md")
+    version_options(parser)
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--precision", default="bfloat16", choices=("bfloat16", "float32"))
     arguments = parser.parse_args()
@@ -117,30 +131,30 @@ def main() -> None:
     say = Report()
     say(f"# Several models on one worker\n\n`python bench/many_models.py --precision {arguments.precision}`,")
     say(f"{machine()}, medians of {arguments.rounds} rounds.\n")
-    with tempfile.TemporaryDirectory() as folder:
+    weights_mib = (model_folder() / "model.safetensors").stat().st_size / 2**20
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write_entries(Path(folder), [*names, QUIET])
         environ = {"SIE_DEFAULT_COMPUTE_PRECISION": arguments.precision}
-        with Cluster(("--models-dir", folder), environ=environ) as cluster:
-            weights_mib = (model_folder() / "model.safetensors").stat().st_size / 2**20
-            sizes = []
-            for name in [QUIET, *names]:
-                uvloop.run(load(cluster, name))
-                time.sleep(1)
-                sizes.append(private_mib(cluster))
-            further = statistics.median(after - before for before, after in itertools.pairwise(sizes))
-            say(f"A further copy of {weights_mib:.0f} MiB takes {further:.0f} MiB: {further / weights_mib:.2f} times.")
+        clusters = {
+            version: stack.enter_context(Cluster(("--models-dir", folder), command, environ=environ))
+            for version, command in commands_of(arguments).items()
+        }
+        for version, cluster in clusters.items():
+            further = load_copies(cluster, names)
+            say(f"{version}: a further copy of {weights_mib:.0f} MiB takes {further:.0f}: {further / weights_mib:.2f}.")
             held = ", ".join(f"{role} {mib:.0f}" for role, mib in cluster.pss_mib().items())
-            say(f"With {len(sizes) + 1} models, idle, MiB: {held}.\n")
-            samples: dict[str, list[Sample]] = {"one model": [], f"{arguments.models} in turn": []}
-            for number in range(arguments.rounds):
-                for kind in sorted(samples, reverse=bool(number % 2)):
-                    used = names[:1] if kind == "one model" else names
-                    samples[kind].append(uvloop.run(measured(cluster, used, arguments.seconds)))
-    say("| requests to | texts/s | quiet p50 ms | quiet p99 ms | texts a batch | adapter, CPU ms a text |")
+            say(f"{version}, {len(names) + 2} models, idle, MiB: {held}.\n")
+        kinds = {"one model": names[:1], f"{arguments.models} in turn": names}
+        cases = [(version, kind) for version in clusters for kind in kinds]
+        samples: dict[tuple[str, str], list[Sample]] = {case: [] for case in cases}
+        for number in range(arguments.rounds):
+            for version, kind in cases[:: -1 if number % 2 else 1]:
+                samples[version, kind].append(uvloop.run(measured(clusters[version], kinds[kind], arguments.seconds)))
+    say("| version, requests to | texts/s | quiet p50 ms | quiet p99 ms | texts a batch | adapter, CPU ms a text |")
     say("|---|---|---|---|---|---|")
-    for kind, taken in samples.items():
+    for (version, kind), taken in samples.items():
         rate, p50_ms, p99_ms, batch, cpu_ms = (statistics.median(values) for values in zip(*taken, strict=True))
-        say(f"| {kind} | {rate:.0f} | {p50_ms:.1f} | {p99_ms:.1f} | {batch:.1f} | {cpu_ms:.2f} |")
+        say(f"| {version}, {kind} | {rate:.0f} | {p50_ms:.1f} | {p99_ms:.1f} | {batch:.1f} | {cpu_ms:.2f} |")
     say.save(arguments.out)
 
 
