@@ -11,6 +11,7 @@ A lane is a set of markers with its own environment. A lane of one marker collec
 because collecting all files takes 10 s of a processor. build/tests/LANE.log gets the output of a lane as it comes, with
 each failure at once and the 80 slowest tests at the end; the long lanes print each test. All lanes run, also after one
 that failed. The exit status is 0, or that of the first lane that failed, or 5 if no lane selected a test.
+The first line says what will run and how long it takes.
 """
 
 import os
@@ -43,6 +44,7 @@ class Lane:
     environ: Mapping[str, str] = field(default_factory=dict)
     beside: bool = False  # the lane runs beside the others, and its output is printed when they have ended
     is_redundant: bool = False  # the lane is left out, because on this machine it would run as the others do
+    minutes: float = 0.0  # that all its tests take on two cores; 0 for a lane that runs beside the others
 
     @property
     def markers(self) -> str:
@@ -78,8 +80,8 @@ def _processes(count: int) -> tuple[str, ...]:
 LANES = (
     # three processes on two cores, because most tests of the whole system wait; with six, their clusters starve each
     # other on two slow cores
-    Lane("parallel", options=_processes(3), environ={"OMP_NUM_THREADS": "1"}),
-    Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}),
+    Lane("parallel", options=_processes(3), environ={"OMP_NUM_THREADS": "1"}, minutes=20),
+    Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}, minutes=0.5),
     # tests that depend on the precision of the CPU run once more as on a CPU with only AVX2
     Lane(
         "precision",
@@ -89,7 +91,7 @@ LANES = (
         is_redundant=not _has_more_than_avx2(),
     ),
 )
-SYSTEM = (Lane("system", "debian", options=_processes(3)),)
+SYSTEM = (Lane("system", "debian", options=_processes(3), minutes=5),)
 # the time-out is higher, because 1,000 examples may take longer than other tests
 _PATIENT = ("-v", "--hypothesis-profile=long", "--timeout=300", "-o", "faulthandler_timeout=3900")
 LONG = (
@@ -100,8 +102,15 @@ LONG = (
         # no more processes: long tests take more memory, and more of them have bounds of time
         options=(*_PATIENT, *_processes(3)),
         environ={"OMP_NUM_THREADS": "1"},
+        minutes=60,
     ),
-    Lane("long-serial", selected="(long or hypothesis) and serial", paths=("tests", "extras"), options=_PATIENT),
+    Lane(
+        "long-serial",
+        selected="(long or hypothesis) and serial",
+        paths=("tests", "extras"),
+        options=_PATIENT,
+        minutes=10,
+    ),
 )
 _SETS = {"--system": SYSTEM, "--long": LONG}
 
@@ -114,6 +123,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments = [*(folder for folder in _TESTPATHS if folder != "extras"), *arguments[1:]]
     lanes = [lane for lane in lanes if not lane.is_redundant]
     LOGS.mkdir(parents=True, exist_ok=True)
+    announce(lanes, arguments, has_lint=is_test and not arguments)
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]
     if is_test and not arguments:
         beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
@@ -125,6 +135,15 @@ def main(arguments: Sequence[str]) -> int:
         print("failed:", ", ".join(failed), flush=True)
         return next(iter(failed.values()))
     return 0 if 0 in statuses.values() else NO_TESTS
+
+
+def announce(lanes: Sequence[Lane], arguments: Sequence[str], *, has_lint: bool) -> None:
+    """Print what will run, and about how long it takes."""
+    minutes = f", about {sum(lane.minutes for lane in lanes):g} minutes on two cores" if not arguments else ""
+    names = ", then ".join(lane.name for lane in lanes if not lane.beside)
+    beside = [lane.name for lane in lanes if lane.beside] + ["lint"] * has_lint
+    also = f"; beside them {', '.join(beside)}" if beside else ""
+    print(f"tests: {names}{also}{minutes}; logs in {LOGS.relative_to(ROOT)}", flush=True)
 
 
 def command(lane: Lane, arguments: Sequence[str]) -> list[str]:

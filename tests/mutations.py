@@ -1,12 +1,12 @@
 """Change the product in random places, and show which changes the tests notice.
 
-    python tests/mutations.py map                      run the tests once, and store which functions each test enters
+    python tests/mutations.py map                      run the tests once, and store which lines each test executes
     python tests/mutations.py run --seed 7 --count 60  one line for each change: the test that noticed it, or `survived`
 
 A change is a swapped operator, a changed constant or default, a dropped await, or a swapped branch, in a function of
 the core (--extras: of the extras). It is made in a forked process that has imported the product: the code objects of
-functions are replaced, so each change costs only the tests that enter its function. These run until the first failure,
-the tests that enter the fewest functions first. Tests in other processes, such as whole clusters, are not run.
+functions are replaced, so each change costs only the tests that execute its line. These run until the first failure,
+the tests that execute the fewest lines first. Tests in other processes, such as whole clusters, are not run.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import copy
 import functools
 import gc
 import io
-import json
 import os
 import random
+import sqlite3
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ("core", "gateway", "sidecar", "adapter", "config_service")
 TESTS = ("tests/unit", "tests/contract", "tests/parity", "tests/simulation", "extras")
-MAP = ROOT / "build" / "tests" / "functions.json"
+LINES = ROOT / "build" / "tests" / "lines.sqlite"
 MAX_TESTS, LIMIT_S = 300, 150.0  # tests and seconds for one change
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -171,46 +171,23 @@ def make(change: Change) -> int:
 
 
 class Recorder:
-    """Plug-in that records which functions of the product each test enters."""
+    """Plug-in that tells coverage which test runs."""
 
-    def __init__(self) -> None:
-        self.by_test: dict[str, set[tuple[str, str]]] = {}
-        self._entered: set[CodeType] = set()
-        self._prefix = f"{ROOT}/"
+    def __init__(self, lines: coverage.Coverage) -> None:
+        self._lines = lines
 
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        entered = self._entered = set()
-        add = entered.add
-
-        def note(frame: FrameType, event: str, _: object) -> None:
-            add(frame.f_code)  # None as the result: only calls are traced
-
-        threading.settrace(note)
-        sys.settrace(note)
-        yield
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-        names = self.by_test.setdefault(item.nodeid.partition("[")[0], set())
-        for code in entered:
-            path = code.co_filename.removeprefix(self._prefix)
-            if path != code.co_filename and not path.startswith((".venv", "tests")) and "/tests/" not in path:
-                names.add((path, code.co_qualname.partition(".<locals>")[0]))
-
-
-@functools.cache
-def _map() -> dict[str, set[tuple[str, str]]]:
-    return {test: {(path, name) for path, name in names} for test, names in json.loads(MAP.read_text()).items()}
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._lines.switch_context(item.nodeid.partition("[")[0])
 
 
 def _pytest(arguments: Sequence[str], plugins: Sequence[object] = ()) -> int:
     options = (
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:xdist",
         "-q",
-        "--timeout=60",
+        "--timeout=120",
+        "--ignore-glob=*/tests/system/*",
         "-m",
         "not serial and not debian and not long",
     )
@@ -218,11 +195,34 @@ def _pytest(arguments: Sequence[str], plugins: Sequence[object] = ()) -> int:
 
 
 def record(folders: Sequence[str]) -> None:
-    recorder = Recorder()
-    _pytest(folders, [recorder])
-    MAP.parent.mkdir(parents=True, exist_ok=True)
-    MAP.write_text(json.dumps({test: sorted(names) for test, names in recorder.by_test.items()}))
-    print(f"{len(recorder.by_test)} tests, {len(set().union(*recorder.by_test.values()))} functions", flush=True)
+    """Store which tests execute each line of the product."""
+    LINES.parent.mkdir(parents=True, exist_ok=True)
+    sources = [str(ROOT / folder) for folder in (*CORE, "extras")]
+    lines = coverage.Coverage(data_file=LINES, source=sources, omit=["*/tests/*"], config_file=False, messages=False)
+    lines.erase()
+    lines.start()
+    _pytest(folders, [Recorder(lines)])
+    lines.stop()
+    lines.save()
+
+
+def tests_of(change: Change) -> list[str]:
+    """Return the tests that execute the changed line, those of the fewest lines first."""
+    data = coverage.CoverageData(str(LINES))
+    data.read()
+    contexts = data.contexts_by_lineno(str(ROOT / change.path)).get(change.line, [])
+    return sorted(filter(None, contexts), key=_size().__getitem__)
+
+
+@functools.cache
+def _size() -> Mapping[str, int]:
+    """Return by test how many lines it executes."""
+    with contextlib.closing(sqlite3.connect(LINES)) as database:
+        rows = database.execute(
+            "select context.context, sum(length(numbits)) from line_bits join context on context.id = context_id"
+            " group by context_id"
+        )
+        return dict(rows)
 
 
 class First:
@@ -238,9 +238,9 @@ class First:
 
 def verdict(change: Change) -> str:
     """Run the tests of a change in a forked process. Return the test that failed, `time-out` or `survived`."""
-    tests = sorted((len(names), test) for test, names in _map().items() if (change.path, change.function) in names)
+    tests = tests_of(change)
     if not tests:
-        return "survived: no test enters the function"
+        return "survived: no test executes the line"
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -250,7 +250,7 @@ def verdict(change: Change) -> str:
             if not make(change):
                 os.write(writing, b"no such function in this process")
                 os._exit(0)
-            _pytest(["-x", *(test for _, test in tests[:MAX_TESTS])], [first])
+            _pytest(["-x", *tests[:MAX_TESTS]], [first])
         os.write(writing, (first.failed or "survived").encode())
         os._exit(0)
     os.close(writing)
