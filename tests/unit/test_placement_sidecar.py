@@ -27,6 +27,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.assignments import assigned
 from sie_sidecar import intake, process
 from sie_sidecar.intake import AHEAD_AGAIN_S, OLD_S, HostAssignment, role
+from sie_sidecar.models import NEXT_CHUNK_S
 from sie_sidecar.pool_membership import CLOSED_AFTER_S, admitted
 
 LANE = Lane("_default", "_default", "default")
@@ -296,6 +297,7 @@ async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(clust
         assert (await gateway.encode("x", model=model)).status_code == 200
     await gateway.end()
     await put(cluster, {mine: ("w0",), moved: ("w9",), new_model: ("w0",)})
+    await asyncio.sleep(NEXT_CHUNK_S)  # a model that had work more recently may not be evicted
     adapter.refusals[new_model] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
     server = cluster.server.connect("publisher")
     item = messages.WorkItem(

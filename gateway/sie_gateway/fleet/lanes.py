@@ -145,6 +145,7 @@ class Fleet:
         self._configured = tuple(name.strip() for name in settings.gateway_configured_gpus or ())
         self.version = 0  # number of heartbeats; `Admission` looks up the workers again if this number has changed
         self.listeners: list[Callable[[], None]] = []  # functions to call at every heartbeat
+        self.on_first: Callable[[], object] = lambda: None  # called when a lane gets its first healthy worker
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
 
@@ -177,6 +178,7 @@ class Fleet:
             for lane, seen_s in self._working_s.get(worker, {}).items()
             if lane != heartbeat.lane and (heartbeat.queue_depth or seen_s > now_s - self._timeout_s - LOST_S)
         }
+        had_workers = heartbeat.lane in self._lanes
         self._discard(worker)
         self._seen[worker] = (now_s, heartbeat)
         self._working_s[worker] = dict([*working.items(), (heartbeat.lane, now_s)][-MAX_LANES:])
@@ -186,6 +188,8 @@ class Fleet:
             self._statuses.setdefault(status.model, {})[worker] = status
         if heartbeat.ready and not heartbeat.leaving:
             self._join(heartbeat)
+            if not had_workers:
+                self.on_first()
         self.version += 1
         for listener in self.listeners:
             listener()

@@ -104,6 +104,7 @@ class Placer:
             drops_unreadable=True,
         )
         broker.on_reconnect(self._record.reconnected)
+        fleet.on_first = self._cold.set
 
     async def start(self) -> None:
         """Create the bucket if it is missing, read all tables, and watch the bucket. Repeated calls are allowed. Raises
@@ -173,8 +174,9 @@ class Placer:
                 self._cold.set()
 
     async def run(self, stop: Stop) -> None:
-        """Update all tables until `stop`: every EVERY_S seconds, at once when a model without a host gets work, and
-        every IDLE_S seconds while nothing happens, because a step asks the broker and wakes a thread.
+        """Update all tables until `stop`: every EVERY_S seconds, at once when a model without a host gets work or a
+        lane gets its first worker, and every IDLE_S seconds while nothing happens, because a step asks the broker and
+        wakes a thread.
         """
         trouble = Trouble(_logger, "not every placement table could be computed")
         while not await stop.wait_woken(self._cold, EVERY_S):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ WEBSOCKET_MESSAGE_BYTES = 4096
 # closes the connection first, and does not send a request on a connection that the server is closing.
 KEEP_ALIVE_S = 120
 STOP_S = 5.0
+LOOK_S = 0.005  # seconds between two looks at the connections of a server that stops
 # largest number of iterations of the event loop in which `hang_up` waits for requests that have already arrived
 MAX_TURNS = 100
 _ALIVE = ("/healthz", "/livez", "/ping")
@@ -39,13 +39,15 @@ _PROBE_METHODS = "GET, HEAD, OPTIONS"
 
 class _Server(uvicorn.Server):
     """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced, because that loop wakes up ten
-    times per second to check whether to end, and to update its Date header; `common_headers` has another one.
+    times per second to check whether to end, and to update its Date header; `common_headers` has another one. So is its
+    shutdown, which takes at least a tenth of a second.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
         super().__init__(config)
         self.server_state = state
         self._ending = asyncio.Event()
+        self._within_s = STOP_S
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,9 +56,21 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         await self._ending.wait()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._within_s):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  uvicorn keeps them
+                    await asyncio.sleep(LOOK_S)
+        for task in self.server_state.tasks:
+            task.cancel()
+
     def end(self, within_s: float) -> None:
-        """Stop listening. Requests that still run after `within_s` (rounded up to whole seconds) are cancelled."""
-        self.config.timeout_graceful_shutdown = math.ceil(within_s)
+        """Stop listening. Requests that still run after `within_s` are cancelled."""
+        self._within_s = within_s
         self._ending.set()
 
 
@@ -132,9 +146,7 @@ class HttpServer:
         await asyncio.sleep(0)  # the event loop starts the tasks of the requests that arrived last
 
     async def stop(self, within_s: float = STOP_S) -> None:
-        """Stop listening. Wait at most `within_s`, rounded up to whole seconds, for running requests and for clients
-        that read responses.
-        """
+        """Stop listening. Wait at most `within_s` for running requests and for clients that read responses."""
         self.leave()
         self._server.end(within_s)
         if self._task is not None:
