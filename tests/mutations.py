@@ -187,6 +187,8 @@ def _pytest(arguments: Sequence[str], plugins: Sequence[object] = ()) -> int:
         "no:cacheprovider",
         "-q",
         "--timeout=120",
+        "-o",
+        "faulthandler_timeout=0",
         "--ignore-glob=*/tests/system/*",
         "-m",
         "not serial and not debian and not long",
