@@ -18,7 +18,7 @@ import local_models
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from browser import HOST, Page, click, pressed, tab, typed
+from browser import HOST, Page, click, tab, typed
 from click.testing import CliRunner
 from cluster import Cluster, running, until
 from playground import CELLS, COPIED, copied, files
@@ -289,47 +289,6 @@ def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, 
     assert state_of(api, job) == "cancelled"
 
 
-def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api: httpx.Client) -> None:
-    job = submitted(api, lines({"id": "1", "text": "words"}), name="by keys")
-    ended(api, job)
-    row(page, "by keys", lambda cells: cells[1] == "completed")
-    page.evaluate("[...document.querySelectorAll('#jobs a')].find(element => element.innerText === 'by keys').focus()")
-    pressed(page, "Enter", 13)
-    page.wait("Boolean(document.querySelector('.job .delete'))", bool)
-    page.evaluate("document.querySelector('.job .delete').focus()")
-    pressed(page, "Enter", 13)
-    focus = "document.activeElement.className"
-    page.wait(focus, lambda name: name == "certain")
-    pressed(page, "Tab", 9)
-    page.wait(focus, lambda name: name == "keep")
-    page.asked.clear()
-    page.wait("1", lambda _: sum(url.endswith(f"/v1/jobs/{job}") for url in page.asked) >= 2)
-    assert page.evaluate(focus) == "keep"  # polling does not move the focus
-    pressed(page, "Escape", 27)
-    page.wait("document.querySelectorAll('[role=alertdialog]').length", lambda count: count == 0)
-    page.wait(focus, lambda name: name == "delete")
-    assert state_of(api, job) == "completed"
-
-
-def test_the_list_is_filtered_and_read_in_pages(page: Page, api: httpx.Client) -> None:
-    data = lines({"id": "1", "text": "words"})
-    jobs = [submitted(api, data, name=f"page {number}") for number in range(21)]
-    for job in jobs:
-        ended(api, job)
-    newest = "page 20"
-    page.wait(JOBS, lambda rows: len(rows) == 10 and rows[0][0] == newest)
-    older = "[...document.querySelectorAll('button')].find(element => element.innerText === 'Older jobs')"
-    for first in (10, 0):
-        page.evaluate(f"{older}.click()")
-        page.wait(JOBS, lambda rows, first=first: rows and rows[0][0] == f"page {first}")
-    typed(page, "#job-state", "failed")
-    page.wait("document.body.innerText", lambda text: "No job is failed." in text)
-    typed(page, "#job-state", "completed")
-    page.wait(JOBS, lambda rows: rows and rows[0][0] == newest)
-    for job in jobs:
-        assert api.delete(f"/v1/jobs/{job}").status_code == 200
-
-
 def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_path: Path) -> None:
     data = lines({"id": "it's 1", "text": "words"}, {"id": "2", "text": "further words"})
     fields = {
@@ -403,30 +362,6 @@ def test_a_batch_is_listed_and_its_files_are_fetched(page: Page, api: httpx.Clie
         name = api.get(f"/v1/files/{id_}").json()["filename"]
         until(lambda name=name: (tmp_path / name).is_file(), 20, "the download")
         assert (tmp_path / name).read_bytes() == api.get(f"/v1/files/{id_}/content").content
-
-
-def test_a_job_that_is_refused_says_why_and_leaves_no_file(page: Page, api: httpx.Client) -> None:
-    before = api.get("/v1/files").json()["data"]
-    fill(page, lines({"text": "words"}), text="{text", name="refused")
-    click(page, "#job-submit")
-    page.wait("document.querySelector('#job-form [role=alert]')?.innerText ?? ''", lambda text: "text" in text)
-    until(lambda: api.get("/v1/files").json()["data"] == before, 10, "no file")
-    assert [complaint for complaint in page.complaints if "400" not in complaint and "422" not in complaint] == []
-    page.complaints.clear()  # the browser itself notes a refusal as a failed request
-
-
-def test_the_view_asks_only_while_it_is_seen(page: Page) -> None:
-    page.wait("document.querySelector('#jobs, main .dim')?.innerText ?? ''", bool)
-    hidden = "Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})"
-    page.evaluate(f"{hidden}; 0")
-    page.evaluate("new Promise(done => setTimeout(done, 2500)).then(() => { window.rested = 1; }); 0")
-    page.wait("window.rested ?? 0", bool)  # a reply that was on its way has arrived
-    page.asked.clear()
-    page.evaluate("new Promise(done => setTimeout(done, 4500)).then(() => { window.rested = 2; }); 0")
-    page.wait("window.rested", lambda rested: rested == 2)
-    assert [url for url in page.asked if "/v1/jobs" in url or "/v1/batches" in url] == []
-    page.evaluate("delete document.visibilityState; 0")
-    page.wait("1", lambda _: any("/v1/jobs" in url for url in page.asked))
 
 
 def key_of(cluster: Cluster, name: str, scopes: str) -> str:

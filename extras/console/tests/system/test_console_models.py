@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import local_models
 import pytest
-from browser import HOST, Page, tab, typed
+from browser import HOST, Page, tab
 from cluster import Cluster, running, until
 from playground import CELLS
 
@@ -84,28 +84,6 @@ def test_a_certificate_workers_and_profiles_are_read_without_json(page: Page, cl
     assert page.evaluate(FACTS.format(".facts"))["fingerprint"] == info["fingerprint"]
 
 
-def test_a_model_is_found_by_words_of_its_description_and_tried(page: Page, cluster: Cluster) -> None:
-    page.open("about:blank")
-    page.open(f"http://{HOST}:{cluster.port}/#models")
-    page.wait("Boolean(document.querySelector('#model-filter'))", bool)
-    typed(page, "#model-filter", "apache BROKEN encode")
-    page.wait(CELLS.format("#catalogue"), lambda rows: [row[0].split()[0] for row in rows] == [BROKEN])
-    typed(page, "#model-filter", "sixteen bits")
-    (row,) = page.wait(CELLS.format("#catalogue"), lambda rows: len(rows) == 1 and "sixteen" in rows[0][0])
-    assert row[0].split() == [OTHER, "The", "same", "in", "sixteen", "bits.", "Profiles:", "bf16"]
-    page.evaluate("document.querySelector('#catalogue a').click()")
-    page.wait("Boolean(document.querySelector('.try'))", bool)
-    page.evaluate("document.querySelector('.try').click()")
-    page.wait("document.querySelector('#model')?.value", lambda name: name == OTHER)
-
-
-def test_a_model_that_is_not_loaded_is_known_to_be_on_the_disk(page: Page, cluster: Cluster) -> None:
-    until(lambda: model_info(cluster, PROFILE)["on_disk"], 20, "a heartbeat")
-    opened(page, cluster, PROFILE)
-    page.wait("document.querySelector('.detail .state').innerText", lambda state: state in ("on disk", "loaded"))
-    assert model_info(cluster, PROFILE)["on_disk"] is True
-
-
 def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) -> None:
     answer = encode(cluster, BROKEN)
     assert answer.json()["code"] == "MODEL_LOAD_FAILED"
@@ -153,52 +131,6 @@ def test_an_alias_tells_its_targets_and_how_its_shadow_agrees(page: Page, cluste
     assert "done" in shadow["copies"]
     figures = model_info(cluster, "search")["alias"]["shadow"]["figures"]
     assert float(shadow["mean cosine with what was served"]) == pytest.approx(figures["cosine"], abs=1e-3)
-
-
-DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...args) => {
-  const answer = await real(...args);
-  if (!String(args[0]).includes('/v1/models')) return answer;
-  const body = await answer.json();
-  const one = Object.assign(body.models.find(element => element.id === 'test/other'), {state: 'loading', hosts: []});
-  one.downloads = [{worker: 'w9', done_bytes: 3 * 2 ** 30, total_bytes: 4 * 2 ** 30, bytes_per_s: 2 ** 26}];
-  return new Response(JSON.stringify(body), {status: 200});
-}; })()"""
-
-
-def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluster: Cluster) -> None:
-    """The reply is changed to that of a worker on a slow network."""
-    page.call("Page.addScriptToEvaluateOnNewDocument", source=DOWNLOADING)
-    opened(page, cluster, OTHER)
-    text = page.evaluate("document.querySelector('.download').innerText")
-    assert " ".join(text.split()) == "w9 downloads 75 %, 3.0 GiB of 4.0 GiB, 64 MiB/s, 16 s left"
-    assert page.evaluate("document.querySelector('.download progress').position") == 0.75
-    page.evaluate("location.hash = '#models'")
-    rows = page.wait(CELLS.format("#catalogue"), bool)
-    # further lines are of its profiles, which another test may have loaded
-    assert [row[1].splitlines()[0] for row in rows if row[0].split()[0] == OTHER] == ["loading 75 %"]
-
-
-LISTED = """(() => { const real = window.fetch; window.fetch = async (...args) => {
-  const answer = await real(...args);
-  if (!String(args[0]).includes('/v1/models')) return answer;
-  const body = await answer.json();
-  body.models.push({...body.models[0], id: 'plain'});
-  return new Response(JSON.stringify(body), {status: 200});
-}; })()"""
-
-
-def test_a_model_of_the_hub_is_not_taken_for_one_with_its_last_name(page: Page, cluster: Cluster) -> None:
-    """A folder has the name of its last part. The list is changed to one with a model without a slash."""
-    page.call("Page.addScriptToEvaluateOnNewDocument", source=LISTED)
-    page.open("about:blank")
-    page.open(f"http://{HOST}:{cluster.port}/#models?add=/data/plain")
-    status = "document.querySelector('#add-model [role=status]')?.innerText"
-    page.wait(status, lambda text: text == "The catalogue has this model: plain")
-    typed(page, "#add-name", "org/plain")
-    page.wait("document.querySelector('#add-model .code').textContent", lambda code: "org/plain" in code)
-    assert page.evaluate(status) == ""
-    typed(page, "#add-name", OTHER)
-    page.wait(status, lambda text: text == f"The catalogue has this model: {OTHER}")
 
 
 FOLLOWED = """new MutationObserver((_, observer) => {

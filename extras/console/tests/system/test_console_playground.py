@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import base64
 import json
-import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import local_models
@@ -19,7 +16,7 @@ import pytest
 import shared
 import typescript_package
 from browser import HOST, Page, click, pressed, tab, typed
-from cluster import Cluster, running, until
+from cluster import Cluster, running
 from image_files import encoded, picture, turned
 from parity import detector_checkpoints, qwen_checkpoints, reader_checkpoints
 from playground import (
@@ -125,19 +122,6 @@ def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page, pa
     assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
 
 
-def test_a_result_is_there_before_anything_is_pressed(page: Page, cluster: Cluster) -> None:
-    own = f"http://{HOST}:{cluster.port}/"
-    page.open(f"{own}?example#playground/extract/test/donut")  # the page sends nothing by itself: donut takes no text
-    page.wait("document.querySelectorAll('.example .spans mark').length", lambda count: count == 4)
-    body = {"items": ["one"]}
-    loaded = "document.querySelector('#model')?.innerText.includes('loaded')"
-    until(lambda: httpx.post(f"{cluster.url}/v1/encode/test/mini", json=body, timeout=60).is_success, 120, "a load")
-    page.open(f"{own}?result#playground/encode/test/mini")
-    page.wait(f"location.search === '?result' && {loaded}", bool)
-    page.wait("document.querySelectorAll('article:not(.example) .heat td').length", lambda count: count == 16)
-    assert page.evaluate("document.querySelectorAll('.example').length") == 0
-
-
 def test_a_model_is_chosen_by_the_keyboard_and_has_an_address(page: Page) -> None:
     value = "document.querySelector('#model').value"
     choose(page, "encode", "test/mini")
@@ -198,61 +182,6 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     page.wait("document.querySelectorAll('.files li').length", lambda count: count == 2)
 
 
-def test_inputs_beyond_the_limit_are_counted(page: Page) -> None:
-    note = "document.querySelector('#input-count')?.innerText ?? ''"
-    images = [(f"{number}.png", "image/png", PHOTO) for number in range(65)]
-    choose(page, "score", "test/ranker")
-    typed(page, "#texts", "a chair")
-    attach(page, *images[:63])
-    assert page.evaluate(note) == ""
-    attach(page, *images[:2])
-    page.wait(note, lambda text: text.startswith("64 of 66 inputs are sent"))
-    attach(page, *images, to="#query-files")
-    choose(page, "encode", "test/mini")
-    page.wait(note, lambda text: text == "")
-    typed(page, "#texts", "\n".join(f"text {number}" for number in range(65)))
-    page.wait(note, lambda text: text.startswith("64 of 65 inputs are sent"))
-    ask(page)
-    assert len(page.evaluate(CELLS.format(".items tbody"))) == 64
-
-
-def test_a_file_that_cannot_be_read_says_why(page: Page, tmp_path: Path) -> None:
-    """The file is deleted after the user has chosen it."""
-    (tmp_path / "gone.png").write_bytes(PHOTO)
-    choose(page, "encode", "test/clip")
-    page.evaluate("window.chosen = Object.assign(document.createElement('input'), {type: 'file'}); 0")
-    chosen = page.call("Runtime.evaluate", expression="window.chosen")["result"]["objectId"]
-    page.call("DOM.setFileInputFiles", files=[str(tmp_path / "gone.png")], objectId=chosen)
-    (tmp_path / "gone.png").unlink()
-    page.evaluate(
-        f"(() => {{ const transfer = {files(('a.pdf', 'application/pdf', b'%PDF'))}; "
-        "transfer.items.add(window.chosen.files[0]); document.querySelector('#files').closest('.drop').dispatchEvent("
-        "new DragEvent('drop', {bubbles: true, cancelable: true, dataTransfer: transfer})); })()"
-    )
-    alerts = "[...document.querySelectorAll('.drop [role=alert]')].map(element => element.innerText)"
-    refused, unread = page.wait(alerts, lambda texts: len(texts) == 2)
-    assert refused == "The model does not take a.pdf"
-    assert unread.startswith("gone.png could not be read: ")
-    assert "could not be found" in unread
-
-
-def test_tokens_truncation_and_norms_are_those_of_the_reply(page: Page) -> None:
-    choose(page, "encode", "test/mini")
-    typed(page, "#texts", "a cat\na text that has more tokens than eight, which is where it is cut")
-    typed(page, "#further", '{"max_seq_length": ')
-    page.wait("document.querySelector('#run').disabled", bool)
-    typed(page, "#further", '{"max_seq_length": 8}')
-    ask(page)
-    sent = by_curl(page)
-    rows = page.evaluate(CELLS.format(".items tbody"))
-    for row, item in zip(rows, sent["items"], strict=True):
-        assert row[1] == str(item["usage"]["prompt_tokens"])
-        assert (row[2] == "truncated") is item["usage"]["truncated"]
-        assert row[3] == str(item["dense"]["dims"])
-        assert float(row[4]) == pytest.approx(math.hypot(*item["dense"]["values"]), abs=6e-5)
-    assert [row[2] for row in rows] == ["no", "truncated"]
-
-
 def test_chunks_of_a_document_are_coloured_by_their_similarity_to_the_query(page: Page) -> None:
     text = (
         "The river ran past mills.\n\nA 👩‍💻 wrote code & <b>tests</b>. The cat slept on the mat. Stocks fell sharply."
@@ -288,28 +217,6 @@ def test_what_was_cut_is_shown(page: Page) -> None:
     cut = page.wait("document.querySelector('.tokens .cut')?.innerText ?? ''", bool)
     assert cut.split() == ["word"] * 46
     assert page.evaluate("document.querySelectorAll('.tokens .cut').length") == 1
-
-
-def test_what_was_cut_is_shown_of_a_model_that_puts_a_prompt_before_its_texts(page: Page) -> None:
-    """`passage:` takes two of the 254 tokens that are left for words."""
-    choose(page, "encode", "test/prompted")
-    typed(page, "#texts", "word " * 300)
-    ask(page)
-    cut = page.wait("document.querySelector('.tokens .cut')?.innerText ?? ''", bool)
-    assert cut.split() == ["word"] * 48
-
-
-def test_own_texts_and_results_stay_while_other_views_are_looked_at(page: Page) -> None:
-    choose(page, "encode", "test/mini")
-    typed(page, "#texts", "a cat\na kitten")
-    ask(page)
-    for view in ("models", "cluster", "playground"):
-        page.evaluate(f"location.hash = '#{view}'")
-        page.wait("document.querySelector('[aria-current]').hash", lambda shown, view=view: shown == f"#{view}")
-    page.wait("document.querySelector('#texts').checkVisibility()", bool)
-    assert page.evaluate("document.querySelectorAll('.beside article').length") == 1
-    choose(page, "score", "test/cross")
-    assert page.evaluate("document.querySelector('#texts').value") == "a cat\na kitten"
 
 
 @shared.needs("/tei/test/sparse/decode")
@@ -521,39 +428,6 @@ def test_relations_outlines_and_trees_are_shown_and_markup_does_nothing(page: Pa
     assert page.evaluate("document.querySelectorAll('article img[src=x]').length") == 0
 
 
-CATALOGUE = """(() => { const real = window.fetch; window.fetch = async (...args) => {
-  if (String(args[0]).includes('/v1/extract')) return new Response(JSON.stringify(REPLY), {status: 200});
-  const answer = await real(...args);
-  if (!String(args[0]).includes('/v1/models')) return answer;
-  const body = await answer.json();
-  body.models.push({...body.models[0], id: 'test/parser', inputs: ['document'], tasks: ['extract']});
-  return new Response(JSON.stringify(body), {status: 200});
-}; })()"""
-
-
-def test_documents_are_sent_with_the_format_that_their_content_does_not_tell(page: Page, cluster: Cluster) -> None:
-    """A parser of documents needs an environment of its own, so its catalogue entry and its answer are made here."""
-    slot: dict[str, Any] = {name: [] for name in ("entities", "relations", "classifications", "objects")}
-    item = {**slot, "data": {"markdown": HARM, "pages": 2}}
-    usage = {"total_tokens": 0, "truncated_items": []}
-    reply = {"model": "test/parser", "items": [item] * 2, "usage": usage, "timing": {}, "fingerprint": ""}
-    code = CATALOGUE.replace("REPLY", json.dumps(reply))
-    page.call("Page.addScriptToEvaluateOnNewDocument", source=code)
-    page.open(f"http://{HOST}:{cluster.port}/?documents")
-    page.wait("location.search === '?documents' && document.querySelector('#model')?.value", bool)
-    page.evaluate(COPIED)
-    choose(page, "extract", "test/parser")
-    attach(page, ("a.pdf", "application/pdf", b"%PDF-1.7"), ("b.md", "", b"# Title"))
-    ask(page)
-    body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
-    pdf, markdown = (base64.b64encode(content).decode() for content in (b"%PDF-1.7", b"# Title"))
-    assert body["items"] == [
-        {"document": f"data:application/pdf;base64,{pdf}"},
-        {"document": {"data": f"data:application/octet-stream;base64,{markdown}", "format": "md"}},
-    ]
-    assert f"markdown: {HARM}" in page.evaluate("document.querySelector('.tree').innerText")
-
-
 def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page, package: Path) -> None:
     choose(page, "encode", "test/mini")
     click(page, "#beside")
@@ -592,47 +466,6 @@ def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page, pack
     assert [value for _, value in shown] == pytest.approx(sorted(by_id.values(), reverse=True), abs=6e-5)
 
 
-def test_a_picture_may_be_the_query(page: Page) -> None:
-    choose(page, "encode", "test/pages")
-    page.wait("document.querySelectorAll('#query').length", lambda count: count == 1)
-    typed(page, "#query", "")
-    attach(page, ("query.png", "image/png", OTHER), to="#query-files")
-    typed(page, "#texts", "a total")
-    ask(page)
-    body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
-    assert body["items"] == [{"images": [f"data:image/png;base64,{base64.b64encode(OTHER).decode()}"]}]
-    assert body["params"]["is_query"] is True
-    rows, text = (np.array(by_curl(page, at)["items"][0]["multivector"]["values"]) for at in (0, 1))
-    assert bars(page) == [("a total", pytest.approx((rows @ text.T).max(1).sum(), abs=6e-5))]
-
-
-def test_a_reranker_of_images_takes_one_on_either_side(page: Page) -> None:
-    choose(page, "score", "test/ranker")
-    typed(page, "#query", "is it the same?")
-    attach(page, ("query.png", "image/png", OTHER), to="#query-files")
-    attach(page, ("document.png", "image/png", PHOTO))
-    typed(page, "[aria-label='Text beside document.png']", "a square")
-    typed(page, "#texts", "a chair")
-    ask(page)
-    body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
-    drawing, photo = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (OTHER, PHOTO))
-    assert body["query"] == {"text": "is it the same?", "images": [drawing]}
-    assert body["items"] == [{"text": "a chair"}, {"text": "a square", "images": [photo]}]
-    scores = by_curl(page)["scores"]
-    assert [value for _, value in bars(page)] == pytest.approx([entry["score"] for entry in scores], abs=6e-5)
-    sdk_scores = by_python(page, '[one["score"] for one in results["scores"]]')
-    assert sdk_scores == pytest.approx([entry["score"] for entry in scores], rel=1e-5)
-
-
-def test_the_patches_of_a_model_that_keeps_the_shape_have_that_shape(page: Page) -> None:
-    choose(page, "encode", "test/colqwen")
-    attach(page, ("page.png", "image/png", encoded(picture(112, 56))))
-    typed(page, "#texts", "")
-    ask(page)
-    page.wait("document.querySelector('.patches')?.getAttribute('viewBox')", lambda box: box == "0 0 4 2")
-    assert page.evaluate("document.querySelector('[data-grid=first]').value") == "4"
-
-
 def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster, package: Path) -> None:
     page.evaluate(f"sessionStorage.setItem('sie.key', '{KEY}')")
     page.open(f"http://{HOST}:{cluster.port}/?again")
@@ -652,31 +485,3 @@ def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster, pac
         assert KEY not in code
     assert KEY not in page.evaluate("document.body.innerHTML")
     assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
-
-
-def test_errors_are_read_as_text(page: Page) -> None:
-    choose(page, "encode", "test/mini")
-    typed(page, "#texts", HARM)
-    page.evaluate(
-        "(() => { const real = window.fetch; window.fetch = async (...args) => String(args[0]).includes('/v1/encode')"
-        f" ? new Response(JSON.stringify({{error: {{code: 'BAD', message: {json.dumps(HARM)}}}}}), {{status: 400}})"
-        " : real(...args); })()"
-    )
-    ask(page)
-    assert HARM in page.evaluate("document.querySelector('article [role=alert]').innerText")
-    assert page.evaluate("document.querySelectorAll('article img').length") == 0
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_narrow_screen(page: Page, scheme: str) -> None:
-    page.look(360, scheme)
-    wide = "document.documentElement.scrollWidth - innerWidth"
-    choose(page, "encode", "test/late")
-    typed(page, "#texts", f"The cat, it sat on a mat. {'x' * 300}")
-    ask(page)
-    page.wait("document.querySelectorAll('.late td').length", bool)
-    assert page.evaluate(wide) <= 0
-    choose(page, "score", "test/cross", "test/reranker")
-    typed(page, "#texts", f"one\n{'y' * 300}\nthree")
-    ask(page, 3)
-    assert page.evaluate(wide) <= 0

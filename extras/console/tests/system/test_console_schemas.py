@@ -7,16 +7,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import axe
 import local_models
 import pytest
 import typescript_package
-from browser import HOST, Page, click, pressed, tab, typed
+from browser import HOST, Page, click, tab, typed
 from cluster import Cluster, running
 from parity.gliner_checkpoints import gliclass_folder, gliner2_folder
-from playground import CELLS, COPIED, ask, bars, by_curl, by_python, by_typescript, choose, files
+from playground import CELLS, COPIED, ask, bars, by_curl, by_python, by_typescript, choose
 from prefix_proxy import PrefixProxy, proxying
 
 pytestmark = pytest.mark.debian
@@ -159,86 +157,3 @@ def test_a_refusal_stands_beside_its_field_until_it_is_changed(page: Page) -> No
     typed(page, "#thresholds", "")
     ask(page)
     assert {row[0] for row in page.wait(VALUES, bool)} == {"subject", "is_meeting"}
-
-
-def test_a_schema_is_read_from_a_file(page: Page) -> None:
-    asked_for(page, SPANS, "schema")
-    schema = {"type": "object", "properties": {"mood": {"enum": ["calm", "angry"]}}}
-
-    def opened(name: str, data: bytes) -> None:
-        page.evaluate(
-            f"(() => {{ const field = document.querySelector('#schema-file'); field.files = "
-            f"{files((name, 'application/json', data))}.files; "
-            "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
-        )
-
-    opened("mood.json", json.dumps(schema).encode())
-    page.wait("document.querySelector('#schema').value", lambda text: text == json.dumps(schema))
-    ask(page)
-    assert [row[0] for row in page.wait(VALUES, bool)] == ["mood"]
-    opened("large.json", b" " * 65_537)
-    page.wait("document.body.innerText", lambda text: "large.json has 65537 bytes" in text)
-    assert json.loads(page.evaluate("document.querySelector('#schema').value")) == schema
-    opened("broken.json", b'{"type": ')
-    assert "JSON" in fault(page, "schema")
-    assert page.evaluate("document.querySelector('#run').disabled")
-    typed(page, "#schema", " ")
-    assert fault(page, "schema") == "Expected a JSON Schema."
-
-
-def test_a_model_without_schemas_has_no_field_for_them(page: Page) -> None:
-    asked_for(page, SPANS, "schema")
-    typed(page, "#schema", "{")  # the broken schema stays, and affects no other model
-    choose(page, "extract", "test/gliner")
-    assert page.evaluate("document.querySelectorAll('#answer, #schema, #thresholds').length") == 0
-    ask(page)
-    (item,) = by_curl(page)["items"]
-    assert item["data"] == {}
-
-
-def test_a_schema_is_filled_by_the_keyboard_alone(page: Page) -> None:
-    choose(page, "extract", SPANS)
-    typed(page, "#texts", TEXT)
-
-    def tabbed_to(name: str) -> None:
-        for _ in range(20):
-            pressed(page, "Tab", 9)
-            if page.evaluate("document.activeElement.id") == name:
-                return
-        raise AssertionError(f"no way by Tab to {name}")
-
-    page.evaluate("document.querySelector('#texts').focus()")
-    tabbed_to("answer")
-    pressed(page, "ArrowDown", 40)
-    page.wait("document.querySelector('#answer').value", lambda answer: answer == "schema")
-    tabbed_to("schema")
-    page.call("Input.dispatchKeyEvent", type="keyDown", key="a", code="KeyA", commands=["selectAll"])
-    schema: dict[str, Any] = {"type": "object", "properties": {"who": {"enum": ["river", "mountain"]}}}
-    page.call("Input.insertText", text=json.dumps(schema))
-    for name in ("schema-file", "schema-sample"):
-        tabbed_to(name)
-    pressed(page, "Enter", 13)
-    page.wait("document.querySelector('#schema').value", lambda text: "people" in text)
-    assert page.evaluate("document.activeElement.id") == "schema-sample"
-    # the page runs its example when it opens; until then the button cannot be reached
-    page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
-    tabbed_to("run")
-    pressed(page, "Enter", 13)
-    rows = page.wait(VALUES, bool, timeout_s=60)
-    assert [row[0] for row in rows][-2:] == ["subject", "is_meeting"]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_fields_have_no_serious_fault_of_accessibility(page: Page, rules: str, scheme: str) -> None:
-    asked_for(page, CLASSES, "schema")
-    for width in (360, 1280):
-        page.look(width, scheme)
-        for schema in (
-            '{"type": "object", "properties": {"who": {"type": "string"}}}',
-            '{"type": "object", "properties": {"who": {"enum": ["a", "b"]}}}',
-        ):
-            typed(page, "#schema", schema)
-            page.wait("document.querySelectorAll('#schema-fault').length", lambda count: count == 0)
-            ask(page)
-            assert axe.serious(page, rules) == [], (width, schema)
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width

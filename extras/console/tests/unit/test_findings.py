@@ -23,7 +23,6 @@ from sie_console.findings import (
     QueueTrend,
     of_clocks,
     of_loads,
-    of_plugins,
     of_queues,
     of_refusals,
     of_workers,
@@ -84,24 +83,6 @@ def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
 
 # words that the remedy of each class contains, and words that would name a part that is not the cause
 ENTRY = ("sie models set", "rollback")
-REMEDIES: dict[LoadErrorClass, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "NETWORK": (("source of the weights", "SIE_LOCAL_CACHE", "sie models load m"), ENTRY),
-    "OOM": (("worker with more memory", "sie models unload m"), ENTRY),
-    "GATED": (("licence", "HF_TOKEN"), ENTRY),
-    "DEPENDENCY": (("install the package",), ENTRY),
-    "NOT_FOUND": (("weights", "sie models load m", "sie models set m"), ("rollback", "HF_TOKEN")),
-    "INCOMPATIBLE": (("mend that file", "sie models set m", "rollback m"), ("HF_TOKEN",)),
-    "CERTIFICATE": (("fetch the weights anew", "sie models set m", "rollback m"), ("HF_TOKEN",)),
-    "UNKNOWN": (("traceback", "sie models load m"), ENTRY),
-}
-
-
-@pytest.mark.parametrize("error_class", CLASSES)
-def test_the_remedy_of_a_failed_load_is_that_of_its_error_class(error_class: LoadErrorClass) -> None:
-    (finding,) = of_loads([("w0", {"m:half": error(error_class)})])
-    needed, misleading = REMEDIES[error_class]
-    assert [words for words in needed if words not in finding.fix] == []
-    assert [words for words in misleading if words in finding.fix] == []
 
 
 def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
@@ -109,23 +90,6 @@ def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
     assert len(of_refusals(40, errors)) == 2
     (full,) = of_refusals(40, errors, has_loads=True)
     assert "QUEUE_FULL" in full.wrong
-
-
-@pytest.mark.parametrize(
-    ("reason", "remedy"),
-    [
-        ("preloading a/b (try 1 of 3 failed: no network)", "as soon as each model"),
-        ("draining", "it was told to shut down"),
-        ("its heartbeats have stopped", "whether it runs"),
-        ("no connection to the broker", "tests the broker"),
-        ("no adapter is connected", "looks at its socket"),
-        ("", "/readyz"),
-    ],
-)
-def test_an_unhealthy_worker_is_listed_with_its_reason(reason: str, remedy: str) -> None:
-    (finding,) = of_workers([msgspec.structs.replace(WORKER, healthy=False, reason=reason)])
-    assert finding.wrong == f"worker w0 (_default.l4.default) is not healthy{': ' if reason else ''}{reason}"
-    assert remedy in finding.fix
 
 
 def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
@@ -218,10 +182,3 @@ def test_a_device_without_its_adapter_is_told() -> None:
     (finding,) = of_workers([msgspec.structs.replace(WORKER, devices=devices)])
     assert finding.wrong == "worker w0 (_default.l4.default) has no adapter on a device: cuda:1"
     assert of_workers([msgspec.structs.replace(WORKER, devices=devices[:1])]) == []
-
-
-def test_each_package_that_is_off_is_found() -> None:
-    found = of_plugins({"faulty": "ValueError: out of order", "twice": "RouteError: a second row"})
-    assert [finding.check for finding in found] == ["gateway", "gateway"]
-    assert "faulty" in found[0].wrong
-    assert "out of order" in found[0].wrong

@@ -79,16 +79,6 @@ def test_voyage_chunks_a_document_automatically(voyage: Any, client: SIEClient) 
     assert whole == [JOINED]
 
 
-def test_voyage_chunks_by_a_function_of_the_client(voyage: Any) -> None:
-    import voyageai
-
-    split = voyageai.default_chunk_fn(chunk_size=40)
-    answer = voyage.contextualized_embed([[JOINED * 3]], model=MODEL, input_type="document", chunk_fn=split)
-    (result,) = answer.results
-    assert "".join(result.chunk_texts) == JOINED * 3
-    assert len(result.embeddings) == len(result.chunk_texts) > 3
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

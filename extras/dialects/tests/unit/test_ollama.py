@@ -15,10 +15,6 @@ import pytest
 from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, until_told
 
-from sie_contracts import __version__
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
-
 ONE = "toy/one"
 LATEST = "toy/latest"
 STREAM = "WORK__default"
@@ -152,13 +148,6 @@ async def test_embeddings_returns_one_vector_and_nothing_else(served: GatewayPro
     assert np.array_equal(np.array(reply["embedding"], np.float32), vector_of(ids_of("a")))
 
 
-async def test_a_profile_named_latest_is_the_profile(served: GatewayProcess) -> None:
-    answer = await post(served, "/api/embed", {"model": f"{LATEST}:latest", "input": "a"})
-    assert answer.headers["x-sie-model"] == f"{LATEST}:latest"
-    answer = await post(served, "/api/embed", {"model": LATEST, "input": "a"})
-    assert answer.headers["x-sie-model"] == LATEST
-
-
 async def test_lists_name_models_with_tags_that_embed_takes(served: GatewayProcess) -> None:
     listed = (await served.client.get("/api/tags")).json()["models"]
     names = [model["name"] for model in listed]
@@ -191,22 +180,6 @@ async def test_ps_lists_what_workers_have_loaded(served: GatewayProcess) -> None
     assert datetime.fromisoformat(model["expires_at"]).year == 9999
 
 
-async def test_the_precision_of_a_custom_adapter_is_listed_as_it_is(
-    cluster: InProcess, gateway: GatewayProcess
-) -> None:
-    status = ModelStatus(ONE, "loaded", precision=ServedPrecision("fp8"))
-    beat = Heartbeat("w", "_default", "cpu", "default", ready=True, version="", models=(status,))
-    await cluster.send(topology.health_subject("w"), messages.encode(beat))
-
-    async def levels() -> Any:
-        answer = await gateway.client.get("/api/ps")
-        assert answer.status_code == 200
-        return [model["details"]["quantization_level"] for model in answer.json()["models"]]
-
-    assert await until_told(levels, "the loaded model in the list") == ["fp8"]
-    assert (await gateway.client.get("/api/tags")).status_code == 200
-
-
 async def test_show_describes_a_model(gateway: GatewayProcess) -> None:
     for body in ({"model": ONE}, {"name": f"{ONE}:latest", "verbose": True}):
         shown = (await post(gateway, "/api/show", body)).json()
@@ -218,7 +191,3 @@ async def test_show_describes_a_model(gateway: GatewayProcess) -> None:
         assert shown["capabilities"] == ["embedding"]
     shown = (await post(gateway, "/api/show", {"model": "toy/score"})).json()
     assert (shown["capabilities"], "toy.embedding_length" in shown["model_info"]) == ([], False)
-
-
-async def test_version_is_that_of_the_server(gateway: GatewayProcess) -> None:
-    assert (await gateway.client.get("/api/version")).json() == {"version": __version__}

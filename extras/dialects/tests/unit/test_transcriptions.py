@@ -18,7 +18,6 @@ from sie_contracts.media.languages import NAMES
 from sie_contracts.media.sounds import MAX_RECORDING_S, MAX_SECONDS
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Ok, Outcome, WorkItem, WorkResult
-from sie_dialects import transcriptions
 from sie_dialects.transcriptions import AGAIN_S
 
 STREAM = "WORK__default"
@@ -334,14 +333,6 @@ async def test_a_language_that_the_model_does_not_name_is_not_given_to_the_next_
     assert response.json()["language"] == "und"
 
 
-async def test_parts_of_a_language_without_spaces_are_joined_without_spaces(
-    cluster: InProcess, gateway: GatewayProcess
-) -> None:
-    response, parts = await heard(cluster, post(gateway), recorder(1000.0, space=""))
-    assert len(parts) == 2
-    assert response.json()["text"] == "".join(chr(0x4E00 + number) for number in range(143))
-
-
 @pytest.mark.parametrize(
     ("spoken", "begins"),
     [
@@ -367,8 +358,3 @@ async def test_a_part_without_segments_or_with_one_from_end_to_end_is_followed_b
 
 def test_the_names_of_languages_are_those_of_the_library() -> None:
     assert NAMES == LANGUAGES
-
-
-def test_the_times_of_subtitles_go_beyond_an_hour() -> None:
-    assert transcriptions._time(3600 + 62.0055, ",") == "01:01:02,006"
-    assert transcriptions._time(359_999.999, ".") == "99:59:59.999"

@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +17,11 @@ import pytest
 import shared
 from click.testing import CliRunner
 from cluster import MODEL, Cluster
-from dockerfiles import ROOT
 from hub_stub import HubStub
 
 from sie_cli.main import main
 from sie_evals import tasks
 
-RUN_S = 200.0
 ROWS = 60  # documents
 STSB = ("datasets/mteb/stsbenchmark-sts", "b0fddb56ed78048fa8b90373c8a3cfc37b684831")
 NFCORPUS = ("datasets/mteb/nfcorpus", "ec0fa4fe99da2ff19ca1214b7966684033a58814")
@@ -70,18 +64,6 @@ def retrieval(**more: bytes) -> dict[str, bytes]:
 def hub() -> Iterator[HubStub]:
     with HubStub().serving() as serving:
         yield serving
-
-
-def evaluated(
-    folder: Path, endpoint: str, *arguments: str, status: int = 0, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `sie eval` in a process of its own, which reads the environment as it imports the libraries."""
-    argv = [sys.executable, "-m", "sie_cli", "eval", *arguments, "--results", str(folder / "results")]
-    environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environ.pop("HF_HUB_OFFLINE", None)
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S, env=environ, cwd=cwd)
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran
 
 
 @pytest.fixture
@@ -138,39 +120,3 @@ def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, a
     main = next(iter(vectors))
     assert next(iter(scores)) == main
     assert vectors[main] > scores[main] > 0  # the weights of test/cross are random
-
-
-def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_the_documents_run(
-    open_cluster: Cluster, at_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "NFCorpus"
-    (folder / "qrels").mkdir(parents=True)
-    pairs = tasks.stsb()
-    for name, texts in (("corpus", pairs.right), ("queries", pairs.left)):
-        lines = [json.dumps({"_id": str(number), "text": text}) for number, text in enumerate(texts[:ROWS])]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    (folder / "qrels" / "test.tsv").write_text("\n".join(f"{number}\t{number}\t1" for number in range(ROWS)))
-    run = tomllib.loads((ROOT / "mise.toml").read_text("utf-8"))["tasks"]["eval"]["run"]
-    assert run.endswith("&& .venv/bin/sie eval")  # mise adds its arguments to the end
-    arguments = (MODEL, "-t", "mteb/NFCorpus", "--type", "perf")
-    where = ("--url", open_cluster.url, "--seconds", "2", "--warm-up", "0.5")
-    nowhere = "http://127.0.0.1:1"
-    file = tmp_path / "targets.yaml"
-    saved = ("-s", "sie", *where, "--save-targets", str(file))
-    first = evaluated(tmp_path, nowhere, *arguments, *saved, cwd=tmp_path)
-    notice = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the task comes from the folder NFCorpus/"
-    assert first.stderr.splitlines()[0] == notice
-    for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
-        assert word in first.stdout
-    assert "NFCorpus@cpu clients=16" in file.read_text()
-    monkeypatch.chdir(tmp_path)
-    at_hub.repositories.clear()
-    results = ("--results", str(tmp_path / "results"))
-    # the speed of this machine does not matter here
-    second = CliRunner().invoke(main, ["eval", *arguments, "-s", "sie,targets", *where, *results])
-    assert second.exit_code in (0, 1), second.output
-    assert second.exit_code == ("target missed" in second.stdout)
-    assert "targets are the values measured at" in second.stdout
-    for name, message in (("SciFact", "there is no folder mteb/SciFact/ or SciFact/"), ("NoSuchTask", "NoSuchTask")):
-        refused = CliRunner().invoke(main, ["eval", MODEL, "-t", f"mteb/{name}", *where[:2], *results])
-        assert (refused.exit_code, message in refused.stderr) == (1, True), refused.output

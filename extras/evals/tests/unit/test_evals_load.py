@@ -189,15 +189,6 @@ def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() 
     assert perf.texts_of(Similarity("pairs", ["a"], ["b"], [1.0])) in (["a", "b"], ["b", "a"])
 
 
-def test_a_sweep_is_drawn() -> None:
-    levels = [LoadLevel(clients=1), LoadLevel(clients=4)]
-    load_points = [LoadPoint("a $ b $", level, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for level in levels]
-    perf_report = report.of_perf("a/b", "t", "", load_points, {}, [])
-    assert len(perf_report.pictures) == 2
-    assert perf_report.html().count("<svg") == 2
-    assert [row["load"] for row in perf_report.figures()["rows"]] == ["clients=1", "clients=4"]
-
-
 @pytest.mark.parametrize(
     "options",
     [

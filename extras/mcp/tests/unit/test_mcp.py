@@ -6,8 +6,6 @@ import asyncio
 import base64
 import gc
 import logging
-import ssl
-import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,14 +23,12 @@ from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, s
 from mcp_types import INVALID_PARAMS
 
 from sie_broker import Write
-from sie_client import AuthenticationError, SIEAsyncClient, SIEConnectionError
-from sie_client import errors as client_errors
+from sie_client import AuthenticationError, SIEConnectionError
 from sie_contracts.settings import SettingError
 from sie_mcp_server import clients, config, http, results, schemas, server, tools
 from sie_mcp_server.callers import AWAY_S, CHECK_EVERY_S, AgentCaller, KeyNames
 from sie_mcp_server.config import DefaultModels, McpConfig, SearchCollection
 from sie_mcp_server.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
-from sie_mcp_server.sentences import sentence_of
 from sie_mcp_server.tools import ToolRefused
 from sie_runtime import keys as records
 
@@ -132,15 +128,6 @@ async def test_encode_keeps_vectors_out_of_the_answer(running: Door, keys: dict[
         assert similar["results"][0] == {"index": 1, "similarity": 1.0}
         many = {"texts": ["a"] * 64, "values": True}
         assert not (await client.call_tool("encode", many)).is_error
-
-
-async def test_encode_refuses_more_numbers_than_an_answer_has(
-    running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tools, "MAX_VALUES", 23)
-    async with running.client(keys["both"]) as client:
-        answer = await client.call_tool("encode", {"texts": TEXTS, "values": True})
-    assert "24 numbers, and an answer has at most 23" in sentence(answer)
 
 
 async def test_rerank_and_similarity_put_the_best_first(running: Door, keys: dict[str, str]) -> None:
@@ -283,15 +270,6 @@ async def test_an_oversized_document_is_one_sentence(
         assert "There is no such thing at the gateway" in sentence(theirs)
 
 
-async def test_a_body_above_the_limit_of_the_gateway_is_one_sentence(cluster: InProcess, keys: dict[str, str]) -> None:
-    small = await cluster.gateway(SIE_AUTH_MODE="token", SIE_MAX_BODY_BYTES="1048576")
-    document = base64.b64encode(bytes(2_000_000)).decode()
-    async with door(cluster, small, CONFIG) as running, running.client(keys["both"]) as client:
-        text = sentence(await client.call_tool("parse_document", {"data": document}))
-    assert text.startswith("The input is too large: ")
-    assert "1048576" in text
-
-
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_cancelled_call_is_cancelled_at_the_gateway(running: Door, keys: dict[str, str], mode: str) -> None:
     inference = inference_of(running.gateway)
@@ -339,15 +317,6 @@ async def test_documents_wait_for_their_turn_and_not_for_ever(
     assert "Other documents are being read" in sentence(answer)
 
 
-async def test_a_call_takes_no_longer_than_its_time_limit(
-    cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str]
-) -> None:
-    """The call ends while the gateway waits for a worker. Otherwise the client would repeat the request."""
-    async with door(cluster, gateway, CONFIG, timeout_s=1.5) as running, running.client(keys["both"]) as client:
-        answer = await client.call_tool("rerank", {"query": "q", "documents": ["a"], "model": HELD})
-    assert sentence(answer) == server.TOO_LONG
-
-
 async def test_a_gateway_that_is_down_is_one_sentence(
     cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,33 +333,6 @@ async def test_a_gateway_that_is_down_is_one_sentence(
         async with httpx2.AsyncClient(trust_env=False, timeout=30) as stranger:
             answer = await stranger.post(running.url, headers={"authorization": f"Bearer {keys['other']}"})
             assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
-
-
-async def test_an_unknown_model_is_named_with_what_is_like_it(running: Door, keys: dict[str, str]) -> None:
-    async with running.client(keys["both"]) as client:
-        text = sentence(await client.call_tool("encode", {"texts": ["a"], "model": "toy/on"}))
-        assert text.startswith("The gateway has no such model: ")
-        assert "Similar names: toy/one" in text
-        wrong = await client.call_tool("parse_document", {**CALLS["parse_document"], "model": DENSE})
-        assert sentence(wrong).startswith("The gateway refuses the input: ")
-
-
-async def test_without_a_default_the_only_suitable_model_is_used(
-    cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str]
-) -> None:
-    async with door(cluster, gateway) as running, running.client(keys["both"]) as client:
-        assert structured(await client.call_tool("encode", CALLS["encode"]))["model"] == DENSE
-        assert structured(await client.call_tool("parse_document", CALLS["parse_document"]))["model"] == PARSE
-        text = sentence(await client.call_tool("rerank", CALLS["rerank"]))
-        assert text.endswith(f"There are: {HELD}, {RANK}.")
-        cluster.source.remove(DENSE)
-        cluster.source.remove(FIND)
-
-        async def is_gone() -> bool:
-            return (await running.gateway.client.get("/v1/models", headers=bearer(keys["both"]))).text.count(DENSE) == 0
-
-        await until_told(is_gone, "the models are gone")
-        assert "no model for encode" in sentence(await client.call_tool("encode", CALLS["encode"]))
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -676,41 +618,6 @@ async def test_clients_of_keys_are_reused_and_the_oldest_unused_ones_are_closed(
     assert first._driver._http.is_closed
     await pool.close()
     assert second_client._driver._http.is_closed
-
-
-async def test_certificates_of_an_https_gateway_are_read_once_for_a_key_and_off_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    readers, read = [], ssl.create_default_context
-
-    def reading(*arguments: Any, **options: Any) -> ssl.SSLContext:
-        readers.append(threading.get_ident())
-        return read(*arguments, **options)
-
-    monkeypatch.setattr(ssl, "create_default_context", reading)
-    pool = clients.GatewayClients("https://gateway.example", 1.0)
-
-    async def client_of(api_key: str) -> SIEAsyncClient:
-        async with pool.of_key(api_key) as client:
-            return client
-
-    first, second = await asyncio.gather(client_of("a"), client_of("a"))
-    assert first is second
-    assert len(readers) == 1
-    assert threading.get_ident() not in readers
-    await pool.close()
-
-
-def test_every_error_of_the_client_is_a_sentence() -> None:
-    kinds = [
-        kind
-        for kind in vars(client_errors).values()
-        if isinstance(kind, type) and issubclass(kind, client_errors.SIEError)
-    ]
-    texts = {kind: sentence_of(kind("CODE: some fault.", code="CODE", status=400)) for kind in kinds}
-    assert all(text.endswith(".") and "CODE" not in text for text in texts.values())
-    assert all("some fault" in text for kind, text in texts.items() if kind is not SIEConnectionError)
-    assert len(set(texts.values())) > 10
 
 
 def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
 }
 
 
+# what the command says does not depend on the store
+POSTGRES = pytest.mark.parametrize("application", ["postgres"], indirect=True)
+
+
 @pytest.fixture(params=APPLICATIONS)
 def application(request: pytest.FixtureRequest) -> Iterator[Application]:
     name = f"docs-{re.sub('[^a-z]', '-', request.node.name.split('[')[0])[-30:]}"
@@ -303,14 +307,7 @@ def test_each_row_has_the_new_vector_of_its_latest_text_after_kills_and_under_wr
     goes_on_and_ends(cluster, alias, application, *migrates(cluster, alias, application, ROWS, KILLS, CLIENT_S))
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_hundred_thousand_rows_killed_five_times_all_have_the_new_vector(
-    cluster: Cluster, application: Application
-) -> None:
-    migrates(cluster, f"many-{type(application).__name__.lower()}", application, MANY_ROWS, MANY_KILLS, MANY_CLIENT_S)
-
-
+@POSTGRES
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, application: Application) -> None:
     alias = f"stopped-{type(application).__name__.lower()}"
     filled(cluster, alias, application, 2000)
@@ -333,6 +330,7 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, applica
     assert "Traceback" not in output
 
 
+@POSTGRES
 def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     cluster: Cluster, application: Application, tmp_path: Path
 ) -> None:

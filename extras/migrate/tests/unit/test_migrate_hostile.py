@@ -283,22 +283,6 @@ def test_a_corpus_that_changes_is_another_migration_and_one_that_shrinks_is_refu
     assert (done.exit_code, server.target) == (1, "old/m")
 
 
-def test_texts_of_a_corpus_that_a_terminal_would_obey_are_only_shown(server: MigrationServer, corpus: Path) -> None:
-    for text in (json.dumps({"t": ESCAPE}), ESCAPE, '{"t": "' + "x" * 500_000 + '"}', "{" * 100_000, "\0" * 1000):
-        corpus.write_text("\n".join([text] * 60))
-        server.begin()
-        check_end(migrated(server, corpus), text[:30])
-
-
-def test_the_way_back_to_a_name_that_a_terminal_would_obey_ends_in_lines(server: MigrationServer, corpus: Path) -> None:
-    changes = {"alias": (("alias", 0), ESCAPE), "history": (("revisions", 0, "changes", 0, "path"), "$.alias")}
-    server.revision = 2
-    server.mutate = lambda kind, value: put(value, *changes[kind]) if kind in changes else value
-    done = migrated(server, corpus, "--step", "back")
-    check_end(done, "back")
-    assert done.exit_code == 0, done.output
-
-
 def test_a_migration_runs_to_its_end(server: MigrationServer, corpus: Path) -> None:
     done = migrated(server, corpus)
     assert done.exit_code == 0, (done.output, done.exception)

@@ -174,8 +174,3 @@ async def first_of(letters: Letters) -> str:
     while True:
         async for entry in letters.all():
             return entry.letter.id
-
-
-async def test_without_a_broker_it_says_so(nats: NatsServer) -> None:
-    nats.stop()
-    assert "no broker at" in await sie(nats, "list", status=2)

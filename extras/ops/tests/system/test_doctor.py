@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import http.server
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -170,13 +168,6 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
     assert [len(report.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], report.output
 
 
-@pytest.mark.long
-def test_a_config_service_whose_clock_is_off_is_named(stack: Stack, tmp_path: Path) -> None:
-    with restarted(stack.config, altered(tmp_path / "ahead", ahead_s=AHEAD_S)):
-        report = Examined(tmp_path, environ_of(stack))
-    report.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
-
-
 def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) -> None:
     stack.config.kill()
     try:
@@ -213,12 +204,6 @@ def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path)
         )
         assert "sesame" not in report.output
         assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
-
-
-def test_a_broker_without_jetstream_is_named(tmp_path: Path) -> None:
-    with NatsServer(tmp_path / "nats", extra="jetstream: disabled") as server:
-        report = Examined(tmp_path, {}, "--nats-url", server.url)
-    report.named("broker", "has no JetStream", "-js")
 
 
 def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
@@ -262,31 +247,6 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
 # ---- this machine
 
 
-def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
-    environ = {
-        "SIE_MAX_BATCH_COST": "plenty",
-        "SIE_PRELOAD_MODEL": "x",
-        "SIE_WHATEVER": "1",
-        "SIE_ADAPTIVE_MIN_QUANTUM_MS": "50",
-        "SIE_AUTH_TOKENS": ",",
-        "SIE_MAX_BATCH_WAIT_MS": "3",
-    }
-    report = Examined(tmp_path, environ)
-    report.named(
-        "settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1"
-    )
-    report.named("settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?")
-    report.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    report.named(
-        "settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two"
-    )
-    report.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
-    report.named(
-        "settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS"
-    )
-    assert len(report.findings["settings"]) == 6
-
-
 def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     report = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
@@ -296,16 +256,6 @@ def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_pat
         path.chmod(0o666)
         report = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
     report.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
-
-
-def test_a_disk_above_the_threshold_is_named(tmp_path: Path) -> None:
-    """The test moves the threshold and leaves the disk as it is."""
-    report = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
-    report.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
-    room = os.statvfs(tmp_path)
-    (tmp_path / "data" / "nats").mkdir(parents=True)
-    report = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
-    report.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
 
 
 @pytest.mark.debian
@@ -325,30 +275,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         subprocess.run(["umount", str(folder)], check=True)
     report.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
     report.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
-
-
-def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as http_server:
-        serving = threading.Thread(target=http_server.serve_forever)
-        serving.start()
-        try:
-            port = http_server.server_address[1]
-            environ = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}"}
-            report = Examined(tmp_path, {**environ, "SIE_GATEWAY_METRICS_PORT": "0"})
-        finally:
-            http_server.shutdown()
-            serving.join()
-    report.named(
-        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is used by a program", "--worker-metrics-port"
-    )
-    report.named("gateway", "is no gateway of SIE", "--url")
-
-
-@pytest.mark.long
-def test_a_gpu_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
-    """No machine has a hundredth GPU. The reason that is named depends on the machine."""
-    report = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
-    report.named("gpu", "", "SIE_DEVICE")
 
 
 def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
-from cluster import SIE, Cluster, free_ports, until
-from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, doctor_templates, environ_of, ran
+from cluster import SIE, Cluster, free_ports
+from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, ran
 from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
@@ -83,16 +82,6 @@ FOLLOWED = (
     SERVE,
     ROOM,
 )
-NO_COMMAND_TO_RUN = (
-    "`sie serve` wrote down",
-    "`sie serve` stored its ports",
-    "port {} of `sie serve` is used",
-    "of `sie serve` give --data-dir",
-    "`sie serve` has no socket here",
-    "as the user of `sie serve`",
-    "The report of `sie doctor`",
-    "or run `sie doctor` elsewhere",
-)
 
 
 @pytest.fixture(scope="module")
@@ -123,105 +112,10 @@ def start(part: Part, command: str) -> None:
     part.start()
 
 
-def until_gone(report_of: Any, check: str) -> None:
-    """Wait until doctor has no finding of this check."""
-    until(lambda: report_of().findings[check] == [], BOUND_S, f"no finding of {check}")
-
-
-def test_each_text_that_names_a_command_is_followed_here() -> None:
-    templates = doctor_templates()
-    assert len(templates) > len(FOLLOWED)
-    assert [text for text in templates if not any(phrase in text for phrase in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
-    assert [phrase for phrase in FOLLOWED if not any(phrase in text for text in templates)] == []
-
-
-@pytest.mark.long
-def test_a_config_service_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
-    with ended(stack.config):
-        (command,) = commands(Examined(tmp_path, environ_of(stack)).told("config", "no config service answers", CONFIG))
-        start(stack.config, command)
-        stack.config.wait_ready()
-    assert Examined(tmp_path, environ_of(stack)).findings["config"] == []
-
-
-@pytest.mark.long
-def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
-    (gateway,) = stack.gateways
-    with ended(gateway):
-        command, _ = commands(Examined(tmp_path, environ_of(stack)).told("gateway", "no gateway answers", GATEWAY))
-        start(gateway, command)
-        gateway.wait_ready()
-    until_gone(lambda: Examined(tmp_path, environ_of(stack)), "gateway")
-
-
 async def lacking(stack: Stack, token: str) -> str | None:
     """Return why `sie serve` would not yet say that this gateway and one worker are ready."""
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return await readiness.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
-
-
-@pytest.mark.long
-def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
-    """The gateway is restarted too, because a gateway goes on to list its earlier workers."""
-    assert asyncio.run(lacking(stack, ADMIN)) is None
-    (worker,), (gateway,) = stack.workers, stack.gateways
-    with ended(worker.sidecar, worker.adapter):
-        with ended(gateway):
-            pass
-        assert asyncio.run(lacking(stack, ADMIN)) == "0 of 1 healthy"
-        assert asyncio.run(lacking(stack, "a-token-of-nobody")) == f"{stack.urls[0]}/health answers 401"
-        sidecar, adapter = commands(Examined(tmp_path, environ_of(stack)).told("gateway", "no worker is there", WORKER))
-        start(worker.adapter, adapter)
-        start(worker.sidecar, sidecar)
-        worker.sidecar.wait_ready()
-    until_gone(lambda: Examined(tmp_path, environ_of(stack)), "gateway")
-
-
-@pytest.mark.long
-def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_path: Path) -> None:
-    """The command of the remedy names the socket. The remedies of the socket start the adapter, or make the socket
-    private again.
-    """
-    (worker,) = stack.workers
-    environ = environ_of(stack)
-    socket = {name: environ[name] for name in ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")}
-    path = Path(socket["SIE_IPC_SOCKET_PATH"])
-    with ended(worker.adapter):
-        until(lambda: Examined(tmp_path, environ).findings["gateway"], BOUND_S, "the gateway notices")
-        (command,) = commands(Examined(tmp_path, environ).told("gateway", "is not healthy", LOOK))
-        assert command == "sie doctor"
-        fix = Examined(tmp_path, socket).told("sockets", str(path), "start the adapter again")
-        (setting,) = [word for word in fix.replace(",", " ").split() if word.startswith("SIE_IPC_SOCKET_PATH=")]
-        worker.adapter.environ = {**worker.adapter.environ, **dict([setting.split("=", 1)])}
-        start(worker.adapter, "sie adapter")
-        worker.adapter.wait_ready()
-    until_gone(lambda: Examined(tmp_path, environ), "gateway")
-    path.chmod(0o666)
-    fix = Examined(tmp_path, socket).told("sockets", "may be opened by other users", "chmod 600")
-    ran(fix.partition(",")[0])
-    assert Examined(tmp_path, socket).findings["sockets"] == []
-
-
-@pytest.mark.long
-def test_a_token_that_may_not_read_is_replaced_by_a_key_that_is_made_as_told(stack: Stack, tmp_path: Path) -> None:
-    environ = environ_of(stack)
-    report = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})
-    (command,) = commands(report.told("gateway", "does not let this token read", KEY))
-    token = ran(command.replace("NAME", "remedy")).strip()
-    until_gone(lambda: Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": token}), "gateway")
-
-
-def test_settings_that_are_wrong_are_mended_as_told(tmp_path: Path) -> None:
-    report = Examined(tmp_path, {"SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_MAX_BATCH_COST": "plenty"})
-    suggestion = report.told("settings", "SIE_PRELOAD_MODEL is set", SETTINGS)
-    unset = report.told("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    number = report.told("settings", "SIE_MAX_BATCH_COST", "to a whole number of at least 1")
-    name = suggestion.removeprefix("did you mean ").partition("?")[0]
-    assert name == "SIE_PRELOAD_MODELS"
-    assert name in ran(*commands(suggestion))
-    assert "SIE_WHATEVER" not in ran(*commands(unset))
-    assert number.startswith("set SIE_MAX_BATCH_COST")
-    assert Examined(tmp_path, {name: "x", "SIE_MAX_BATCH_COST": "1"}).findings["settings"] == []
 
 
 # ---- `sie serve`

@@ -18,7 +18,7 @@ import httpx
 import oracle
 import pytest
 from cgroups import MemoryGroup
-from cluster import MODEL, SIE, Cluster, free_ports, running, until
+from cluster import MODEL, SIE, free_ports, running, until
 from diagnosis import Examined
 from load import TEXTS
 
@@ -244,30 +244,3 @@ sys.exit(serve.wait(20))
     assert done.returncode == 0, done.stderr[-3000:]
     values = json.loads(done.stdout)["items"][0]["dense"]["values"]
     assert float(oracle.cosines(values, oracle.encode(["Hello"])[0])) >= 0.999
-
-
-def test_wrk_sees_no_error(tmp_path: Path) -> None:
-    """A foreign load generator keeps 32 connections alive, and each reply is a 200."""
-    script = tmp_path / "post.lua"
-    script.write_text('wrk.method = "POST"\nwrk.body = \'{"items": [{"text": "What is deep learning?"}]}\'\n')
-    with running(tmp_path / "data", "--preload", MODEL, "--no-spare") as cluster:
-        printed = run_wrk(cluster, script)
-    assert "Non-2xx" not in printed
-    assert "Socket errors" not in printed
-    assert int(re.search(r"(\d+) requests in", printed)[1]) > 100  # type: ignore[index]
-
-
-def run_wrk(cluster: Cluster, script: Path) -> str:
-    command = [
-        "wrk",
-        "-t1",
-        "-c32",
-        "-d5s",
-        "--latency",
-        "--timeout",
-        "20s",
-        "-s",
-        str(script),
-        f"{cluster.url}/v1/encode/{MODEL}",
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
