@@ -16,13 +16,11 @@ import local_models
 import numpy as np
 import openai
 import pytest
-from click.testing import CliRunner
 from cluster import Cluster, running, until
 from openai.types import Batch
 from openai_client import client_of
 
 from sie_bulk_jobs.gateway.envelope import MAX_LINES, SHARD_LINES
-from sie_cli.main import main
 
 ADMIN, ONE, OTHER = (f"batch-token-{secrets.token_urlsafe(12)}" for _ in range(3))
 ENDED = {"completed", "failed", "cancelled", "expired"}
@@ -299,47 +297,6 @@ def assert_alike(left: Any, right: Any, name: str = "") -> None:
 # refusals
 
 
-def test_a_file_that_is_no_batch_fails_as_a_whole(cluster: Cluster, client: openai.OpenAI) -> None:
-    for lines, code, names in (
-        ([b"", b" ", b""], "empty_file", "no lines"),
-        ([b"{}"] * (MAX_LINES + 1), "too_many_items", str(MAX_LINES)),
-    ):
-        snapshots = ended(cluster, client, submitted(client, lines))
-        last = snapshots[-1]
-        assert states(snapshots) == ["validating", "failed"]
-        assert last.errors is not None
-        assert last.errors.data is not None
-        (error,) = last.errors.data
-        assert (error.code, error.param) == (code, "input_file_id")
-        assert names in str(error.message)
-        assert (last.in_progress_at, last.output_file_id, last.error_file_id) == (None, None, None)
-        assert last.failed_at is not None
-        assert counts(last) == (0, 0, 0)
-        with pytest.raises(openai.ConflictError):
-            client.batches.cancel(last.id)
-
-
-def test_a_batch_that_can_never_run_is_not_made(cluster: Cluster, client: openai.OpenAI) -> None:
-    lines = embeddings(1)
-    before = len(list(client.batches.list()))
-    for endpoint in ("/v1/chat/completions", "/v1/models", ""):
-        with pytest.raises(openai.BadRequestError) as refused:
-            submitted(client, lines, endpoint)
-        assert refused.value.param == "endpoint"
-    for window in ("1 day", "0h", "31d", "24h\n", ""):
-        with pytest.raises(openai.BadRequestError) as refused:
-            submitted(client, lines, completion_window=window)
-        assert refused.value.param == "completion_window"
-    with client_of(cluster, OTHER) as stranger:
-        file = stranger.files.create(file=("a", lines[0]), purpose="batch")
-        deleted_file = client.files.create(file=("a", lines[0]), purpose="batch")
-        client.files.delete(deleted_file.id)
-        for file_id in (file.id, deleted_file.id, "file-x", "../x"):
-            with pytest.raises(openai.NotFoundError):
-                client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
-    assert len(list(client.batches.list())) == before
-
-
 def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> None:
     new_batch = submitted(client, embeddings(3))
     with client_of(cluster, OTHER, 1) as stranger, client_of(cluster, ADMIN, 1) as admin:
@@ -359,22 +316,6 @@ def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> 
     assert {
         httpx.post(f"{jobs}/{verb}", headers=headers, timeout=60).status_code for verb in ("pause", "resume", "retry")
     } == {404}
-
-
-def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.OpenAI) -> None:
-    with client_of(cluster, OTHER) as stranger:
-        batches = [submitted(stranger, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
-        newest_first = [batch.id for batch in reversed(batches)]
-        page = stranger.batches.list(limit=2)
-        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[:2], True)
-        page = stranger.batches.list(limit=2, after=newest_first[3])
-        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[4:], False)
-        assert [entry.id for entry in stranger.batches.list(limit=2)] == newest_first, "all pages"
-        assert [(entry.metadata or {})["number"] for entry in stranger.batches.list()] == list("43210")
-        with pytest.raises(openai.NotFoundError):
-            stranger.batches.list(after="batch_x")
-        for batch in batches:
-            assert ended(cluster, stranger, batch)[-1].status == "completed"
 
 
 # batches that are cancelled or expire
@@ -421,82 +362,7 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(frail: Cluster, frail
         frail_client.batches.cancel(new_batch.id)
 
 
-@pytest.mark.timeout(300)
-def test_a_batch_that_expires_keeps_what_was_answered_and_names_the_rest(
-    frail: Cluster, frail_client: openai.OpenAI
-) -> None:
-    new_batch, adapter = held(frail, frail_client, completion_window="9s")
-    try:
-        snapshots = ended(frail, frail_client, new_batch)
-    finally:
-        os.kill(adapter, signal.SIGCONT)
-    last = snapshots[-1]
-    assert last.status == "expired"
-    assert last.expires_at == new_batch.created_at + 9
-    assert last.expired_at is not None
-    assert last.expired_at >= new_batch.created_at + 9
-    check_parts(frail_client, last, "batch_expired")
-
-
-@pytest.mark.timeout(300)
-def test_a_batch_that_expires_before_it_began_names_every_request(frail: Cluster, frail_client: openai.OpenAI) -> None:
-    (adapter, *_) = frail.pids("adapter")
-    os.kill(adapter, signal.SIGSTOP)
-    try:
-        last = ended(frail, frail_client, submitted(frail_client, embeddings(700), completion_window="3s"))[-1]
-    finally:
-        os.kill(adapter, signal.SIGCONT)
-    assert (last.status, last.output_file_id, counts(last)) == ("expired", None, (700, 0, 700))
-    assert ids(read(frail_client, last.error_file_id)) == [f"r{number}" for number in range(700)]
-
-
 # keys
-
-
-def sie_keys(frail: Cluster, *args: str) -> str:
-    result = CliRunner().invoke(main, ["keys", *args, "--data-dir", str(frail.data_dir)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
-    """Create a key, and return its id and token when all gateways know it."""
-    key_record = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
-    headers = {"authorization": f"Bearer {key_record['token']}"}
-
-    def known() -> bool:
-        return all(httpx.get(f"{url}/v1/whoami", headers=headers, timeout=10).status_code != 401 for url in frail.urls)
-
-    until(known, 60, "the gateways know the key", frail.log)
-    return key_record["id"], key_record["token"]
-
-
-def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_client: openai.OpenAI) -> None:
-    _, token = key(frail, "reads", "read")
-    file = frail_client.files.create(file=("a", embeddings(1)[0]), purpose="batch")
-    with client_of(frail, token) as reads:
-        with pytest.raises(openai.PermissionDeniedError):
-            reads.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-        with pytest.raises(openai.PermissionDeniedError):
-            reads.batches.list()
-
-
-@pytest.mark.timeout(300)
-def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster) -> None:
-    id_, token = key(frail, "ends", "infer")
-    with client_of(frail, token) as owner, client_of(frail, ADMIN) as admin:
-        new_batch = submitted(owner, embeddings(HELD_LINES))
-        until(lambda: counts(admin.batches.retrieve(new_batch.id))[1], 60, "some are answered", frail.log)
-        sie_keys(frail, "revoke", id_)
-        last = ended(frail, admin, new_batch)[-1]
-        with pytest.raises(openai.AuthenticationError):
-            owner.batches.retrieve(new_batch.id)
-        assert last.status == "failed"
-        assert last.errors is not None
-        assert last.errors.data is not None
-        assert [error.code for error in last.errors.data] == ["PERMISSION_DENIED"]
-        assert "key" in str(last.errors.data[0].message)
-        check_parts(admin, last)
 
 
 # faults

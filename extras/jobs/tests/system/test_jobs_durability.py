@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import os
 import random
@@ -27,16 +26,12 @@ from cluster import MODEL as SERVED
 from cluster import running, until
 from databases import Database, Postgres, Qdrant, with_extension
 from fake_adapter import ids_of, vector_of
-from job_client import ENDED, Job, JobClient, Rows, jsonl, parquet_file
+from job_client import ENDED, Job, JobClient, Rows, parquet_file
 from object_stores import Place, s3_server
 from postgres_server import PostgresServer
 from pyarrow import parquet
 from qdrant_server import QdrantServer
 from stack import Device, Part, Plan, Stack
-
-from sie_broker.nats import connect
-from sie_broker.record import RecordBucket
-from sie_contracts.wire import topology
 
 MODEL = "toy/one"
 ROWS_OF_GROUP = 10_000
@@ -199,144 +194,6 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Da
     finally:
         postgres.remove()
         qdrant.kill()
-
-
-def leading(stack: Stack, job: str, at_least: int) -> None:
-    """Wait until `at_least` rows of the job are done."""
-    end_s = time.monotonic() + 60
-    while True:
-        for url in stack.urls:
-            with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"{url}/v1/jobs/{job}", trust_env=False, timeout=5)
-                if answer.status_code == 200 and answer.json()["counts"]["done"] >= at_least:
-                    return
-        assert time.monotonic() < end_s, stack.log()
-        time.sleep(0.02)
-
-
-@pytest.mark.long
-async def test_databases_have_each_row_once_after_the_gateways_were_killed(
-    tmp_path: Path, databases: dict[str, Database]
-) -> None:
-    """Two jobs, one for each database; all gateways are killed in the middle of both, one after the other."""
-    count = 2000
-    rows = texts_of(count)
-    sinks = ",".join(f"{name}={database.url}" for name, database in databases.items())
-    environ = {"SIE_JOBS_SINKS": sinks, "SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
-    plan = Plan(gateways=2, workers=(Device(batch_ms=1.0),), environ=environ)
-
-    def run() -> None:
-        with Stack(tmp_path / "stack", plan) as stack:
-            with JobClient(stack.urls[0]) as jobs:
-                file = jobs.upload("rows.jsonl", jsonl(rows))
-                source = {"file": file, "text": "{text}", "id": "key", "keep": ["text"]}
-                job_ids = [
-                    jobs.submit(
-                        MODEL,
-                        source,
-                        output={"sink": name, "collection": "vectors"},
-                        shard_rows=100,
-                        tokens_per_s=8000.0,
-                    )["id"]
-                    for name in databases
-                ]
-            for number, part in enumerate(stack.gateways):
-                for job in job_ids:
-                    leading(stack, job, 300 * (number + 1))
-                part.kill()
-                part.start()
-                part.wait_ready()
-            with JobClient(stack.urls[0]) as jobs:
-                for job in job_ids:
-                    done = jobs.done(job)
-                    assert (done["counts"]["done"], done["counts"]["failed"]) == (count, 0)
-                    assert [row["id"] for row in jobs.rows(job)] == [row["key"] for row in rows]
-
-    await asyncio.to_thread(run)
-    for database in databases.values():
-        points = await database.found("vectors")
-        assert points.keys() == {row["key"] for row in rows}
-        for row in rows[::97]:
-            vector, payload = points[row["key"]]
-            expected = vector_of(ids_of(row["text"]))
-            assert np.allclose(np.array(vector) / np.linalg.norm(vector), expected, atol=1e-5)
-            assert payload["text"] == row["text"]
-            assert await database.nearest("vectors", expected.tolist()) == row["key"]
-
-
-class Memory:
-    """The resident memory of parts over time, MiB."""
-
-    def __init__(self, *parts: Part) -> None:
-        self.parts = parts
-        self.series: dict[str, list[float]] = {part.name: [] for part in parts}
-
-    def note(self) -> None:
-        for part in self.parts:
-            self.series[part.name].append(part.rss_bytes() / (1 << 20))
-
-
-def entries(stack: Stack, bucket: str, prefix: str) -> int:
-    """Return the number of entries of a bucket under a prefix."""
-
-    async def counted() -> int:
-        broker = await connect(stack.broker_urls, name="test")
-        try:
-            record_entries = await RecordBucket(broker, bucket, storage="file").use(
-                lambda open_bucket: open_bucket.entries(prefix)
-            )
-            return sum(entry.value is not None for entry in record_entries)
-        finally:
-            await broker.close()
-
-    return asyncio.run(counted())
-
-
-def write_texts(path: Path, count: int) -> None:
-    """Write a Parquet file, a part at a time."""
-    parts = (pa.Table.from_pylist(texts_of(100_000, first)) for first in range(0, count, 100_000))
-    first = next(parts)
-    with parquet.ParquetWriter(path, first.schema) as writer:
-        for table in itertools.chain((first,), parts):
-            writer.write_table(table, ROWS_OF_GROUP)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize(("count", "shard_rows"), [(300_000, 5000), (10_000_000, 10_000)])
-def test_memory_does_not_grow_with_a_job_and_its_records_are_those_of_its_shards(
-    tmp_path: Path, count: int, shard_rows: int
-) -> None:
-    """The rows are tiny. Once a tenth of them is done, no process grows."""
-    data = tmp_path / "data"
-    data.mkdir()
-    write_texts(data / "rows.parquet", count)
-    environ = {"SIE_JOBS_URLS": f"file://{data}", "SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
-    with (
-        Stack(tmp_path / "stack", Plan(workers=(Device(),), environ=environ)) as stack,
-        JobClient(stack.urls[0]) as jobs,
-    ):
-        source = {"url": f"file://{data}/rows.parquet", "text": "{text}", "id": "key"}
-        job = jobs.submit(MODEL, source, output={"url": f"file://{data}/out/"}, shard_rows=shard_rows)["id"]
-        memory, began_s = Memory(*stack.parts), time.monotonic()
-        step = count // 20
-        threshold = step
-        while (record := jobs.show(job))["state"] not in ENDED:
-            assert record["state"] != "paused", record
-            if record["counts"]["done"] >= threshold:
-                memory.note()
-                threshold += step
-            time.sleep(0.05)
-        took_s = time.monotonic() - began_s
-        print(f"{count / took_s:.0f} rows a second")
-        for name, series in memory.series.items():
-            print(name, [round(size) for size in series], "MiB")
-        assert record["counts"]["done"] == count
-        for name, series in memory.series.items():
-            assert len(series) >= 10
-            early, late = max(series[2:6]), max(series[-4:])
-            assert late - early < 40, f"{name}: {series}"
-        assert entries(stack, topology.SHARDS_BUCKET, job) == count // shard_rows
 
 
 def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) -> None:

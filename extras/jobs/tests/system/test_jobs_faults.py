@@ -21,13 +21,9 @@ from job_stack import (
     SLOW,
     TEXT,
     computed,
-    config,
-    entry,
-    fingerprint,
     ids,
     rows_of,
     running,
-    serving,
     shown,
 )
 from stack import Stack
@@ -107,26 +103,6 @@ def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
     assert sorted(path.name for path in small.iterdir()) == [".sie-job", "filler"]
 
 
-def test_a_manifest_that_finds_no_room_is_told_and_is_written_when_there_is_room(
-    job_cluster: Stack, jobs: JobClient, job_folder: Path
-) -> None:
-    """A disk has 21 pages. A job has written 20 parts of one page and waits, because its manifest needs more.
-    test_jobs_run.py cancels such a job: there the last attempts take less than a minute.
-    """
-    file = jobs.upload("rows.jsonl", jsonl(rows_of(20)))
-    disk = job_folder / "disk"
-    with mounted(disk, f"size={21 * resource.getpagesize()}"):
-        output = {"url": f"file://{disk}/", "format": "jsonl"}
-        job = jobs.submit(MODEL, {"file": file, **TEXT}, output=output, shard_rows=1)["id"]
-        waiting = jobs.trouble(job, "STORE_UNAVAILABLE")
-        assert (waiting["state"], waiting["counts"]["done"]) == ("finalizing", 20)
-        assert "the store has no space for the object" in shown(job_cluster, job)
-        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
-        jobs.done(job)
-        assert (disk / "manifest.json").is_file()
-        assert len(list(disk.glob("part-*"))) == 20
-
-
 def key(job_cluster: Stack, name: str, *options: str) -> str:
     """Create a key, and return its token when the gateway knows it."""
     token = sie(job_cluster, "create", name, *options).strip()
@@ -169,105 +145,3 @@ def test_a_row_that_is_larger_than_the_quota_of_its_key_does_not_stop_the_others
         errors = [row["error"] and row["error"]["message"] for row in own.rows(done["id"])]
         assert (errors[0], errors[2]) == (None, None)
         assert "its key may use 300 per minute" in errors[1]
-
-
-def test_files_that_are_deleted_or_rewritten_in_the_middle_are_named_and_the_others_are_answered(
-    job_cluster: Stack, jobs: JobClient, job_folder: Path
-) -> None:
-    files = {f"{letter}.jsonl": jsonl(rows_of(60, word=letter)) for letter in "abcdefgh"}
-    for name, data in files.items():
-        (job_folder / name).write_bytes(data)
-    job = jobs.submit(MODEL, {"url": f"file://{job_folder}/", **TEXT}, **{**SLOW, "shard_rows": 60})
-    running(jobs, job, 1)
-    (job_folder / "g.jsonl").unlink()
-    (job_folder / "h.jsonl").write_bytes(jsonl(rows_of(60, word="other")))
-    done = jobs.done(job["id"])
-    assert done["counts"]["shards_failed"] == 2
-    assert done["errors"] == {"INVALID_INPUT": 120}
-    assert done["broken"] == [
-        "g.jsonl: there is no such object",
-        "h.jsonl: the object has changed since the job was planned",
-    ]
-    assert all(line in shown(job_cluster, job["id"]) for line in done["broken"])
-    assert jobs.manifest(job["id"])["broken"] == done["broken"]
-    assert [row["id"] for row in jobs.rows(job["id"])] == [own for name in "abcdef" for own in ids(f"{name}.jsonl", 60)]
-    (job_folder / "g.jsonl").write_bytes(files["g.jsonl"])
-    again = jobs.reaches(jobs.steer(job["id"], "retry", 201)["id"], "failed")
-    assert (again["counts"]["rows"], again["counts"]["done"]) == (120, 120), "exactly these rows"
-    assert again["error"]["message"] == "g.jsonl: the object has changed since the job was planned"
-
-
-def test_a_job_pauses_when_its_model_changes_and_completes_when_it_is_rolled_back(
-    job_cluster: Stack, jobs: JobClient
-) -> None:
-    with serving(job_cluster, jobs, "toy/changing") as before:
-        file = jobs.upload("rows.jsonl", jsonl(rows_of(400)))
-        job = jobs.submit("toy/changing", {"file": file, **TEXT}, **SLOW)
-        running(jobs, job)
-        config(job_cluster, "PUT", "toy/changing", entry("toy/changing", max_tokens=400))
-        paused = jobs.reaches(job["id"], "paused")
-        assert paused["error"]["code"] == "MODEL_CHANGED"
-        assert "toy/changing changed while the job ran" in shown(job_cluster, job["id"])
-        assert fingerprint(jobs, "toy/changing") != before
-        jobs.steer(job["id"], "resume")
-        assert jobs.reaches(job["id"], "paused")["error"]["code"] == "MODEL_CHANGED", "it still is another model"
-        config(job_cluster, "PUT", "toy/changing", entry("toy/changing"))
-        until(lambda: fingerprint(jobs, "toy/changing") == before, 60, "the model is back")
-        jobs.steer(job["id"], "resume")
-        done = jobs.done(job["id"])
-        assert (done["counts"]["done"], done["counts"]["failed"], done["fingerprint"]) == (400, 0, before)
-        assert jobs.manifest(job["id"])["fingerprint"] == before
-        assert [row["id"] for row in jobs.rows(job["id"])] == ids("rows.jsonl", 400)
-
-
-def test_a_job_pauses_when_its_model_is_removed_and_goes_on_when_it_is_back(
-    job_cluster: Stack, jobs: JobClient
-) -> None:
-    with serving(job_cluster, jobs, "toy/gone"):
-        file = jobs.upload("rows.jsonl", jsonl(rows_of(400)))
-        job = jobs.submit("toy/gone", {"file": file, **TEXT}, **SLOW)
-        running(jobs, job)
-        config(job_cluster, "DELETE", "toy/gone")
-        paused = jobs.reaches(job["id"], "paused")
-        assert paused["error"]["code"] == "MODEL_NOT_FOUND"
-        assert "toy/gone" in shown(job_cluster, job["id"])
-        config(job_cluster, "POST", body=entry("toy/gone"))
-        until(lambda: fingerprint(jobs, "toy/gone"), 60, "the model is back")
-        jobs.steer(job["id"], "resume")
-        assert jobs.done(job["id"])["counts"]["done"] == 400
-
-
-def test_a_retry_asks_exactly_the_rows_that_failed(job_cluster: Stack, jobs: JobClient) -> None:
-    """The rows are too long for the model, whose entry then allows them."""
-    with serving(job_cluster, jobs, "toy/short", max_tokens=30):
-        texts = [
-            f"row {number}" + (" that is longer than thirty tokens" if number % 10 == 3 else "") for number in range(50)
-        ]
-        file = jobs.upload("rows.jsonl", jsonl([{"text": text} for text in texts]))
-        job = jobs.submit("toy/short", {"file": file, **TEXT}, params={"truncate": "NONE"}, shard_rows=20)
-        first = jobs.done(job["id"])
-        assert (first["counts"]["failed"], first["errors"]) == (5, {"INVALID_INPUT": 5})
-        failed = [row["id"] for row in jobs.rows(job["id"]) if row["error"]]
-        assert failed == [f"rows.jsonl#{number}" for number in range(3, 50, 10)]
-        config(job_cluster, "PUT", "toy/short", entry("toy/short"))
-
-        def allowed() -> bool:
-            body = {"items": [texts[3]], "params": {"truncate": "NONE"}}
-            slots = jobs.ask("POST", "/v1/encode/toy/short", json=body, status=200)["items"]
-            return "error" not in slots[0]
-
-        until(
-            lambda: (
-                jobs.http.post(
-                    "/v1/encode/toy/short", json={"items": [texts[3]], "params": {"truncate": "NONE"}}
-                ).status_code
-                == 200
-                and allowed()
-            ),
-            30,
-            "the model takes them",
-        )
-        again = jobs.done(jobs.steer(job["id"], "retry", 201)["id"])
-        assert (again["counts"]["rows"], again["counts"]["failed"]) == (5, 0)
-        assert [row["id"] for row in jobs.rows(again["id"])] == failed
-        assert jobs.steer(again["id"], "retry", 409)["error"]["code"] == "CONTENT_CONFLICT"

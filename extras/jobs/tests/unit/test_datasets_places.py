@@ -82,11 +82,6 @@ def test_anything_else_is_refused(url: str, is_output: bool) -> None:
     assert caught.value.param == ("output.url" if is_output else "input.url")
 
 
-def test_without_the_setting_nothing_is_allowed_and_the_refusal_names_it() -> None:
-    with pytest.raises(InvalidInput, match="SIE_JOBS_URLS"):
-        Place.opened("s3://bucket/a", ())
-
-
 async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
     """A link to a file or a folder outside of the place is not planned, read, or written through. A link within the
     place is followed.
@@ -114,14 +109,3 @@ async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="symbolic link") as caught:
         await output.check(output.folder + "part-00000.parquet")
     assert caught.value.param == "output.url"
-
-
-async def test_a_folder_lists_its_own_objects_alone(tmp_path: Path) -> None:
-    """Folders beside it, a folder with the same prefix in its name, and hidden files are not listed."""
-    for name in ("in/a.png", "in/sub/b.png", "in/.hidden.png", "in/rows.csv", "in2/c.png", "other/d.png", "e.png"):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"0")
-    place = Place.opened(f"{tmp_path}/in/", (str(tmp_path),))
-    listed = await plans.images(place)
-    assert [entry.source for entry in listed] == ["a.png", "sub/b.png"]
