@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +11,6 @@ import pytest
 import shared
 from cluster import Cluster, until
 from local_models import LocalModels
-from pages import ROOT, blocks, run
 from parity import reader_checkpoints
 from parity.test_reader import asks, donut_oracle
 from parity.toys import image, png
@@ -83,24 +81,3 @@ def test_what_is_written_is_the_librarys(client: httpx.Client, open_models: Loca
         "invalid_media",
         "invalid_media",
     ]
-
-
-def test_a_question_is_the_instruction(client: httpx.Client) -> None:
-    page = given(png(PAGE))
-    for params, reason in (({"task": "<s_docvqa>"}, "instruction_required"), ({"task": "<s_none>"}, "task")):
-        refused = client.post(f"/v1/extract/{MODEL}", json={"items": [page], "params": params})
-        assert (refused.status_code, refused.json()["error"]["reason"]) == (400, reason), refused.text
-    (answered,) = asked(client, [page], task="<s_docvqa>", instruction="where is the river", max_new_tokens=8)
-    assert 1 <= answered["data"]["completion_tokens"] <= 8
-
-
-def test_the_example_of_the_page_prints_what_was_written(
-    client: httpx.Client, open_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    PAGE.save("receipt.png")
-    (example,) = blocks(ROOT / "extras/models-readers/documents.md", "python")
-    printed = run(example.code, open_cluster)
-    (result,) = asked(client, [given((tmp_path / "receipt.png").read_bytes())])
-    entities = [f"{entity['label']} {entity['text']}" for entity in result["entities"]]
-    assert printed == "\n".join([*entities, result["data"]["finish_reason"]]).split("\n")
