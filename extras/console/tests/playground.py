@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import subprocess
@@ -39,28 +38,6 @@ def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
     page.wait("document.querySelector('.card.on input').value", lambda name: name == verb)
     pick(page, "model", model)
     pick(page, "beside", beside)
-
-
-def files(*attachments: tuple[str, str, bytes]) -> str:
-    """Return JavaScript for a DataTransfer with files, each given by name, type and content."""
-    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in attachments])
-    return (
-        f"(() => {{ const transfer = new DataTransfer(); for (const [name, type, text] of {listed}) "
-        "transfer.items.add(new File([Uint8Array.from(atob(text), element => element.charCodeAt(0))], name, {type})); "
-        "return transfer; })()"
-    )
-
-
-def attach(page: Page, *attachments: tuple[str, str, bytes], to: str = "#files") -> None:
-    """Pick files as the file picker does, and wait until they are listed."""
-    page.wait(f"document.querySelectorAll('{to}').length", lambda count: count == 1)
-    listed = f"document.querySelector('{to}').closest('.drop').querySelectorAll('.files li').length"
-    before = page.evaluate(listed)
-    page.evaluate(
-        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*attachments)}.files; "
-        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
-    )
-    page.wait(listed, lambda count: count == before + len(attachments))
 
 
 def ask(page: Page, results: int = 1) -> None:
@@ -108,8 +85,3 @@ def by_typescript(page: Page, package: Path, shown: str, place: int = 0) -> Any:
     (package / "test" / "copied.ts").write_text(program, "utf-8")
     compiled(package)
     return json.loads(ran(["node", "build/test/copied.js"], package, SIE_API_KEY=KEY).rpartition("told ")[2])
-
-
-def bars(page: Page, within: str = "article") -> list[tuple[str, Any]]:
-    rows = page.evaluate(CELLS.format(f"{within} .bars"))
-    return [(row[0], float(row[2])) for row in rows]

@@ -208,13 +208,6 @@ async def test_equal_inputs_at_the_same_time_are_computed_once() -> None:
     assert not cluster.runs.flights
 
 
-async def test_an_input_that_a_request_has_twice_is_computed_once() -> None:
-    cluster = Cluster()
-    finished = await cluster.run("a", "b", "a")
-    assert cluster.computed == [["a", "b"]]
-    assert vectors(finished) == [vector(finished.fingerprint, text) for text in "aba"]
-
-
 async def test_waiting_requests_go_on_when_the_first_one_is_cancelled() -> None:
     cluster = Cluster()
     cluster.go.clear()
@@ -376,13 +369,6 @@ async def test_keys_do_not_share_answers_or_computations_unless_they_may() -> No
         cluster.go.set()
         await asyncio.gather(*runs)
         assert cluster.computed == [["b"]] * count
-
-
-@pytest.mark.parametrize("policy", [CachePolicy(False, frozenset({MODEL})), CachePolicy(True, frozenset({MODEL}))])
-async def test_answers_of_an_excluded_model_are_not_cached(policy: CachePolicy) -> None:
-    cluster = Cluster(policy=policy)
-    assert (await cluster.run("a")).cache_status == (await cluster.run("a")).cache_status == "off"
-    assert len(cluster.memory) == 0
 
 
 def test_answers_to_a_key_without_the_cache_are_not_cached() -> None:
@@ -643,18 +629,6 @@ async def test_a_gateway_answers_repeated_inputs_without_a_worker(cluster: InPro
     hits = await gateway.metric("sie_gateway_cache_inputs_total", result="hit")
     assert hits == 3
     assert await gateway.metric("sie_gateway_cache_bytes") > 0
-
-
-async def test_a_gateway_without_a_cache_computes_each_input(cluster: InProcess) -> None:
-    adapter, gateway = await cluster.adapter(), await cluster.gateway()
-    await cluster.sidecar(adapter)
-    answers = [await gateway.encode("a") for _ in range(2)]
-    assert rows(adapter) == 2
-    assert all("x-sie-cache-status" not in answer.headers for answer in answers)
-    refused = await gateway.encode("a", x_sie_cache="only")
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (404, "not_cached")
-    wrong = await gateway.encode("a", x_sie_cache="yes")
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-SIE-Cache")
 
 
 async def test_an_answer_is_computed_again_after_its_time(cluster: InProcess) -> None:

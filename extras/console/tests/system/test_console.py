@@ -264,30 +264,6 @@ def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> Non
     assert all("400" in complaint or "422" in complaint for complaint in page.complaints), page.complaints
 
 
-def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page) -> None:
-    page.open(f"http://{HOST}:{cluster.port}/#models/{ENCODER}")
-    page.wait(
-        "document.querySelector('.residency')?.innerText ?? ''", lambda text: "a key with the scope admin" in text
-    )
-    assert page.evaluate("document.querySelectorAll('.residency .load').length") == 0
-    click(page, ".residency .lacking button")
-    signed_in(page, cluster)
-    page.wait("Boolean(document.querySelector('.residency .load'))", bool)
-    # another test may have loaded it
-    is_loaded = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"]
-    assert page.evaluate("document.querySelector('.residency .unload').disabled") is not is_loaded
-    status_text = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
-    click(page, ".residency .load")
-    page.wait(status_text, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
-    assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"] is True
-    click(page, ".residency .unload")
-    page.wait(status_text, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
-    assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["state"] == "available"
-    click(page, ".residency .load")  # the gateway answers before the load ends
-    page.wait(status_text, lambda text: text.startswith("loaded by"), timeout_s=60)
-    assert page.complaints == []
-
-
 def given_up(cluster: Cluster, name: str, text: str) -> None:
     """Store a dead letter at the broker."""
     lane = topology.Lane("_default", "cpu", "default")
@@ -330,45 +306,6 @@ def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Pag
     click(page, "#purge")
     page.wait(ROWS.format("dead-letters"), lambda rows: rows == [])
     assert page.complaints == []
-
-
-# `window.failing` is a path below which requests fail. test/unlisted is a model that the list of models lacks.
-FAILING = """(() => { const real = window.fetch; window.fetch = async (address, init) => {
-  const path = new URL(address).pathname;
-  if (window.failing && path.startsWith(window.failing)) throw new TypeError('Failed to fetch');
-  return real(String(address).replace('test/unlisted', 'test/mini'), init);
-}; })()"""
-
-
-@pytest.mark.parametrize(
-    ("view", "path"),
-    [
-        ("cluster", "/v1/history"),
-        ("cluster/requests", "/v1/requests"),
-        ("cluster/placement", "/v1/placement"),
-        ("cluster/pools", "/v1/pools"),
-        ("models/test/unlisted", "/v1/models/test/unlisted"),
-        ("jobs/batch/", "/v1/batches"),
-    ],
-)
-def test_a_view_whose_replies_fail_says_so(cluster: Cluster, page: Page, view: str, path: str) -> None:
-    """From the beginning, and after a first reply: its figures are old then."""
-    if view == "jobs/batch/":
-        submitted(cluster)
-        view += httpx.get(f"{cluster.url}/v1/batches", timeout=10).json()["data"][0]["id"]
-    alerts = "[...document.querySelectorAll('[role=alert]')].map(alert => alert.innerText)"
-    is_late = path in ("/v1/placement", "/v1/models/test/unlisted", "/v1/batches")  # the others are read each 5 or 10 s
-    for fails_later in (False, True) if is_late else (False,):
-        script = f"window.failing = {json.dumps('' if fails_later else path)}; {FAILING}"
-        name = page.call("Page.addScriptToEvaluateOnNewDocument", source=script)["identifier"]
-        page.open("about:blank")
-        page.open(f"http://{HOST}:{cluster.port}/#{view}")
-        if fails_later:
-            page.wait("Boolean(document.querySelector('article.detail, [data-part=placement] p, .placed'))", bool)
-            assert page.evaluate(alerts) == []
-            page.evaluate(f"window.failing = {json.dumps(path)}")
-        page.wait(alerts, lambda texts: texts == ["no connection, trying again"])
-        page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=name)
 
 
 def submitted(cluster: Cluster) -> None:
@@ -459,28 +396,4 @@ def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Pa
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
             screens = page.evaluate("document.documentElement.scrollHeight / innerHeight")
             assert screens <= (8 if width < 600 else 4), (view, width)
-    assert page.complaints == []
-
-
-def test_the_documents_render_and_call_this_gateway_alone(cluster: Cluster, page: Page) -> None:
-    own = f"http://{HOST}:{cluster.port}"
-    page.open(f"{own}/docs")
-    served = sum(
-        len(methods) for methods in httpx.get(f"{cluster.url}/openapi.json", timeout=5).json()["paths"].values()
-    )
-    page.wait("document.querySelectorAll('.opblock').length", lambda count: count == served, timeout_s=30)
-    page.evaluate(
-        "window.block = [...document.querySelectorAll('.opblock-get')].find(element => "
-        "element.querySelector('.opblock-summary-path')?.dataset.path === '/health'), 0"
-    )
-    for button in (".opblock-summary-control", ".try-out__btn", ".execute"):
-        page.wait(f"block.querySelectorAll('{button}').length", lambda count: count == 1)
-        page.evaluate(f"block.querySelector('{button}').click()")
-    answer = page.wait("block.querySelector('.live-responses-table tbody')?.innerText", lambda text: text)
-    assert answer.startswith("200")
-    assert '"status": "healthy"' in answer
-    assert page.evaluate("document.querySelectorAll('.errors-wrapper').length") == 0
-    outside = [url for url in page.asked if not url.startswith((f"{own}/", "data:", "blob:"))]
-    assert outside == []
-    assert f"{own}/health" in page.asked
     assert page.complaints == []

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import get_args
 
-import click
 import msgspec
-import pages
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, until_told
 
-from sie_cli.main import main
-from sie_console import findings
 from sie_console.api import ClusterFinding
 from sie_console.findings import (
     GROWTH_S,
@@ -81,17 +75,6 @@ def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
     assert "`sie models unload large`" in room.fix
 
 
-# words that the remedy of each class contains, and words that would name a part that is not the cause
-ENTRY = ("sie models set", "rollback")
-
-
-def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
-    errors = {"MODEL_LOAD_FAILED": 4, "QUEUE_FULL": 9}
-    assert len(of_refusals(40, errors)) == 2
-    (full,) = of_refusals(40, errors, has_loads=True)
-    assert "QUEUE_FULL" in full.wrong
-
-
 def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
     assert texts(of_clocks({"w0": 1.9, "w1": 90.0, "w2": -3.0})) == [
         "the clock of worker w1 is 90.0 s ahead of the broker's",
@@ -140,27 +123,6 @@ def test_the_pool_of_another_key_is_not_named() -> None:
     queue = msgspec.structs.replace(QUEUE, pool="secret", oldest_s=61.0)
     (finding,) = of_queues([queue], [], filled(10), lambda pool: False)
     assert "secret" not in finding.wrong
-
-
-@pages.WHOLE  # some remedies are commands of extras
-def test_each_command_of_a_remedy_exists() -> None:
-    remedies = [
-        *(finding.fix for code in CLASSES for finding in of_loads([("w0", {"m": error(code)})])),
-        *(finding.fix for code in findings._REFUSALS for finding in of_refusals(1, {code: 1})),
-        *(
-            finding.fix
-            for info in ([], [msgspec.structs.replace(WORKER, healthy=False)])
-            for finding in of_workers(info)
-        ),
-    ]
-    named = {command for fix in remedies for command in re.findall(r"`(sie [^`]+)`", fix)}
-    assert len(named) > 5
-    for line in named:
-        command: click.Command = main
-        for word in shlex.split(line)[1:]:
-            if isinstance(command, click.Group):
-                assert word in command.commands, line
-                command = command.commands[word]
 
 
 async def test_a_page_reads_the_findings_of_its_gateway(cluster: InProcess) -> None:

@@ -171,32 +171,6 @@ def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> Non
     assert ask(client, "/decode", {"ids": ids[0], "skip_special_tokens": False}) == [tokenizer.decode(ids[0])]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "kind"),
-    [
-        ("/embed", {"inputs": []}, 400, "Empty"),
-        ("/embed", {}, 400, "Empty"),
-        ("/embed", {"inputs": 1}, 422, "Validation"),
-        ("/embed", {"inputs": ["a", 1]}, 422, "Validation"),
-        ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation"),
-        ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "Validation"),
-        ("/embed", {"inputs": "a", "prompt_name": "poem"}, 422, "Validation"),
-        ("/embed", {"inputs": "a", "dimensions": 7}, 422, "Validation"),
-        ("/tei/test/cross/embed", {"inputs": "a"}, 424, "Backend"),
-        ("/tei/test/dense/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend"),
-        ("/tei/test/dense/predict", {"inputs": "a"}, 424, "Backend"),
-        ("/tei/test/nothing/embed", {"inputs": "a"}, 404, "Validation"),
-        ("/rerank", {"query": 1, "texts": ["b"]}, 422, "Validation"),
-        ("/similarity", {"inputs": "a"}, 422, "Validation"),
-        ("/decode", {"ids": [1, -1]}, 422, "Tokenizer"),
-    ],
-)
-def test_what_cannot_be_served_is_told_in_words_of_tei(
-    client: httpx.Client, path: str, body: Any, status: int, kind: str
-) -> None:
-    assert refused(client, path, body) == (status, kind)
-
-
 def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
     dense = InferenceClient(f"{cluster.url}/tei/test/dense")
     np.testing.assert_array_equal(

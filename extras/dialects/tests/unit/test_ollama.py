@@ -79,23 +79,6 @@ async def test_a_refusal_has_its_text_in_error_and_queues_nothing(
     assert STREAM not in cluster.server.streams or cluster.server.streams[STREAM].last_sequence == 0
 
 
-@pytest.mark.parametrize("route", ["generate", "chat", "pull", "push", "create", "copy", "blobs/sha256:00"])
-async def test_a_route_of_text_generation_answers_404_with_the_purpose_of_this_server(
-    gateway: GatewayProcess, route: str
-) -> None:
-    answer = await post(gateway, f"/api/{route}", {"model": ONE})
-    assert answer.status_code == 404
-    assert "does not generate text" in answer.json()["error"]
-    assert "/api/embed" in answer.json()["error"]
-
-
-async def test_a_path_and_a_method_that_do_not_exist_are_refused_in_the_same_form(gateway: GatewayProcess) -> None:
-    assert "no such path" in (await gateway.client.get("/api/nothing")).json()["error"]
-    answer = await gateway.client.get("/api/embed")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
-    assert answer.json()["error"] == "this path takes POST, OPTIONS here"
-
-
 @pytest.mark.parametrize("name", [ONE, f"{ONE}:latest", "Toy/One:latest"])
 async def test_embed_returns_the_models_vectors_under_the_name_of_the_request(
     served: GatewayProcess, name: str
@@ -111,11 +94,6 @@ async def test_embed_returns_the_models_vectors_under_the_name_of_the_request(
     assert reply["total_duration"] == round(reply["timing"]["total_time"] * 1_000_000) > 100_000
     assert reply["load_duration"] >= 0
     assert answer.headers["x-sie-model"] == ONE
-
-
-async def test_embed_of_one_text_is_a_list_of_one_vector(served: GatewayProcess) -> None:
-    vectors = (await post(served, "/api/embed", {"model": ONE, "input": "a"})).json()["embeddings"]
-    assert np.array_equal(np.array(vectors, np.float32), vector_of(ids_of("a"))[None])
 
 
 @pytest.mark.parametrize("body", [{"input": ""}, {"input": []}, {}])

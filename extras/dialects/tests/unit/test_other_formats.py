@@ -224,14 +224,6 @@ async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess,
     assert "embed" not in path or error["suggestions"][0] == ONE  # other routes may have no model with a similar name
 
 
-@pytest.mark.parametrize(("route", "is_suggested"), [("embed", False), ("rerank", True)])
-async def test_an_unknown_model_in_the_path_brings_models_that_serve_the_route(
-    gateway: GatewayProcess, route: str, is_suggested: bool
-) -> None:
-    error = (await post(gateway, f"/tei/toy/scor/{route}", {"inputs": "a"})).json()["detail"]
-    assert (error["code"], "toy/score" in error["suggestions"]) == ("MODEL_NOT_FOUND", is_suggested)
-
-
 @pytest.mark.parametrize(
     ("path", "model"),
     [

@@ -108,12 +108,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("form", "reason", "param"), REFUSED)
 async def test_a_refusal_names_its_field_and_queues_nothing(
-    cluster: InProcess, gateway: GatewayProcess, path: str, form: Any, reason: str, param: str
+    cluster: InProcess, gateway: GatewayProcess, form: Any, reason: str, param: str
 ) -> None:
-    response = await post(gateway, path, **form)
+    response = await post(gateway, **form)
     error = response.json()["error"]
     assert (response.status_code, error["reason"], error["param"]) == (400, reason, param), error
     assert error["code"] == "invalid_input"
@@ -249,19 +248,6 @@ async def test_a_translation_asks_the_model_for_english(cluster: InProcess, gate
     response, (part,) = await heard(cluster, request, answer)
     assert part.options.parameters == {"task": "translate"}
     assert (response.json()["task"], response.json()["language"]) == ("translate", "english")
-
-
-async def test_a_failure_of_the_recording_is_that_of_the_request(cluster: InProcess, gateway: GatewayProcess) -> None:
-    from sie_contracts.media.media import fault
-    from sie_contracts.wire.messages import Failed
-
-    def refuse(item: WorkItem) -> Outcome:
-        return Failed(fault("undecodable", "the sound file is empty").info())
-
-    response, _ = await heard(cluster, post(gateway), refuse)
-    error = response.json()["error"]
-    assert (response.status_code, error["reason"], error["param"]) == (400, "invalid_media", "file[0]")
-    assert error["message"] == "file[0]: undecodable: the sound file is empty"
 
 
 # recordings of many parts

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import oracle
 import pytest
 import safetensors.torch
 import torch
@@ -31,7 +30,7 @@ from sie_adapter.engine import engines
 from sie_adapter.engine.engines import EngineFacts
 from sie_adapter.families import text_encoder
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.loading import certificate, load_key, loading
+from sie_adapter.loading import certificate, loading
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import backbone as backbones
 from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
@@ -48,7 +47,6 @@ from sie_store.weights.sources import WeightSources
 
 pytest.importorskip("openvino")
 TEXTS = EngineFacts("cpu", reads_text=True)
-RULES = engines.rules()
 CPU = torch.device("cpu")
 
 
@@ -348,16 +346,6 @@ def test_a_lane_that_is_alone_runs_a_short_batch_on_a_copy_of_more_threads(
     torch.testing.assert_close(single, of_lanes, atol=1e-5, rtol=1e-4)
 
 
-def test_one_core_and_large_weights_have_one_copy(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
-    twice = loaded(bert, "bert").memory_bytes
-    monkeypatch.setattr(backbones, "usable_cores", lambda: 1)
-    assert loaded(bert, "bert").memory_bytes == twice // 2
-    monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
-    monkeypatch.setattr(graphs, "TWICE_BYTES", 1000)
-    assert loaded(bert, "bert").memory_bytes == twice // 2
-
-
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which each load appends what it computes anew."""
@@ -396,14 +384,6 @@ def test_a_second_load_of_another_process_computes_nothing_again(
     (_, in_groups, single) = (states for states, _ in second.backbone._runner.trials(packed))
     torch.testing.assert_close(in_groups, states(first, packed), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(single, states(first, packed), atol=1e-5, rtol=1e-4)
-
-
-def test_the_key_has_the_code_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may be a module without a package."""
-    monkeypatch.setattr(engines, "rules", lambda: {"engine": replace(RULES["openvino"], load=oracle.encode)})
-    facts = load_key._program.__wrapped__()
-    for name in ("oracle.py", "sie_store/weights/derived.py", "sie_contracts/models/entries.py"):
-        assert any(f"/{name} " in fact for fact in facts)
 
 
 def test_a_load_with_other_options_or_weights_computes_all_again(
@@ -453,15 +433,6 @@ def test_a_kept_graph_that_computes_otherwise_is_computed_again(
     for _ in range(2):
         assert loaded(bert, "bert", cache=tmp_path).backbone.engine.engine == "openvino"
         assert computed == [*ALL_COMPUTED, "_converted"]
-
-
-@pytest.mark.parametrize("name", ["_of_lanes", "_alone"])
-def test_each_load_compares_each_graph(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """An earlier load may have had fewer device threads, and no second graph."""
-    monkeypatch.setattr(backbones, "usable_cores", lambda: 1)
-    loaded(bert, "bert", cache=tmp_path)
-    corrupt(monkeypatch, name)
-    assert loaded(bert, "bert", cache=tmp_path).engine_choice.engine == "torch"
 
 
 @pytest.mark.parametrize("name", ["graph.xml", "compressed"])
@@ -533,12 +504,6 @@ def test_weights_in_8_bits_that_miss_a_bound_are_refused(
     with pytest.raises(ModelLoadFailed, match=reason) as caught:
         loaded(bert, "bert", "int8")
     assert caught.value.extras["error_class"] == "CERTIFICATE"
-
-
-@pytest.mark.usefixtures("corrupted")
-def test_weights_in_8_bits_do_not_fall_back_to_more(bert: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match=r"load\.precision is int8: the states of the graph"):
-        loaded(bert, "bert", "int8")
 
 
 def test_a_lack_of_memory_is_no_choice_of_engine(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

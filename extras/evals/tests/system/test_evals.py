@@ -19,7 +19,7 @@ from cluster import MODEL, SIE, Cluster
 from zygote import Forked
 
 from sie_cli.main import main
-from sie_evals import labelled_tasks, tasks
+from sie_evals import tasks
 
 pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
 
@@ -67,16 +67,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
-def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster: Cluster) -> None:
-    for task, metric, bound in (("stsb", "spearman", 1e-4), ("stsb-retrieval", "ndcg@10", 0.0)):
-        report = figures(MODEL, "-t", task, "-s", "sie,st,targets", "--url", open_cluster.url)
-        assert report["missed"] == []
-        by_source = scores(report)
-        assert by_source["sie"][metric] == pytest.approx(by_source["st"][metric], abs=bound)
-        assert task != "stsb" or by_source["sie"][metric] == pytest.approx(0.820, abs=0.001)
-
-
 @pytest.mark.parametrize(
     ("model", "templates"),
     [(MODEL, ("st", "sie:{url}", "openai:{url}/v1", "infinity:{url}/v1")), ("test/dense", ("tei:{url}",))],
@@ -116,32 +106,6 @@ def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path
     report = figures("test/cross", "-t", str(small), "-s", sources, "--url", open_cluster.url)
     first, second = scores(report).values()
     assert first == pytest.approx(second, abs=1e-6)
-
-
-def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
-    open_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model has random weights: it replaces more, never less."""
-    monkeypatch.setattr(labelled_tasks, "VALUES_PER_FORMAT", 1)
-    report = figures("test/gliner", "-t", "redaction-forms", "-s", "sie,patterns", "--url", open_cluster.url)
-    by_source = scores(report)
-    leaks = {name: own["leak"] for name, own in by_source.items() if name.startswith("sie, ")}
-    assert len(leaks) == 65
-    for name, leak in leaks.items():
-        assert leak <= by_source[name.replace("sie, ", "patterns, ")]["leak"], name
-    assert by_source["sie"]["recall"] > by_source["patterns"]["recall"]
-    monkeypatch.setattr(labelled_tasks, "STORIES", 5)
-    process = evaluated("test/gliner", "-t", "relations", "--url", open_cluster.url)
-    assert "sie, owns (" in process.stdout
-
-
-@pytest.mark.long
-def test_a_bit_for_each_value_and_rescoring_lose_less_than_the_guide_says(open_cluster: Cluster) -> None:
-    report = figures(MODEL, "-t", "stsb-retrieval", "--outputs", "int8,binary+rescore", "--url", open_cluster.url)
-    by_source = scores(report)
-    whole = by_source["sie"]["ndcg@10"]
-    assert whole - by_source["sie, int8"]["ndcg@10"] < 0.005
-    assert whole - by_source["sie, binary+rescore"]["ndcg@10"] < 0.01
 
 
 class ForkedServe(Forked):

@@ -23,7 +23,6 @@ from sie_cli.main import main
 from sie_evals import tasks
 
 ROWS = 60  # documents
-STSB = ("datasets/mteb/stsbenchmark-sts", "b0fddb56ed78048fa8b90373c8a3cfc37b684831")
 NFCORPUS = ("datasets/mteb/nfcorpus", "ec0fa4fe99da2ff19ca1214b7966684033a58814")
 RERANKING = ("datasets/mteb/AskUbuntuDupQuestions", "c5691e3c48741d5f83b5cc8e630653d7a8cfc048")
 pytestmark = [
@@ -88,21 +87,6 @@ def figures(*arguments: str) -> dict[str, dict[str, float]]:
         ran = CliRunner().invoke(main, ["eval", *arguments, "--json", "--results", folder])
     assert ran.exit_code == 0, ran.output + repr(ran.exception)
     return {row["source"]: row["scores"] for row in json.loads(ran.stdout)["rows"]}
-
-
-@pytest.mark.parametrize(
-    ("count", "figure"), [(200, None), pytest.param(1379, 0.8203, marks=pytest.mark.long, id="all, MTEB has 82.03")]
-)
-def test_a_similarity_of_the_library_is_that_of_sentence_transformers(
-    open_cluster: Cluster, at_hub: HubStub, count: int, figure: float | None
-) -> None:
-    repository, at_hub.commit = STSB
-    pairs = tasks.stsb()
-    data = parquet(sentence1=pairs.left[:count], sentence2=pairs.right[:count], score=pairs.gold[:count])
-    at_hub.repositories[repository] = {"data/test-00000-of-00001.parquet": data}
-    by_source = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
-    assert by_source["sie"]["cosine_spearman"] == pytest.approx(by_source["st"]["cosine_spearman"], abs=1e-4)
-    assert figure is None or by_source["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
 
 
 def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, at_hub: HubStub) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import scraped, until
 from stack import Device, Plan, Stack
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("evals-speed")]
 MODEL = "toy/one"
 BATCH_MS = 40.0
-STALL_S = 2.0
-WITHIN = 35  # requests after which the warm-up of either load is over
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +45,6 @@ def measured(argv: list[str], status: int = 0) -> dict[str, Any]:
     return report
 
 
-def answered(stack: Stack) -> float:
-    """Return how many requests the gateway has answered."""
-    return scraped(f"{stack.metrics_urls[0]}/metrics", "sie_gateway_requests_total")
-
-
 def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Path) -> None:
     result = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
     (row,) = result["rows"]
@@ -64,35 +55,3 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
     assert 0.4 <= row["scores"]["items_per_s"] * row["scores"]["p50_ms"] / 4000 <= 1.3
     assert row["scores"]["p50_ms"] >= BATCH_MS
     assert row["stages_ms"]["inference"] == pytest.approx(BATCH_MS, rel=0.25)
-
-
-@pytest.mark.long
-def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
-    stack: Stack, texts: str, tmp_path: Path
-) -> None:
-    """A client that waits sends nothing: one request of 100 is slow. At a fixed rate, 20 of 80 are due meanwhile."""
-
-    def stalled(*load: str) -> float:
-        """Return the p90 in ms, with a sidecar that stands still for STALL_S within the window."""
-        process = subprocess.Popen(
-            argv(stack, tmp_path, texts, "--seconds", "8", "--warm-up", "1", *load),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        before = answered(stack)
-        until(lambda: answered(stack) > before + WITHIN, 60, "the window", stack.log)
-        sidecar = stack.workers[0].sidecar
-        sidecar.pause()
-        try:
-            time.sleep(STALL_S)
-        finally:
-            sidecar.resume()
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, out + err
-        (row,) = json.loads(out)["rows"]
-        assert row["errors"] == {}
-        return float(row["scores"]["p90_ms"])
-
-    assert stalled("--rate", "10") > 1e3 * STALL_S / 2
-    assert stalled("--clients", "1") < 1e3 * STALL_S / 2

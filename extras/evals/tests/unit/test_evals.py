@@ -120,19 +120,6 @@ def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed
     assert message in str(refused.value)
 
 
-def test_the_shipped_tasks_are_those_of_the_package() -> None:
-    pairs, retrieval = tasks.stsb(), tasks.stsb_retrieval()
-    assert len(pairs.gold) == 1379
-    assert (pairs.left[0], pairs.gold[0]) == ("A girl is styling her hair.", 2.5)
-    assert set(retrieval.qrels) == set(retrieval.queries)
-    assert all(document in retrieval.corpus for own in retrieval.qrels.values() for document in own)
-    alike = {(a, b) for a, b, gold in zip(pairs.left, pairs.right, pairs.gold, strict=True) if gold >= 4}
-    relevant_pairs = {
-        (retrieval.queries[query], retrieval.corpus[key]) for query, own in retrieval.qrels.items() for key in own
-    }
-    assert relevant_pairs == alike
-
-
 def test_the_metrics_of_a_ranking_are_those_of_their_definitions() -> None:
     rng = np.random.default_rng(1)
     documents = {f"d{number}": f"document {number}" for number in range(40)}
@@ -167,19 +154,6 @@ def test_a_similarity_is_measured_by_ranks(scores_pairs: bool) -> None:
     measurement = measured(task, Table(rows, scores_pairs=scores_pairs))
     alike = [np.dot(rows[a], rows[b]) for a, b in zip(task.left, task.right, strict=True)]
     assert measurement.scores["spearman"] == pytest.approx(spearmanr(alike, task.gold).statistic)
-
-
-@pytest.mark.parametrize("name", ["float16", "int8", "binary", "binary+rescore"])
-def test_a_similarity_of_another_output_is_near_that_of_floats(name: str) -> None:
-    rng = np.random.default_rng(5)
-    texts = [f"text {number}" for number in range(80)]
-    rows = {text: rng.normal(size=256).tolist() for text in texts}
-    for number in range(40):  # each pair is less similar than the pair before it
-        rows[texts[40 + number]] = np.add(rows[texts[number]], rng.normal(size=256) * number / 10).tolist()
-    task = Similarity("pairs", texts[:40], texts[40:], [float(40 - number) for number in range(40)])
-    floats, measurement = measured(task, Table(rows)), measured(task, Table(rows), outputs.find(name))
-    assert floats.scores["spearman"] > 0.95
-    assert measurement.scores["spearman"] > 0.9
 
 
 def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
@@ -250,10 +224,6 @@ def test_a_wrong_file_of_targets_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(CommandRefused, match="expected MODEL: TASK: METRIC"):
         targets.read(file)
-
-
-def test_the_targets_of_the_catalogue_can_be_read() -> None:
-    assert targets.read(targets.packaged())
 
 
 def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:

@@ -162,7 +162,7 @@ async def begun(application: Application, migrator: Migrator, count: int) -> Non
 async def test_each_row_gets_the_vector_of_its_present_text_while_an_application_writes(
     application: Application, migrator: Migrator
 ) -> None:
-    await begun(application, migrator, 1200)
+    await begun(application, migrator, 800)
     draw = random.Random(5)
     is_over = asyncio.Event()
 
@@ -170,15 +170,15 @@ async def test_each_row_gets_the_vector_of_its_present_text_while_an_application
         number = 0
         while not is_over.is_set():
             number += 1
-            changed, new = str(draw.randrange(600)), str(10_000 + number)
+            changed, new = str(draw.randrange(400)), str(10_000 + number)
             await application.change_text(changed, f"changed {number}")
             await application.write({new: (f"new {number}", vector_of(f"new {number}", "old"))})
-            replaced = str(600 + draw.randrange(400))
+            replaced = str(400 + draw.randrange(200))
             await application.write({replaced: (f"replaced {number}", vector_of(f"replaced {number}", "old"))})
-            await application.delete(str(1000 + number % 200))
+            await application.delete(str(600 + number % 200))
 
     writer = asyncio.create_task(write())
-    assert await migrator.scan("new") >= 1000
+    assert await migrator.scan("new") >= 600
     assert await migrator.scan("new") > 0, "what came during the first scan"
     is_over.set()
     await writer

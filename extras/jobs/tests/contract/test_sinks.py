@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,12 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
-import sink_writer
 from databases import Database, Postgres, Qdrant, with_extension
-from postgres_server import USER, PostgresServer
+from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
-from sink_writer import DIMS, rows
-from zygote import end_with_parent
 
 from sie_bulk_jobs.sinks.opening import opened
 from sie_bulk_jobs.sinks.pgvector import PgvectorSink
@@ -45,8 +39,18 @@ from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 QUICK = RetryPolicy(stall_s=60.0, tries=2, pause_s=0.01)
 LONG = RetryPolicy(stall_s=60.0, tries=60, pause_s=0.2)
 SECRET = "k3y-of-qdrant"
+DIMS = 16
 
 pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
+
+
+def rows(first: int, count: int) -> SinkRows:
+    """Return rows that are the same for the same numbers."""
+    numbers = range(first, first + count)
+    vectors = [np.random.default_rng(number).standard_normal(DIMS, dtype=np.float32) for number in numbers]
+    ids = [f"s3://bucket/части/{number} 'Ω' 🦀" for number in numbers]
+    text = "\"quoted\" 'text' \\ {}; DROP TABLE vectors; 日本語"
+    return SinkRows(ids, np.array(vectors, np.float32), [{"number": number, "text": text} for number in numbers])
 
 
 @pytest.fixture(scope="module")
@@ -248,80 +252,6 @@ async def test_two_writers_at_once_create_one_collection_and_keep_each_row_once(
     await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks for _ in range(2)))
     await asyncio.gather(*(sink.close() for sink in sinks))
     await has(database, collection, rows(0, 200))
-
-
-def writer(url: str, collection: str, calls: int, count: int) -> subprocess.Popen[str]:
-    argv = [sys.executable, sink_writer.__file__, url, collection, str(calls), str(count)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
-
-
-async def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
-
-
-def killed(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
-    assert process.stdout is not None
-    process.stdout.close()
-
-
-async def finished(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    await asyncio.to_thread(process.stdout.read)
-    assert process.wait(60) == 0
-    process.stdout.close()
-
-
-async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> None:
-    async with asyncio.timeout(60):
-        while await watcher.fetchval(count, USER) != expected:
-            await watcher.execute("SELECT pg_sleep(0.02)")
-
-
-async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
-    postgres: PostgresServer, collection: str
-) -> None:
-    """A writer sends its rows to a locked table and is killed while it waits for the lock. No row of the call is
-    stored, even after the lock is released. A second run stores all rows.
-    """
-    database = Postgres(postgres)
-    await opened(database.url, "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
-    # the connection with the lock sees other processes as they were when its transaction began: another one looks
-    locker, watcher = await asyncpg.connect(postgres.root_url), await asyncpg.connect(postgres.root_url)
-    lock = locker.transaction()
-    await lock.start()
-    await locker.execute(f'LOCK TABLE "{collection}" IN SHARE MODE')
-    first = writer(database.url, collection, 1, 600)
-    assert await said(first) == "prepared"
-    writers = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1"
-    await becomes(watcher, f"{writers} AND wait_event_type = 'Lock'", 1)
-    killed(first)
-    await lock.rollback()
-    await becomes(watcher, writers, 0)
-    await locker.close()
-    await watcher.close()
-    assert await database.found(collection) == {}
-    await finished(writer(database.url, collection, 1, 600))
-    await has(database, collection, rows(0, 600))
-
-
-async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call(tmp_path: Path) -> None:
-    """The server carries out the third request but does not answer it. The writer is killed and runs again."""
-    server = QdrantServer(tmp_path)
-    try:
-        server.start(hold=3)
-        first = writer(server.url, "vectors", 8, 50)
-        await asyncio.to_thread(server.holds)
-        killed(first)
-        assert len(await Qdrant(server).found("vectors")) == 150
-        server.kill()
-        server.start()
-        await finished(writer(server.url, "vectors", 8, 50))
-        await has(Qdrant(server), "vectors", rows(0, 400))
-    finally:
-        server.kill()
 
 
 async def test_a_database_that_is_killed_and_started_again_is_waited_for(database: Database, collection: str) -> None:

@@ -1,34 +1,28 @@
-"""Jobs at a real `sie serve`: every format of input and output, every operation, and rows that cannot be answered. What
-a job writes is what a request to the same model answers.
-"""
+"""Jobs at a real `sie serve`: what a job writes for each operation is what a request to the same model answers."""
 
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import local_models
 import numpy as np
 import oracle
 import pytest
 from cluster import MODEL, Cluster, running
-from job_client import JobClient, Rows, jsonl, parquet_file
+from job_client import JobClient, Rows, jsonl
 from local_models import LocalModels
 from parity.toys import image, png
 
-KINDS = ("cross", "zero-shot", "clip", "m3")
+KINDS = ("cross", "zero-shot", "clip")
 TEXTS = [
     *oracle.ragged_texts(57, seed=4, longest=40),
     "Zürich, 東京 and 😀",
     'a "quoted" text,\nof two lines',
     "the end",
 ]
-POISON = " ".join(["river"] * (local_models.FAR + 50))
 TOLERANCE = 2e-6  # float32 results of batches of other sizes differ by less
 
 
@@ -43,8 +37,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path, every_family
     models = LocalModels(tmp_path_factory.mktemp("jobs-models"), every_family.weights)
     for kind in KINDS:
         models.add(kind, json.loads((every_family.folder / f"{kind}.yaml").read_text()))
-    poisoned = LocalModels(models.folder, tmp_path_factory.mktemp("jobs-weights"))
-    local_models.poison(poisoned.build("poisoned", "dense"), POISON, [])
     arguments = ["--models-dir", str(models.folder), "--model-filter", ",".join([MODEL, *models.names]), "--no-spare"]
     arguments += ["--default-compute-precision", "float32"]
     data = tmp_path_factory.mktemp("jobs-cluster")
@@ -62,14 +54,6 @@ def numbered(texts: Sequence[str] = TEXTS) -> Rows:
     return [{"key": f"k{number}", "text": text, "size": len(text)} for number, text in enumerate(texts)]
 
 
-def csv_file(rows: Rows) -> bytes:
-    sink = io.StringIO()
-    writer = csv.DictWriter(sink, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    return sink.getvalue().encode()
-
-
 def written(folder: Path, files: dict[str, bytes]) -> str:
     """Write files into a folder that jobs may read, and return its URL."""
     folder.mkdir(parents=True)
@@ -84,59 +68,6 @@ def direct(jobs: JobClient, items: Sequence[Any], model: str = MODEL, **params: 
     body = {"items": list(items), "params": params}
     results: list[dict[str, Any]] = jobs.ask("POST", f"/v1/encode/{model}", json=body)["items"]
     return results
-
-
-def check_close(rows: Rows, expected: Sequence[dict[str, Any]]) -> None:
-    assert len(rows) == len(expected)
-    for row, slot in zip(rows, expected, strict=True):
-        assert row.get("error") is None
-        assert row["tokens"] == slot["usage"]["prompt_tokens"]
-        assert np.abs(np.array(row["dense"]) - np.array(slot["dense"]["values"])).max() < TOLERANCE
-
-
-def test_a_folder_of_files_of_every_format_is_answered_in_its_order(jobs: JobClient, folder: Path) -> None:
-    """Files are in the order of their names, rows in that of their file. Ids and kept columns come with the vectors."""
-    rows = numbered()
-    files = {
-        "a/1.parquet": parquet_file(rows[:20], group=7),
-        "b.jsonl": jsonl(rows[20:30]),
-        "c.csv": csv_file(rows[30:50]),
-        "d/2.parquet": parquet_file(rows[50:]),
-        ".hidden.jsonl": b"{}",
-        "README.md": b"no rows",
-    }
-    url = written(folder / "in", files)
-    source = {"url": url, "text": "{text}", "id": "key", "keep": ["size", "text"]}
-    place = f"file://{folder}/out/"
-    job = jobs.submit(MODEL, source, output={"url": place, "format": "npy"}, shard_rows=8)
-    done = jobs.done(job["id"])
-    counts = done["counts"]
-    assert (counts["rows"], counts["done"], counts["failed"], counts["shards"]) == (60, 60, 0, 10)
-    assert done["output_url"] == place
-    output_rows = jobs.rows(job["id"])
-    assert [row["id"] for row in output_rows] == [row["key"] for row in rows]
-    assert [row["text"] for row in output_rows] == TEXTS
-    assert [int(row["size"]) for row in output_rows] == [row["size"] for row in rows], "CSV has no numbers"
-    check_close(output_rows, direct(jobs, TEXTS))
-    on_disk = json.loads((folder / "out" / "manifest.json").read_bytes())
-    over_http = jobs.manifest(job["id"])
-    assert on_disk == {name: value for name, value in over_http.items() if name != "next"} | {"next": None}
-    names = sorted(path.name for path in (folder / "out").iterdir())
-    assert names == sorted([*(part["name"] for part in over_http["parts"]), "manifest.json", ".sie-job"])
-    assert over_http["fingerprint"] == done["fingerprint"] != ""
-
-
-def test_sparse_vectors_and_those_of_tokens(jobs: JobClient) -> None:
-    file = jobs.upload("texts.jsonl", jsonl(numbered(TEXTS[:15])))
-    types = ["dense", "sparse", "multivector"]
-    job = jobs.submit("test/m3", {"file": file, "text": "{text}"}, params={"output_types": types})
-    jobs.done(job["id"])
-    rows = jobs.rows(job["id"])
-    for row, slot in zip(rows, direct(jobs, TEXTS[:15], "test/m3", output_types=types), strict=True):
-        assert np.abs(np.array(row["dense"]) - np.array(slot["dense"]["values"])).max() < TOLERANCE
-        assert row["sparse_indices"] == slot["sparse"]["indices"]
-        assert np.allclose(row["sparse_values"], slot["sparse"]["values"], atol=TOLERANCE)
-        assert np.abs(np.array(row["multivector"]) - np.array(slot["multivector"]["values"])).max() < 10 * TOLERANCE
 
 
 def test_scores_are_those_of_a_request(jobs: JobClient) -> None:

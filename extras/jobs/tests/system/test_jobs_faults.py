@@ -1,17 +1,13 @@
-"""Faults while a job runs: no row is lost, every fault is named, and every row that can be answered is. The adapter is
-the one with fixed costs, the rest is real.
+"""Commands of the owner of a job, and keys that are revoked or have a quota. The adapter is the one with fixed costs,
+the rest is real.
 """
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import time
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from cluster import until
 from job_client import JobClient, jsonl
@@ -20,7 +16,6 @@ from job_stack import (
     MODEL,
     SLOW,
     TEXT,
-    computed,
     ids,
     rows_of,
     running,
@@ -31,76 +26,6 @@ from stack import Stack
 from sie_cli.main import main
 
 pytestmark = GROUP
-
-
-@contextmanager
-def mounted(place: Path, options: str) -> Iterator[None]:
-    """Mount a file system in memory."""
-    place.mkdir()
-    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode:
-        pytest.skip("this user may not mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", place], check=True)
-
-
-@pytest.fixture
-def small(job_folder: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    with mounted(job_folder / "small", "size=1m"):
-        yield job_folder / "small"
-
-
-def fill(place: Path) -> Path:
-    """Write a file that takes all room except for one page, which the mark of the folder's job needs."""
-    filler = place / "filler"
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while file.write(b"x" * 4096):
-                pass
-        except OSError:
-            file.truncate(filler.stat().st_size - resource.getpagesize())
-            return filler
-    raise AssertionError("the disk has no end")
-
-
-def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
-    job_cluster: Stack, jobs: JobClient, small: Path
-) -> None:
-    """While no part fits, the job says so. When there is room, the job completes, and nothing is computed twice. A job
-    whose disk stays full can be paused, resumed and cancelled.
-    """
-    filler = fill(small)
-    file = jobs.upload("rows.jsonl", jsonl(rows_of(300)))
-    source, output = {"file": file, **TEXT}, {"url": f"file://{small}/", "format": "jsonl"}
-    before = computed(job_cluster)
-    job = jobs.submit(MODEL, source, output=output, shard_rows=100)
-    waiting = jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    assert "the store has no space for the object" in shown(job_cluster, job["id"])
-    assert (waiting["state"], waiting["counts"]["shards_done"]) == ("running", 0)
-    filler.unlink()
-    done = jobs.done(job["id"])
-    assert (done["counts"]["done"], done["counts"]["failed"], done.get("trouble")) == (300, 0, None)
-    assert computed(job_cluster) - before == 300, "nothing is computed again"
-    assert [row["id"] for row in jobs.rows(job["id"])] == ids("rows.jsonl", 300)
-    assert sorted(path.name for path in small.iterdir()) == [
-        ".sie-job",
-        "manifest.json",
-        *(f"part-0000{n}.jsonl" for n in range(3)),
-    ]
-    for path in small.iterdir():
-        path.unlink()
-    fill(small)
-    job = jobs.submit(MODEL, source, output=output, shard_rows=100)
-    jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    jobs.steer(job["id"], "pause")
-    jobs.reaches(job["id"], "paused")
-    jobs.steer(job["id"], "resume")
-    jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    jobs.steer(job["id"], "cancel")
-    assert jobs.reaches(job["id"], "cancelled")["counts"]["failed"] == 0
-    assert sorted(path.name for path in small.iterdir()) == [".sie-job", "filler"]
 
 
 def key(job_cluster: Stack, name: str, *options: str) -> str:
@@ -145,3 +70,28 @@ def test_a_row_that_is_larger_than_the_quota_of_its_key_does_not_stop_the_others
         errors = [row["error"] and row["error"]["message"] for row in own.rows(done["id"])]
         assert (errors[0], errors[2]) == (None, None)
         assert "its key may use 300 per minute" in errors[1]
+
+
+def test_a_job_is_paused_resumed_cancelled_and_deleted(jobs: JobClient, job_folder: Path) -> None:
+    file = jobs.upload("rows.jsonl", jsonl(rows_of(1000)))
+    job = jobs.submit(MODEL, {"file": file, **TEXT}, output={"url": f"file://{job_folder}/out/"}, **SLOW)
+    running(jobs, job)
+    assert "error" in jobs.ask("DELETE", f"/v1/jobs/{job['id']}", 409)
+    jobs.steer(job["id"], "pause")
+    paused = jobs.reaches(job["id"], "paused")
+    assert paused["error"] is None
+    parts = sorted((job_folder / "out").iterdir())
+    time.sleep(1.5)  # enough time for five shards
+    assert jobs.show(job["id"])["counts"] == paused["counts"]
+    assert sorted((job_folder / "out").iterdir()) == parts
+    jobs.steer(job["id"], "resume")
+    until(lambda: jobs.show(job["id"])["counts"]["done"] > paused["counts"]["done"] + 20, 60, "it goes on")
+    jobs.steer(job["id"], "cancel")
+    cancelled = jobs.reaches(job["id"], "cancelled")
+    assert 0 < cancelled["counts"]["done"] < 1000
+    assert jobs.steer(job["id"], "resume", 409)["error"]["code"] == "CONTENT_CONFLICT"
+    manifest = json.loads((job_folder / "out" / "manifest.json").read_bytes())
+    assert (manifest["state"], manifest["rows"]) == ("cancelled", len(jobs.rows(job["id"])))
+    assert manifest["rows"] == cancelled["counts"]["done"]
+    assert jobs.ask("DELETE", f"/v1/jobs/{job['id']}")["deleted"]
+    assert (job_folder / "out" / "manifest.json").exists(), "what it wrote elsewhere stays"

@@ -315,15 +315,6 @@ async def test_a_page_that_needs_too_much_memory_is_refused_before_it_is_decompr
     assert (caught.value.reason, caught.value.param) == ("too_large", "input.url")
 
 
-@pytest.mark.parametrize(("window", "count"), [(1, 1), (3, 3), (30, 10)])
-def test_the_pages_of_one_batch_count_together(window: int, count: int) -> None:
-    """Ten pages of one value each, with 50 decoded bytes in one compressed byte."""
-    column = (b"\x15\x00\x15\x64\x15\x02\x2c\x15\x02\x00\x00" + b"x") * 10
-    chunk = pages.ChunkPages(0, len(column), values=10, window=window)
-    chunk.note(0, column, lambda start, end: column[start:end])
-    assert chunk.bytes == count * (50 - pages.RATIO)
-
-
 async def test_a_footer_that_needs_too_much_memory_is_refused_before_it_is_parsed(tmp_path: Path, place: Place) -> None:
     """In Thrift's compact protocol: version, schema (a root with one text), rows, and a row group of 250,000 columns,
     each with its position alone. pyarrow needs 1.4 kB for each.

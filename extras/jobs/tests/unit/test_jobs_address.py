@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from unit.test_command_options import says_how_to_start
 from unit.test_environment import keys_reach
-
-
-def test_without_a_server_the_command_says_that_none_runs_and_how_to_start_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says_how_to_start("jobs list", tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("urls", "readers"), [(("/a/folder", "gs://rows/x"), {"gateway"}), (("/a/folder",), set())])

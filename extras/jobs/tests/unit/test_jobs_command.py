@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,43 +48,12 @@ def sie(server: JobServer, *arguments: object) -> Result:
 
 
 def test_a_file_goes_up_and_the_id_alone_is_printed(server: JobServer, docs: Path) -> None:
-    result = sie(
-        server,
-        "submit",
-        "org/m",
-        docs,
-        "--text",
-        r"{title}\n{body}",
-        "--id",
-        "id",
-        "--keep",
-        "title, year",
-        "--keep",
-        "lang",
-        "--format",
-        "npy",
-        "--param",
-        "dimensions=128",
-        "--param",
-        "output_dtype=int8",
-        "--param",
-        'labels=["a","b"]',
-        "--window",
-        "22:00-06:00",
-        "--tokens-per-s",
-        5000,
-        "--name",
-        "docs",
-        "--cache",
-        "--deadline",
-        "2100-01-31T06:00+01:00",
-        "--metadata",
-        "team=search",
-        "--sink",
-        "main",
-        "--collection",
-        "docs",
+    options = shlex.split(
+        r"--text '{title}\n{body}' --id id --keep 'title, year' --keep lang --format npy --param dimensions=128"
+        r""" --param output_dtype=int8 --param 'labels=["a","b"]' --window 22:00-06:00 --tokens-per-s 5000"""
+        " --name docs --cache --deadline 2100-01-31T06:00+01:00 --metadata team=search --sink main --collection docs"
     )
+    result = sie(server, "submit", "org/m", docs, *options)
     assert (result.exit_code, result.stdout) == (0, f"{JOB}0\n"), result.output
     assert server.files[f"{FILE}0"].filename == "docs.jsonl"
     assert server.bodies[f"{JOB}0"] == JobRequest(

@@ -431,24 +431,6 @@ async def test_work_without_pieces_that_ends_gateways_stops_the_job_and_what_is_
 
 
 @virtual
-async def test_deaths_of_gateways_by_other_causes_fail_no_row_and_no_job(world: World) -> None:
-    """Gateways end every seven rows, wherever they are, so none of them answers a shard of ten rows in one run."""
-    steps = 0
-
-    def is_deadly(kind: str, number: int) -> bool:
-        nonlocal steps
-        steps += 1
-        return steps % 7 == 0
-
-    killing = Killing(world, is_deadly)
-    job = await killing.run()
-    assert (job.state, job.done, job.left_out) == ("completed", 60, ())
-    assert "LEADERS_LOST" not in job.codes
-    assert len(killing.deaths) > 10
-    assert len(world.output.parts) == 6
-
-
-@virtual
 async def test_suspects_of_two_jobs_never_run_at_the_same_time_on_a_gateway(world: World) -> None:
     """Both jobs lose their leader. Until the suspects of one are answered, one shard of both is at work."""
     second_job = runs.replace(JOB, id="job-2", created_s=2.0)

@@ -101,9 +101,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def over_stdio(*arguments: str, mode: str = "auto", **environ: str) -> AsyncIterator[Client]:
+async def over_stdio(*arguments: str, **environ: str) -> AsyncIterator[Client]:
     parameters = StdioServerParameters(command=SIE, args=["mcp", *arguments], env=dict(environ))
-    async with Client(stdio_client(parameters, sys.__stderr__), mode=mode) as client:
+    async with Client(stdio_client(parameters, sys.__stderr__), mode="auto") as client:
         yield client
 
 
@@ -253,11 +253,10 @@ async def test_over_stdio_a_document_is_read_by_path_and_in_pages(tmp_path: Path
             assert "There is no such file in the folder of documents" in outside.content[0].text
 
 
-@pytest.mark.parametrize("mode", ["auto", "legacy"])
-async def test_over_stdio_a_cancelled_call_is_cancelled_at_the_gateway(tmp_path: Path, mode: str) -> None:
+async def test_over_stdio_a_cancelled_call_is_cancelled_at_the_gateway(tmp_path: Path) -> None:
     async with toy(tmp_path, "infer", "read") as (_, gateway, worker, token, path):
         inference = inference_of(gateway)
-        async with over_stdio("--url", gateway.url, "--config", path, mode=mode, SIE_API_KEY=token) as client:
+        async with over_stdio("--url", gateway.url, "--config", path, SIE_API_KEY=token) as client:
             arguments = {"query": "q", "documents": ["d"], "model": HELD}
             call = asyncio.create_task(client.call_tool("rerank", arguments))
             await started(worker, HELD)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import httpx2
 import jsonschema_rs
 import msgspec
@@ -20,7 +19,6 @@ import pytest
 from inprocess import GatewayProcess, InProcess, inference_of, until, until_told
 from mcp.shared.exceptions import MCPError
 from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, served, started
-from mcp_types import INVALID_PARAMS
 
 from sie_broker import Write
 from sie_client import AuthenticationError, SIEConnectionError
@@ -189,31 +187,14 @@ async def test_an_answer_that_is_too_long_has_its_first_part_and_a_reference(
         assert lines[: len(answer["results"])] == answer["results"]
 
 
-async def test_resources_are_the_models_and_their_limits(running: Door, keys: dict[str, str]) -> None:
-    async with running.client(keys["both"]) as client:
-        assert [str(resource.uri) for resource in (await client.list_resources()).resources] == [server.MODELS]
-        templates = (await client.list_resource_templates()).resource_templates
-        assert [template.uri_template for template in templates] == [f"{server.MODELS}/{{+model}}", tools.RESULT_URI]
-        (content,) = (await client.read_resource(server.MODELS)).contents
-        models = {line["id"]: line for line in map(msgspec.json.decode, content.text.splitlines())}
-        assert models.keys() == {DENSE, RANK, FIND, PARSE, HELD}
-        assert (models[DENSE]["max_tokens"], models[DENSE]["dimensions"]) == (512, {"dense": 8})
-        (content,) = (await client.read_resource(f"{server.MODELS}/{DENSE}")).contents
-        assert msgspec.json.decode(content.text) == models[DENSE]
-        for uri in ("sie://models/no/such", "sie://collections", "sie://results/x/1", "sie://results/x/0", "sie://x"):
-            with pytest.raises(MCPError):
-                await client.read_resource(uri)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_a_wrong_scope_is_an_error_that_names_the_scope(running: Door, keys: dict[str, str], mode: str) -> None:
-    async with running.client(keys["read"], mode) as client:
+async def test_a_wrong_scope_is_an_error_that_names_the_scope(running: Door, keys: dict[str, str]) -> None:
+    async with running.client(keys["read"]) as client:
         for name in ("encode", "rerank", "extract", "redact", "parse_document"):
             text = sentence(await client.call_tool(name, CALLS[name]))
             assert "lacks the scope infer" in text
             assert "sie keys create" in text
         assert structured(await client.call_tool("list_models", {}))["models"]
-    async with running.client(keys["infer"], mode) as client:
+    async with running.client(keys["infer"]) as client:
         assert "lacks the scope read" in sentence(await client.call_tool("list_models", {}))
         with pytest.raises(MCPError, match="lacks the scope read"):
             await client.read_resource(server.MODELS)
@@ -244,11 +225,10 @@ async def test_pages_of_other_origins_and_foreign_hosts_are_refused(running: Doo
         assert (await client.post(running.url, json={}, headers={**key, **own})).status_code != 403
 
 
-@pytest.mark.parametrize("mode", MODES)
 async def test_an_oversized_document_is_one_sentence(
-    running: Door, keys: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+    running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running.client(keys["both"], mode) as client:
+    async with running.client(keys["both"]) as client:
         too_long = {"data": "A" * (schemas.INLINE_BYTES + 1)}
         assert "data: expected a string of length <= " in sentence(await client.call_tool("parse_document", too_long))
         monkeypatch.setattr(tools, "MAX_BYTES", 3)
@@ -265,7 +245,7 @@ async def test_an_oversized_document_is_one_sentence(
         assert structured(await client.call_tool("parse_document", {"file": uploaded.json()["id"]}))
         missing = {"file": "file-0192f0c17d3e70008000000000000000"}
         assert "There is no such thing at the gateway" in sentence(await client.call_tool("parse_document", missing))
-    async with running.client(keys["other"], mode) as client:
+    async with running.client(keys["other"]) as client:
         theirs = await client.call_tool("parse_document", {"file": uploaded.json()["id"]})
         assert "There is no such thing at the gateway" in sentence(theirs)
 
@@ -407,12 +387,11 @@ async def test_a_key_opens_a_limited_number_of_sessions(
         assert await opened("other") == 200
 
 
-@pytest.mark.parametrize("mode", MODES)
 async def test_a_caller_has_a_limited_number_of_calls_in_progress(
-    running: Door, keys: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+    running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_CALLS_OF_CALLER", 2)
-    async with running.client(keys["both"], mode) as first_client, running.client(keys["other"], mode) as two:
+    async with running.client(keys["both"]) as first_client, running.client(keys["other"]) as two:
         held = [
             asyncio.create_task(
                 first_client.call_tool("rerank", {"query": "q", "documents": [str(number)], "model": HELD})
@@ -455,48 +434,14 @@ async def test_arguments_that_do_not_fit_name_the_field(running: Door, keys: dic
             assert secret not in text
 
 
-async def test_an_unknown_tool_is_an_error_of_the_protocol_that_names_the_tools(
-    running: Door, keys: dict[str, str]
-) -> None:
-    """The specification has a result with `isError` only for faults of a tool that exists."""
-    async with running.client(keys["both"]) as client:
-        with pytest.raises(MCPError) as unknown:
-            await client.call_tool("no_such_tool", {})
-    assert unknown.value.error.code == INVALID_PARAMS == -32602
-    assert "encode" in unknown.value.error.message
-
-
-async def test_a_model_that_leads_to_another_route_is_a_sentence_and_is_not_sent(
-    running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = {name: arguments for name, arguments in CALLS.items() if name != "list_models"}
-    says = "The arguments do not fit: model: expected a name without %"
-    sent: list[str] = []
-
-    async def record(_self: httpx.AsyncClient, request: httpx.Request, **_: Any) -> httpx.Response:
-        sent.append(request.url.path)
-        return httpx.Response(500, request=request)
-
-    async with running.client(keys["both"]) as client:
-        assert structured(await client.call_tool("encode", CALLS["encode"]))  # the check of the key is cached now
-        monkeypatch.setattr(httpx.AsyncClient, "send", record)
-        for model in ("../jobs/0198c0de/cancel", "../models/toy/one/unload", "%2e%2e/pools", "a\\..\\b", ".."):
-            for name, arguments in calls.items():
-                assert says in sentence(await client.call_tool(name, {**arguments, "model": model})), (name, model)
-            with pytest.raises(MCPError, match=says):
-                await client.read_resource(f"{server.MODELS}/../pools")
-    assert sent == []
-
-
-@pytest.mark.parametrize("mode", MODES)
 async def test_an_unexpected_failure_shows_nothing_of_itself(
-    running: Door, keys: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+    running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_info: Any) -> Any:
         raise RuntimeError("s3cr3t")
 
     monkeypatch.setattr(tools, "limits_of", broken)
-    async with running.client(keys["both"], mode) as client:
+    async with running.client(keys["both"]) as client:
         assert sentence(await client.call_tool("list_models", {})) == server.FAILED
         with pytest.raises(MCPError, match="its log has the details"):
             await client.read_resource(server.MODELS)

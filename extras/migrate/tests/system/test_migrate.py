@@ -132,27 +132,6 @@ class Client(threading.Thread):
         assert not self.is_alive()
 
 
-def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: Path) -> None:
-    """The new model has random weights: it finds other neighbours."""
-    alias(cluster, "strict", OLD)
-    result = sie(cluster, *migration("strict", OTHER, corpus), status=1)
-    assert "the widths differ" in result.stdout
-    assert "is below --min-agreement 0.5; the alias was not changed" in result.stderr
-    assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
-    assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
-    for arguments, why in (
-        (migration("strict", "test/gone", corpus), "no model named 'test/gone'"),
-        (migration(OLD, NEW, corpus), "is a model: clients have to ask for an alias"),
-        (migration("strict", NEW, corpus, "--sink", "none", "--collection", "c"), "output.sink"),
-        (migration("strict", NEW, corpus.with_name("none")), "there is no such file"),
-        (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "has no column 'titel'"),
-        (["migrate", "strict", "--step", "back"], "there is no earlier target to go back to"),
-    ):
-        refused = sie(cluster, *arguments, status=1)
-        assert why in refused.stderr, refused.stderr
-    assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
-
-
 def test_an_index_never_gets_vectors_of_two_models(
     cluster: Cluster, corpus: Path, qdrant: QdrantServer, tmp_path: Path
 ) -> None:

@@ -234,20 +234,6 @@ def test_a_sample_of_a_folder_reads_some_of_its_objects(tmp_path: Path) -> None:
     assert asyncio.run(corpus.digest()) != before
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "why"),
-    [
-        ("none.jsonl", "{a}", "there is no such file"),
-        ("docs.jsonl", "{a", "the braces of the template do not match"),
-        ("docs.jsonl", "a", "names no column"),
-    ],
-)
-def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
-    (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
-    with pytest.raises(click.ClickException, match=why):
-        Corpus.from_source(str(tmp_path / name), text, "", None)
-
-
 # ---- what is measured
 
 

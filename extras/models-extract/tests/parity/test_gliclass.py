@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
+from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_models_extract import gliclass as family
 from sie_models_extract.gliclass import GliclassModel
 
@@ -205,15 +203,3 @@ def test_scores_that_are_not_finite_fail_their_item_alone(model: GliclassModel) 
     handle.remove()
     assert failed(first, InferenceFailed).reason == "non_finite"
     assert [second, third] == expected[1:]
-
-
-def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(folder, tmp_path / "copy")
-    config = json.loads((copied / "config.json").read_text())
-    for change, message in (
-        ({"architecture_type": "bi-encoder"}, "a GLiClass bi-encoder"),
-        ({"encoder_config": {"model_type": "none"}}, "no encoder none"),
-    ):
-        (copied / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelLoadFailed, match=message):
-            load(copied)

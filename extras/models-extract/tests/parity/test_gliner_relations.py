@@ -8,8 +8,6 @@ only.
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import ModelLoadFailed
 from sie_models_extract import gliner_relations as family
 from sie_models_extract.gliner_relations import GlinerRelationModel
 
@@ -175,18 +172,3 @@ def test_candidates_and_relations_of_a_window_have_a_limit(
     [fewer] = model.extract([text], [options(0.0, relation_threshold=0.0)])
     assert isinstance(fewer, dict)
     assert len(fewer["relations"]) <= 2
-
-
-def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["gcn"], tmp_path / "copy")
-    config = json.loads((folder / "gliner_config.json").read_text())
-    for change, message in (
-        ({"relations_layer": None}, "if and only if its family is gliner-relations"),
-        ({"span_mode": "token_level"}, "between tokens"),
-        ({"triples_layer": "distmult"}, "by triples"),
-        ({"labels_decoder": "gpt2"}, "generates labels"),
-    ):
-        (folder / "gliner_config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelLoadFailed, match=message) as caught:
-            load(folder)
-        assert caught.value.extras["error_class"] == "INCOMPATIBLE"

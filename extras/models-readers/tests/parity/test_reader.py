@@ -358,16 +358,6 @@ def _firsts(kind: Any, prompts: Sequence[Any]) -> list[NDArray[np.float32]]:
         return [kind.begin([prompt])[0].logits.float().cpu().numpy() for prompt in prompts]
 
 
-def _written(kind: Any, prompts: Sequence[Any]) -> list[list[int]]:
-    rows = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts]
-    loop = _Loop(kind, torch.device(DEVICE))
-    loop.waiting.extend(rows)
-    with torch.inference_mode():
-        while not loop.is_idle:
-            loop.turn()
-    return [row.ids for row in rows]
-
-
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
 def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], Reader]) -> None:
     page, request = png(PAGES[0]), KINDS[name].asked[0]

@@ -21,7 +21,9 @@ def test_doctor_ends_whatever_a_gateway_says_about_itself(
     fields: dict[str, Any],
     server: _Server,  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sie_cli.cluster.CONNECT_S", 0.2)  # no broker is there
     body = json.dumps({**escaped(Health.EXAMPLE), **fields}).encode()
     server.reply = (200, JSON | {"x-sie-version": "0.1", "x-sie-request-id": "a"}, body)
     url = f"http://127.0.0.1:{server.server_address[1]}"

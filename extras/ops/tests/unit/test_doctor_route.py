@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 from inprocess import free_port, settings_of
 
-from sie_contracts.errors import NotFound, NotReady, Unauthenticated
+from sie_contracts.errors import Unauthenticated
 from sie_gateway.http.app import Gate
-from sie_ops.doctor import runs
 from sie_ops.doctor.runs import Doctor
 
 
@@ -26,36 +22,6 @@ async def test_the_doctor_reports_as_the_command_does() -> None:
     (nobody,) = checks["gateway"]["findings"]
     assert doctor._environ["SIE_GATEWAY_URL"] in nobody["wrong"]
     assert nobody["fix"]
-
-
-async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor = Doctor("::", 1, tmp_path)
-    monkeypatch.setattr(runs, "LIMIT_S", 0.01)
-    starts, start = [], asyncio.create_subprocess_exec
-
-    async def counted(*argv: str, **options: Any) -> asyncio.subprocess.Process:
-        starts.append(argv)
-        return await start(*argv, **options)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
-    reports = await asyncio.gather(*(doctor.report() for _ in range(3)), return_exceptions=True)
-    assert ["without a readable report" in str(report) for report in reports] == [True] * 3
-    assert {type(report) for report in reports} == {NotReady}
-    assert len(starts) == 1
-
-    async def refused(*argv: str, **options: Any) -> asyncio.subprocess.Process:
-        starts.append(argv)
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
-    doctor = Doctor("::", 1, tmp_path)
-    reports = await asyncio.gather(*(doctor.report() for _ in range(3)), return_exceptions=True)
-    assert [str(report) for report in reports] == ["sie doctor cannot be started: no more processes"] * 3
-    assert {type(report) for report in reports} == {NotReady}
-    assert len(starts) == 2
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NotFound, match="extra `cli`"):
-        await doctor.report()
 
 
 ADMIN = {"SIE_ADMIN_TOKEN": "admin-token-of-a-test"}
