@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -38,6 +39,16 @@ def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
     page.wait("document.querySelector('.card.on input').value", lambda name: name == verb)
     pick(page, "model", model)
     pick(page, "beside", beside)
+
+
+def files(*attachments: tuple[str, str, bytes]) -> str:
+    """Return JavaScript for a DataTransfer with files, each given by name, type and content."""
+    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in attachments])
+    return (
+        f"(() => {{ const transfer = new DataTransfer(); for (const [name, type, text] of {listed}) "
+        "transfer.items.add(new File([Uint8Array.from(atob(text), element => element.charCodeAt(0))], name, {type})); "
+        "return transfer; })()"
+    )
 
 
 def ask(page: Page, results: int = 1) -> None:

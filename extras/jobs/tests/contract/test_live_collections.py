@@ -193,23 +193,6 @@ async def test_each_row_gets_the_vector_of_its_present_text_while_an_application
         assert is_close(vector, vector_of(text, "new")), row_id
 
 
-@DENSE
-async def test_rows_without_a_text_stay_without_a_vector_and_are_counted_by_each_scan(
-    application: Application, migrator: Migrator
-) -> None:
-    await begun(application, migrator, 10)
-    await application.write({"11": (None, vector_of("image", "old"))})
-    for _ in range(2):
-        await migrator.scan("new")
-        assert migrator.gaps == 1
-    await application.write({"3": (None, vector_of("image", "old"))})
-    await migrator.scan("new")
-    assert migrator.gaps == 2
-    beside = await application.beside("new")
-    assert {row_id for row_id, (_, vector) in beside.items() if vector is None} == {"3", "11"}
-    assert len(beside) == 11, "no row is lost"
-
-
 @pytest.mark.parametrize("widths", [{"old": 16, "new": 24}, {"old": 16, "new": 16}])
 async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_text(
     application: Application, migrator: Migrator, widths: dict[Side, int]

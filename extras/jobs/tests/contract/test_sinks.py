@@ -22,7 +22,7 @@ from qdrant_server import QdrantServer
 
 from sie_bulk_jobs.sinks.opening import opened
 from sie_bulk_jobs.sinks.pgvector import PgvectorSink
-from sie_bulk_jobs.sinks.qdrant import QdrantSink, json_vector, point_bodies
+from sie_bulk_jobs.sinks.qdrant import QdrantSink, point_bodies
 from sie_bulk_jobs.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
@@ -415,13 +415,6 @@ def test_sparse_vectors_and_multivectors_of_another_shape_are_refused(change: di
     assert more_rows(widths).latest(widths).ids == rows(0, 3).ids
     with pytest.raises(RowsRefused, match=message):
         dataclasses.replace(more_rows(widths), **change).latest(widths)
-
-
-def test_numbers_are_sent_to_qdrant_with_the_digits_of_a_float32() -> None:
-    numbers = np.array([0.1, -1e-38, 16777216, 1 / 3], np.float32)
-    sent = msgspec.json.encode(json_vector(numbers))
-    assert len(sent) < 50
-    assert np.array_equal(np.array(msgspec.json.decode(sent), np.float32), numbers)
 
 
 async def test_a_request_to_qdrant_is_bounded_in_bytes(qdrant: QdrantServer, collection: str) -> None:

@@ -569,33 +569,6 @@ async def test_metrics_tell_of_jobs(place: Place) -> None:
     assert await place.gateway.metric("sie_gateway_job_rows_waiting") == 0
 
 
-@pytest.mark.parametrize(
-    ("metadata", "param"),
-    [
-        ({f"k{number}": "x" for number in range(17)}, "metadata"),
-        ({"k" * 65: "x"}, "metadata"),
-        ({"k": "x" * 513}, "metadata[...]"),
-    ],
-    ids=["17 pairs", "a long name", "a long value"],
-)
-async def test_metadata_of_a_job_or_batch_beyond_its_limits_is_refused_by_name(
-    place: Place, metadata: dict[str, str], param: str
-) -> None:
-    file = await place.upload([{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}, "t": "x"}])
-    batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    job = {"model": MODEL, "input": {"file": file, "text": "{t}"}}
-    limits = {f"{number:064}": "x" * 512 for number in range(16)}
-    for path, body, status in (("/v1/jobs", job, 201), ("/v1/batches", batch, 200)):
-        refused = await place.gateway.client.post(path, json={**body, "metadata": metadata})
-        assert refused.status_code == 400, refused.text
-        error = refused.json()["error"]
-        assert (error["code"].upper(), error["param"]) == ("INVALID_INPUT", param)
-        assert "x" * 100 not in error["message"]
-        assert "k" * 65 not in error["message"]
-        reply = await place.gateway.client.post(path, json={**body, "metadata": limits})
-        assert reply.status_code == status, reply.text
-
-
 async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> None:
     source = {"file": await place.upload(texts(1)), "text": "{t}"}
     first_job = await place.submit(source, headers={"idempotency-key": "k"})

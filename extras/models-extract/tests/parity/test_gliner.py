@@ -395,15 +395,3 @@ def test_neither_weights_nor_configurations_run_code(folders: dict[str, Path], t
     with pytest.raises(ModelLoadFailed, match="contains objects other than tensors"):
         load(folder)
     assert not marker.exists()
-
-
-def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["span"], tmp_path / "copy")
-    config = json.loads((folder / "gliner_config.json").read_text())
-    for change, message in (
-        ({"relations_layer": "dot"}, "its family is gliner-relations"),
-        ({"encoder_config": {"model_type": "none"}}, "no encoder none"),
-    ):
-        (folder / "gliner_config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelLoadFailed, match=message):
-            load(folder)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import enum
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
 import httpx
 import msgspec
@@ -97,46 +96,6 @@ def test_a_class_gives_instances_with_evidence(sie: SIEClient) -> None:
 class Colour(enum.Enum):
     RED = "red"
     BLUE = "blue"
-
-
-class Restricted(pydantic.BaseModel):
-    """Fields that a model cannot obey, and that the class checks itself."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    buyer: Annotated[str, pydantic.Field(min_length=1, max_length=99, alias="buyerName", description="the machine")]
-    hour: int = pydantic.Field(ge=0, le=24, multiple_of=1)
-    colours: set[Colour]
-    mood: Colour = Colour.RED
-    day: datetime.date | None = None
-
-
-@pydantic.dataclasses.dataclass
-class Hour:
-    hour: int = pydantic.Field(ge=0)
-
-
-class MsgspecHour(msgspec.Struct, rename="camel"):
-    at_hour: Annotated[int, msgspec.Meta(ge=0, multiple_of=4)]
-    colour: Colour
-    buyer: Annotated[str, msgspec.Meta(max_length=500)] | None = None
-
-
-def test_restrictions_that_no_model_obeys_are_checked_by_the_class(sie: SIEClient) -> None:
-    text = "queue worker 12 river"
-    result = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
-    assert "day" in result["error"]["message"]  # a word of the text is no date
-    instance = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
-    assert isinstance(instance, Restricted)
-    assert (instance.hour, instance.day, instance.buyer in text, instance.colours <= set(Colour)) == (
-        12,
-        None,
-        True,
-        True,
-    )
-    assert sie.extract(SPANS, text, schema=Hour, threshold=0.0)["data"] == Hour(12)
-    msgspec_hour = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
-    assert (msgspec_hour.at_hour, msgspec_hour.colour in Colour) == (12, True)
 
 
 def test_a_fault_of_a_schema_has_its_json_path(client: httpx.Client) -> None:

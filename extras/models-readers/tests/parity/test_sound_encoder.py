@@ -116,24 +116,6 @@ def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Load[Oracl
         assert np.abs(alone - vector).max() <= 2e-6
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the vectors of the model are 24 wide"),
-        ({"max_tokens": TOKENS + 1}, "max_tokens is 121, the text tower has 120 positions"),
-    ],
-    ids=["width", "positions"],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
-) -> None:
-    from parity import sound_checkpoints
-
-    entry = entry_of("wrong", sound_checkpoints.clap(tmp_path / "clap"), **change)
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure(entry.id, entry)
-
-
 def test_features_that_the_model_does_not_read_are_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     """The files make the views of another kind of CLAP, or no file says how sounds become features."""
     from parity import sound_checkpoints

@@ -186,18 +186,3 @@ def test_another_model_of_open_clip_is_refused(
     _edit(folder / "open_clip_config.json", edit)
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure("dual/other", marqo_entry(folder))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the vectors of the model are 24 wide"),
-        ({"max_tokens": CLIP_TOKENS + 1}, "max_tokens is 78, the text tower has 77 positions"),
-    ],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
-) -> None:
-    entry = entry_of("clip", dual_checkpoints.clip(tmp_path / "clip"), id="dual/wrong", **change)
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure(entry.id, entry)

@@ -15,14 +15,12 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from sie_cli import access
-from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_contracts.settings import load
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_ops.doctor import command
-from sie_ops.doctor.checks import config, drift, gateway, loads, models, queue, refusals, skew, versions
+from sie_ops.doctor.checks import config, drift, gateway, loads, queue, refusals, skew, versions
 from sie_ops.doctor.command import BLIND, FINE, WRONG, faults_of, status_of
 from sie_ops.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, sockets
 from sie_ops.doctor.probe import (
@@ -30,7 +28,6 @@ from sie_ops.doctor.probe import (
     ClusterProbe,
     Heartbeats,
     NotApplicable,
-    probe_socket,
 )
 from sie_ops.doctor.report import DoctorCheck
 from sie_ops.doctor.report import DoctorFinding as Finding
@@ -178,27 +175,6 @@ async def test_what_another_user_hides_is_not_seen_and_ends_no_other_check(
     assert says_by_check["disk"][1].endswith(": Permission denied")
 
 
-async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "is no socket" in (await probe_socket(tmp_path / "file")).wrong
-
-    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
-        await writer.drain()
-        writer.close()
-
-    path = tmp_path / "other.sock"
-    mask = os.umask(0o177)
-    try:
-        server = await asyncio.start_unix_server(other, path)
-    finally:
-        os.umask(mask)
-    async with server:
-        finding = await probe_socket(path)
-    assert "does not use protocol" in finding.wrong
-    assert finding.fix
-
-
 class Gateway(http.server.BaseHTTPRequestHandler):
     """A gateway with findings of its own."""
 
@@ -276,23 +252,3 @@ async def test_a_password_in_an_address_is_used_by_all_requests_and_shown_by_non
         "the gateway at URL is not ready",
         "org/a: revision 2 could not be loaded",
     ]
-
-
-async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:
-    """One wrong file keeps the whole folder as it was."""
-    folder = tmp_path / "models"
-    folder.mkdir()
-    (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
-    with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
-        async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-            says, (finding,) = await models(probe)
-            assert says == ""
-            assert "bad.yaml: $.weights (line 1): missing" in finding.wrong
-            (folder / "bad.yaml").unlink()
-            assert await models(probe) == (f"0 models in {folder}", [])
-            folder.rmdir()
-            with pytest.raises(NotApplicable, match="those of the package"):
-                await models(probe)
-    async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-        with pytest.raises(NotApplicable):
-            await models(probe)
