@@ -13,16 +13,7 @@ import pytest
 import typescript_package
 from browser import HOST, Page, tab, typed
 from cluster import Cluster, running
-from playground import (
-    COPIED,
-    KEY,
-    ask,
-    by_curl,
-    by_python,
-    by_typescript,
-    choose,
-    copied,
-)
+from playground import COPIED, KEY, ask, by_curl, by_python, by_typescript, choose, copied
 
 pytestmark = pytest.mark.debian
 

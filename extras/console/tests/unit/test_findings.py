@@ -12,15 +12,7 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, until_told
 
 from sie_console.api import ClusterFinding
-from sie_console.findings import (
-    GROWTH_S,
-    QueueTrend,
-    of_clocks,
-    of_loads,
-    of_queues,
-    of_refusals,
-    of_workers,
-)
+from sie_console.findings import GROWTH_S, QueueTrend, of_clocks, of_loads, of_queues, of_refusals, of_workers
 from sie_contracts.api.operations import DeviceInfo, WorkerInfo
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.models.load_errors import LoadErrorClass, load_failed

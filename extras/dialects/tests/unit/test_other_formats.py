@@ -52,9 +52,7 @@ def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
 
 
 OVERLOADED = {"RATE_LIMITED", "RESOURCE_EXHAUSTED", "QUEUE_FULL"}
-UNHEALTHY = {
-    *("MODEL_LOADING", "PROVISIONING", "LORA_LOADING", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN"),
-}
+UNHEALTHY = {*("MODEL_LOADING", "PROVISIONING", "LORA_LOADING", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN")}
 BACKEND = {
     *("INFERENCE_ERROR", "INTERNAL_ERROR", "ALL_ITEMS_FAILED", "MODEL_LOAD_FAILED", "LORA_LOAD_FAILED"),
     "GATEWAY_TIMEOUT",
@@ -330,8 +328,7 @@ async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"})],
+    ("path", "body"), [("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"})]
 )
 async def test_clients_may_send_more_fields_than_the_format_has(
     cluster: InProcess, gateway: GatewayProcess, path: str, body: dict[str, Any]

@@ -159,11 +159,7 @@ you do then?
 
 @pytest.mark.parametrize(
     ("format_", "expected", "content_type"),
-    [
-        ("text", f"{JOINED}\n", "text/plain"),
-        ("srt", SRT, "text/plain"),
-        ("vtt", VTT, "text/vtt"),
-    ],
+    [("text", f"{JOINED}\n", "text/plain"), ("srt", SRT, "text/plain"), ("vtt", VTT, "text/vtt")],
 )
 async def test_a_format_of_text_is_written(
     cluster: InProcess, gateway: GatewayProcess, format_: str, expected: str, content_type: str

@@ -106,10 +106,7 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
         ({"qrels": "1\ta\tmuch\n"}, "test.tsv, line 1: expected"),
         ({"qrels": "1\ta\t\u00b2\n"}, "test.tsv, line 1: expected"),
         ({"qrels": f"1\ta\t{'9' * 5000}\n"}, "test.tsv, line 1: expected"),
-        (
-            {"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"},
-            "corpus.jsonl, line 1: maximum recursion depth",
-        ),
+        ({"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"}, "corpus.jsonl, line 1: maximum recursion depth"),
         ({"corpus": '{"_id": "a", "image": "/etc/hostname"}\n'}, "hostname is outside of the folder of the task"),
         ({"corpus": '{"_id": "a", "image": "../../x.png"}\n'}, "x.png is outside of the folder of the task"),
     ],
@@ -347,11 +344,7 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
     table, notes = results.compared(old, new)
     assert table[1][:4] == ["sie", "map", "0.5", "0.48"]
     assert table[1][4].startswith("-0.0200 (-0.0600 to +0.0000")
-    assert notes == [
-        "version: 1 -> 2",
-        "fingerprint: 1 -> 2",
-        'sie, map, fell the most: q19 "text 19" -0.4000',
-    ]
+    assert notes == ["version: 1 -> 2", "fingerprint: 1 -> 2", 'sie, map, fell the most: q19 "text 19" -0.4000']
     new.figures["task"] = "other"
     with pytest.raises(CommandRefused, match="the results have a different task, mine and other"):
         results.compared(old, new)

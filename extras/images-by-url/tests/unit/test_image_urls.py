@@ -484,11 +484,7 @@ PARTS = [
     {"type": "image_url", "image_url": f"{AT}/b"},
 ]
 ROUTES: list[tuple[str, dict[str, Any], list[Input]]] = [
-    (
-        f"/v1/encode/{SEEN}",
-        {"items": ["a", {"images": [f"{AT}/a", b64(B)]}]},
-        [Input("a"), Input(images=(A, B))],
-    ),
+    (f"/v1/encode/{SEEN}", {"items": ["a", {"images": [f"{AT}/a", b64(B)]}]}, [Input("a"), Input(images=(A, B))]),
     (
         "/v1/embeddings",
         {"input": [f"{AT}/a", f"{AT}/b"], "modality": "image"},

@@ -24,11 +24,7 @@ def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path) -
     after less than 10 s of processor time. The jobs are still there.
     """
     token = "token-of-a-test"
-    environ = {
-        "SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads"),
-        "SIE_AUTH_MODE": "static",
-        "SIE_AUTH_TOKENS": token,
-    }
+    environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads"), "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": token}
     with Stack(tmp_path / "stack", Plan(gateways=2, workers=(), environ=environ)) as stack:
         count = 0
         with JobClient(stack.urls[0], token) as client:

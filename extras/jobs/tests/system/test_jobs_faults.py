@@ -11,16 +11,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from cluster import until
 from job_client import JobClient, jsonl
-from job_stack import (
-    GROUP,
-    MODEL,
-    SLOW,
-    TEXT,
-    ids,
-    rows_of,
-    running,
-    shown,
-)
+from job_stack import GROUP, MODEL, SLOW, TEXT, ids, rows_of, running, shown
 from stack import Stack
 
 from sie_cli.main import main

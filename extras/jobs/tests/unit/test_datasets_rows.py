@@ -134,16 +134,7 @@ async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
     parquet.write_table(pa.table({"i": [{"bytes": IMAGE, "path": "x"}]}), tmp_path / "c.parquet")
     parquet.write_table(pa.table({"i": [[IMAGE, IMAGE], []]}), tmp_path / "d.parquet")
     input_rows = await rows_of(place, JobInput(url="u", image="i"))
-    assert [row.images for row in input_rows] == [
-        *[(IMAGE,)] * 2,
-        (),
-        (),
-        (IMAGE,),
-        (),
-        (IMAGE,),
-        (IMAGE, IMAGE),
-        (),
-    ]
+    assert [row.images for row in input_rows] == [*[(IMAGE,)] * 2, (), (), (IMAGE,), (), (IMAGE,), (IMAGE, IMAGE), ()]
     assert [row.fault.param for row in input_rows if not row.images and row.fault] == ["input.image"] * 4
 
 

@@ -33,13 +33,7 @@ from sie_bulk_jobs.gateway.files import (
 )
 from sie_bulk_jobs.gateway.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_bulk_jobs.records import FileRecord
-from sie_contracts.errors import (
-    NotFound,
-    PayloadTooLarge,
-    QueueUnavailable,
-    RateLimited,
-    ResourceExhausted,
-)
+from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.wire import topology
 from sie_store.object_stores import RESERVE_SHARE, ObjectMissing, StoreFull
 from sie_store.payloads import open_store

@@ -396,8 +396,7 @@ async def test_a_row_that_ends_gateways_is_found_and_left_out_and_all_others_are
 
 @pytest.mark.parametrize("job", [pytest.param(JOB, id="job"), pytest.param(BATCH, id="batch")])
 @pytest.mark.parametrize(
-    ("deadly", "named"),
-    [("plan", "its plan"), ("finish", "its output"), ("joined", "10 rows of a.jsonl from 0 on")],
+    ("deadly", "named"), [("plan", "its plan"), ("finish", "its output"), ("joined", "10 rows of a.jsonl from 0 on")]
 )
 @virtual
 async def test_work_without_pieces_that_ends_gateways_stops_the_job_and_what_is_answered_stays(

@@ -58,9 +58,7 @@ SETTINGS: dict[str, Any] = {
         for name in ("postgres", "qdrant")
     },
 }
-TOY: dict[str, Any] = {
-    "models": {"encode": DENSE, "rerank": RANK, "extract": FIND, "redact": FIND, "parse": PARSE},
-}
+TOY: dict[str, Any] = {"models": {"encode": DENSE, "rerank": RANK, "extract": FIND, "redact": FIND, "parse": PARSE}}
 
 
 @pytest.fixture(scope="module")

@@ -233,10 +233,7 @@ async def test_an_oversized_document_is_one_sentence(
         assert "data: expected a string of length <= " in sentence(await client.call_tool("parse_document", too_long))
         monkeypatch.setattr(tools, "MAX_BYTES", 3)
         uploaded = await running.gateway.client.post(
-            "/v1/files",
-            files={"file": ("a.pdf", b"%PDF-1.7")},
-            data={"purpose": "jobs"},
-            headers=bearer(keys["both"]),
+            "/v1/files", files={"file": ("a.pdf", b"%PDF-1.7")}, data={"purpose": "jobs"}, headers=bearer(keys["both"])
         )
         assert uploaded.status_code == 200, uploaded.text
         large = await client.call_tool("parse_document", {"file": uploaded.json()["id"]})

@@ -18,15 +18,7 @@ from inprocess import InProcess
 from sie_cli.cluster import GATEWAY
 from sie_client.errors import SIEError
 from sie_migrate import compare as comparing
-from sie_migrate.compare import (
-    MAX_TEXTS,
-    ComparisonSample,
-    agreement_at,
-    compare,
-    nearest,
-    read,
-    similarities,
-)
+from sie_migrate.compare import MAX_TEXTS, ComparisonSample, agreement_at, compare, nearest, read, similarities
 
 TEXTS = [f"text number {number}" for number in range(30)]
 
@@ -153,13 +145,7 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
         (admin | auth, ()),
     ):
         CliRunner().invoke(compare, ["a", "b", "--sample", str(sample), *arguments], env=environ)
-    assert calls == [
-        (here, "admin"),
-        (there, None),
-        (GATEWAY, None),
-        (there, "auth"),
-        (GATEWAY, "auth"),
-    ]
+    assert calls == [(here, "admin"), (there, None), (GATEWAY, None), (there, "auth"), (GATEWAY, "auth")]
 
 
 class Client:

@@ -150,10 +150,7 @@ def gliner_folder(
         (labels / "config.json").write_text(json.dumps(label_config))
         config |= {"labels_encoder": str(labels), "labels_encoder_config": label_config}
     if kind == "relations":
-        config |= {
-            "relations_layer": relations_layer,
-            "rel_token_index": tokenizer.convert_tokens_to_ids("<<REL>>"),
-        }
+        config |= {"relations_layer": relations_layer, "rel_token_index": tokenizer.convert_tokens_to_ids("<<REL>>")}
     torch.manual_seed(0)
     plain = GLiNERConfig(**copy.deepcopy(config))
     kind_class = GLiNER._get_gliner_class(plain)
@@ -256,12 +253,7 @@ def gliner2_boundary_folder(folder: Path, *, seed: int = 2, **settings: Any) -> 
 
 
 def entry_of(
-    folder: Path,
-    family: str,
-    *,
-    max_tokens: int = 512,
-    parameters: dict[str, Any] | None = None,
-    output: str = "",
+    folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None, output: str = ""
 ) -> ModelEntry:
     """A catalogue entry for a folder. An empty `output` means that of the family."""
     output = output or {"gliclass": "classifications", "glirel": "relations"}.get(family, "entities")

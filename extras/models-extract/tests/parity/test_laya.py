@@ -71,10 +71,7 @@ QUESTIONS: dict[str, tuple[Question, ExtractOptions]] = {
         ExtractOptions(LABELS, instruction=QUESTION, parameters={"task": "score"}),
     ),
     # So many options are each cut, and their temperature is below the least one of the package.
-    "choice of many": (
-        choice(tuple(WORDS[:8])),
-        ExtractOptions(tuple(WORDS[:8]), instruction=QUESTION),
-    ),
+    "choice of many": (choice(tuple(WORDS[:8])), ExtractOptions(tuple(WORDS[:8]), instruction=QUESTION)),
     "choice of long labels": (
         choice(tuple(f"{word} {' '.join(WORDS[:25])}" for word in WORDS[:4])),
         ExtractOptions(tuple(f"{word} {' '.join(WORDS[:25])}" for word in WORDS[:4]), instruction=QUESTION),
@@ -170,9 +167,7 @@ def test_a_statement_is_whole_or_refused(tmp_path: Path) -> None:
     assert isinstance(asked(room // tokens + 2), InvalidInput)
     schema = {
         "type": "object",
-        "properties": {
-            "topics": {"type": "array", "items": {"enum": list(labels)}, "description": "y " * 499},
-        },
+        "properties": {"topics": {"type": "array", "items": {"enum": list(labels)}, "description": "y " * 499}},
     }
     parts = parts_of_schema("s", schema, "test/model", finds_spans=False, reads_scales=True)
     [error] = model.extract(["queue"], [ExtractOptions((), parts=parts)])

@@ -48,10 +48,7 @@ DECISIONS = {
     "properties": {name: SCHEMA["properties"][name] for name in ("mood", "topics", "is_late")},  # type: ignore[index]
 }
 GROUPS = {"urgency": ["low", "high"], "mood": ["calm", "very angry", "mixed"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "count_lstm_v2": {},
-    "mean of tokens": {"pooling": "mean"},
-}
+KINDS: dict[str, dict[str, Any]] = {"count_lstm_v2": {}, "mean of tokens": {"pooling": "mean"}}
 
 
 def options_of(schema: dict[str, Any], *, finds_spans: bool = True, **options: Any) -> ExtractOptions:

@@ -195,10 +195,7 @@ TOLD = {
     "GlmOcrForConditionalGeneration": {"ocr": "Text Recognition:", "table": "Table Recognition:"},
     "PaddleOCRVLForConditionalGeneration": {"ocr": "OCR:", "chart": "Chart Recognition:"},
 }
-FLORENCE_ENTRY = {
-    "max_tokens": reader_checkpoints.FLORENCE_TOKENS,
-    "outputs": {"entities": 0, "objects": 0, "data": 0},
-}
+FLORENCE_ENTRY = {"max_tokens": reader_checkpoints.FLORENCE_TOKENS, "outputs": {"entities": 0, "objects": 0, "data": 0}}
 KINDS = {
     "donut": Kind(
         reader_checkpoints.donut,

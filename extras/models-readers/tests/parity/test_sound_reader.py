@@ -218,10 +218,7 @@ def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["few"]))
 def test_segments_equal_generate(
-    name: str,
-    load: Callable[[str], Writing],
-    expected: Callable[[str], list[list[Spoken]]],
-    table: ParityTable,
+    name: str, load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]], table: ParityTable
 ) -> None:
     """The adapter reads all sounds at once, the library one by one. The toy model writes different tokens for different
     sounds, and several segments for some.

@@ -15,12 +15,7 @@ import torch.nn.functional as F
 from parity import tiled_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.page_engine import Given, Served, Vectors, served_by
-from parity.page_retrieval import (
-    agreement_with,
-    in_turns,
-    merged,
-    page_entry,
-)
+from parity.page_retrieval import agreement_with, in_turns, merged, page_entry
 from parity.table import ParityTable
 from parity.tiled_checkpoints import END, LONGEST, TILE, TOKENS, WIDTH
 from parity.toys import image
@@ -49,13 +44,7 @@ class Oracle:
     """The library's model and processor, one input at a time, with weights to which the LoRA was added."""
 
     def __init__(self, folder: Path, lora: Path | None, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import (
-            AutoConfig,
-            AutoTokenizer,
-            Idefics3ImageProcessorPil,
-            Idefics3Model,
-            Idefics3Processor,
-        )
+        from transformers import AutoConfig, AutoTokenizer, Idefics3ImageProcessorPil, Idefics3Model, Idefics3Processor
 
         weights = merged(folder, lora)
         self._dtype = dtype

@@ -15,13 +15,7 @@ import torch.nn.functional as F
 from parity import qwen_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.page_engine import Given, Served, Vectors, served_by
-from parity.page_retrieval import (
-    agreement_with,
-    check_scores,
-    in_turns,
-    merged,
-    page_entry,
-)
+from parity.page_retrieval import agreement_with, check_scores, in_turns, merged, page_entry
 from parity.qwen_checkpoints import LEAST, MOST, SPECIALS, WIDTH
 from parity.table import ParityTable
 from parity.toys import image, png
@@ -110,13 +104,7 @@ def oracle(folder: Path, lora: Path) -> Oracle:
 
 @pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_token_vectors_equal_the_oracle(
-    precision: str,
-    kind: str,
-    load: Callable[..., Served],
-    folder: Path,
-    lora: Path,
-    oracle: Oracle,
-    table: ParityTable,
+    precision: str, kind: str, load: Callable[..., Served], folder: Path, lora: Path, oracle: Oracle, table: ParityTable
 ) -> None:
     """Questions and pages of many sizes in one batch, against the library one by one."""
     served = load(precision)

@@ -74,11 +74,7 @@ def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
             "inputs": ["text", "image"],
             "outputs": {"dense": 48},
             "max_tokens": MAX_TOKENS,
-            "prompts": {
-                "query": BEFORE + "{text}",
-                "document": BEFORE + "{text}",
-                "default_instruction": TASK,
-            },
+            "prompts": {"query": BEFORE + "{text}", "document": BEFORE + "{text}", "default_instruction": TASK},
             "load": BOUNDS,
             **changed,
         }

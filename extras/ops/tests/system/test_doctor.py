@@ -140,11 +140,7 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     assert any(
         "is missing: its subject holds messages" in finding["wrong"] for finding in report.findings["streams"]
     ), report.output
-    report.named(
-        "streams",
-        f"stream {topology.dead_letter_stream('_default', replicas=1).name} is missing",
-        migrate,
-    )
+    report.named("streams", f"stream {topology.dead_letter_stream('_default', replicas=1).name} is missing", migrate)
     pasted = {finding["fix"].split("`")[1] for finding in report.findings["streams"]}  # as a reader would paste it
     assert pasted == {migrate}
     ran(*pasted)

@@ -23,12 +23,7 @@ from sie_ops.doctor import command
 from sie_ops.doctor.checks import config, drift, gateway, loads, queue, refusals, skew, versions
 from sie_ops.doctor.command import BLIND, FINE, WRONG, faults_of, status_of
 from sie_ops.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, sockets
-from sie_ops.doctor.probe import (
-    CheckSkipped,
-    ClusterProbe,
-    Heartbeats,
-    NotApplicable,
-)
+from sie_ops.doctor.probe import CheckSkipped, ClusterProbe, Heartbeats, NotApplicable
 from sie_ops.doctor.report import DoctorCheck
 from sie_ops.doctor.report import DoctorFinding as Finding
 
