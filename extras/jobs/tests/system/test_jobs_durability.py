@@ -8,7 +8,6 @@ import io
 import json
 import os
 import random
-import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pytest
-from cluster import MODEL as SERVED
-from cluster import running, until
 from fake_adapter import ids_of, vector_of
 from job_client import ENDED, Job, JobClient, Rows, parquet_file
 from object_stores import Place, s3_server
@@ -30,7 +27,6 @@ from stack import Device, Part, Plan, Stack
 
 MODEL = "toy/one"
 ROWS_OF_GROUP = 10_000
-GONE_S = 60.0  # until all processes of a cluster have ended, on a busy machine
 
 
 def texts_of(count: int, first: int = 0) -> Rows:
@@ -175,19 +171,3 @@ def test_while_all_is_killed_each_row_is_answered_once(
             with JobClient(stack.urls[1]) as jobs:
                 assert jobs.manifest(job)["parts"] == manifest["parts"]
             check_whole(place, manifest, count, failed)
-
-
-def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) -> None:
-    """Every process drains, and none has to be killed."""
-    rows = b"".join(b'{"t": "%d %s"}\n' % (number, b"some words " * 30) for number in range(1000))
-    with running(tmp_path, "--no-spare", "--preload", SERVED) as cluster:
-        with JobClient(cluster.url) as jobs:
-            source = {"file": jobs.upload("rows.jsonl", rows), "text": "{t}"}
-            job = jobs.submit(SERVED, source, shard_rows=20, tokens_per_s=2000.0)["id"]
-            until(lambda: jobs.show(job)["counts"]["done"], GONE_S, "rows that are answered", cluster.log)
-        assert cluster.process is not None
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.process.wait(GONE_S) == 0
-        until(lambda: cluster.said("[serve] stopped"), GONE_S, "the last line", cluster.log)
-        assert "draining" in cluster.log()
-        assert "is killed" not in cluster.log()

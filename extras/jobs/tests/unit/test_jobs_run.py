@@ -546,42 +546,6 @@ def test_a_search_leaves_out_the_rows_that_end_gateways_and_answers_all_others(
         assert external, "a sound row or shard is blamed only by ends of other causes in its own runs"
 
 
-@virtual
-async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
-    """A leader whose plan runs alone loses the broker. Its end is charged to the plan once another gateway leads, until
-    its broker is back.
-    """
-    planning, goes_on = list[str](), asyncio.Event()
-
-    async def step(kind: str, number: int) -> None:
-        planning.append(kind)
-        await goes_on.wait()
-
-    world.output.step = step
-    world.output.held.set()
-    ledger = world.gateway("g0")
-    await ledger.create(JOB)
-    await until(lambda: planning, "it plans")
-    await world.kill("g0")
-    world.gateway("g1")
-    await until(lambda: len(planning) == 2, "the next one plans alone")
-    second = world.gateway("g2")
-    world.brokers["g1"].disconnect()
-
-    async def ended() -> bool:
-        return (await world.job(second)).suspects == (Suspect(PLAN, ended=("g1",)),)
-
-    await until_told(ended, "the other one leads")
-    world.brokers["g1"].reconnect()
-
-    async def lives() -> bool:
-        return (await world.job(second)).suspects == (Suspect(PLAN),)
-
-    await until_told(lives, "the first one lives")
-    goes_on.set()
-    await state(world, second, "completed")
-
-
 REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store failed: no space left on device")
 
 
