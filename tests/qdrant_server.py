@@ -1,11 +1,10 @@
 """Routes of Qdrant's REST API over Qdrant's own engine, in a process of its own, because no package has a Qdrant
 server.
 
-    QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY] [--hold N]
+    QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY]
 
 The engine (qdrant-edge-py), which stores, checks and searches vectors, is real, and so are the models of qdrant-client,
-which parse bodies. The routes, their statuses and the envelopes of results are of this module. `--hold`: the Nth
-request to write points is carried out but never answered.
+which parse bodies. The routes, their statuses and the envelopes of results are of this module.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class QdrantServer:
     def url(self) -> str:
         return f"qdrant://{self._key}{'@' if self._key else ''}127.0.0.1:{self.port}"
 
-    def begin(self, hold: int = 0) -> None:
+    def begin(self) -> None:
         """Start the server, without waiting until it answers."""
-        argv = [__file__, str(self.port), str(self._folder), "--key", self._key, "--hold", str(hold)]
+        argv = [__file__, str(self.port), str(self._folder), "--key", self._key]
         self._process = Forked("qdrant", argv, os.environ)
 
-    def start(self, hold: int = 0) -> None:
-        self.begin(hold)
+    def start(self) -> None:
+        self.begin()
         self.answers()
 
     def answers(self) -> None:
@@ -63,14 +62,6 @@ class QdrantServer:
                     return
             assert time.monotonic() < deadline_s, "the server does not answer"
             time.sleep(0.05)
-
-    def holds(self) -> None:
-        """Wait until the server has carried out the request that it does not answer."""
-        assert self._process is not None
-        lines = []  # other lines are warnings of libraries, because the stream has stderr too
-        while (line := self._process.stdout.readline()) != "holds\n":
-            assert line, "".join(["the server has ended:\n", *lines])
-            lines.append(line)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -423,8 +414,6 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # head and body are sent separately, and Nagle would delay the body up to 40 ms
     collections: Collections
     key = ""
-    hold = 0
-    written = 0
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -443,11 +432,6 @@ class Handler(BaseHTTPRequestHandler):
                 result = self.collections.answer(self.command, parts, parse_qs(pieces.query), body)
         except Refused as error:
             return self._send(error.status, {"status": {"error": str(error)}, "time": 0.0})
-        if self.command == "PUT" and parts[2:] == ["points"]:
-            type(self).written += 1
-            if self.written == self.hold:
-                print("holds", flush=True)
-                threading.Event().wait()
         return self._send(200, {"result": result, "status": "ok", "time": 0.0})
 
     do_GET = do_PUT = do_POST = do_DELETE = _answer
@@ -469,8 +453,7 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--key", default="")
-    parser.add_argument("--hold", type=int, default=0)
     options = parser.parse_args()
-    Handler.key, Handler.hold = options.key, options.hold
+    Handler.key = options.key
     Handler.collections = Collections(options.folder)
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

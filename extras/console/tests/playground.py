@@ -51,18 +51,6 @@ def files(*attachments: tuple[str, str, bytes]) -> str:
     )
 
 
-def attach(page: Page, *attachments: tuple[str, str, bytes], to: str = "#files") -> None:
-    """Pick files as the file picker does, and wait until they are listed."""
-    page.wait(f"document.querySelectorAll('{to}').length", lambda count: count == 1)
-    listed = f"document.querySelector('{to}').closest('.drop').querySelectorAll('.files li').length"
-    before = page.evaluate(listed)
-    page.evaluate(
-        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*attachments)}.files; "
-        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
-    )
-    page.wait(listed, lambda count: count == before + len(attachments))
-
-
 def ask(page: Page, results: int = 1) -> None:
     """Run the request, and wait for as many new results."""
     page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
@@ -108,8 +96,3 @@ def by_typescript(page: Page, package: Path, shown: str, place: int = 0) -> Any:
     (package / "test" / "copied.ts").write_text(program, "utf-8")
     compiled(package)
     return json.loads(ran(["node", "build/test/copied.js"], package, SIE_API_KEY=KEY).rpartition("told ")[2])
-
-
-def bars(page: Page, within: str = "article") -> list[tuple[str, Any]]:
-    rows = page.evaluate(CELLS.format(f"{within} .bars"))
-    return [(row[0], float(row[2])) for row in rows]

@@ -44,10 +44,6 @@ class JobClient:
         body = {"model": model, "input": source, **options}
         return cast(Job, self.ask("POST", "/v1/jobs", status, json=body, headers=headers))
 
-    def refusal(self, model: str, source: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """Submit a job that must be refused, and return its error."""
-        return cast(dict[str, Any], self.submit(model, source, status=400, **options)["error"])
-
     def upload(self, name: str, data: bytes) -> str:
         reply = self.ask("POST", "/v1/files", files={"file": (name, data)}, data={"purpose": "batch"})
         return str(reply["id"])
@@ -75,18 +71,6 @@ class JobClient:
         record = self.reaches(job, *STOPPED, timeout_s=timeout_s)
         assert record["state"] == "completed", record
         return record
-
-    def trouble(self, job: str, code: str, timeout_s: float = 60.0) -> Job:
-        """Return the job once it reports a trouble with this code."""
-        return cast(
-            Job,
-            until(
-                lambda: (record := self.show(job))["trouble"] and record["trouble"]["code"] == code and record,
-                timeout_s,
-                f"{job} to wait for {code}",
-                lambda: self.show(job),
-            ),
-        )
 
     def manifest(self, job: str) -> dict[str, Any]:
         return cast(dict[str, Any], self.ask("GET", f"/v1/jobs/{job}/manifest", params={"limit": 10_000}))

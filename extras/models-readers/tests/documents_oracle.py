@@ -143,19 +143,9 @@ def by_the_product(contents: dict[str, bytes], folder: Path) -> tuple[list[Any],
     assert certificate.check_files(loader.sources.folder(entry), entry, entry.load) == ()
     documents = [DocumentFile(data, Path(name).suffix[1:]) for name, data in contents.items()]
     rows = len(documents) + 1
-    groups = (
-        Group(0, len(documents), RunOptions()),
-        Group(len(documents), rows, RunOptions(parameters={"ocr": True})),
-    )
+    groups = (Group(0, len(documents), RunOptions()), Group(len(documents), rows, RunOptions(parameters={"ocr": True})))
     message = RunBatch(
-        "b",
-        entry.id,
-        "extract",
-        bytes(4 * rows),
-        b"",
-        groups,
-        texts=("",) * rows,
-        documents=(*documents, documents[0]),
+        "b", entry.id, "extract", bytes(4 * rows), b"", groups, texts=("",) * rows, documents=(*documents, documents[0])
     )
     readings = [
         outcome.data if isinstance(outcome, Ok) else [outcome.error.reason, outcome.error.message]

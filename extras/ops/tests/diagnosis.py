@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +14,12 @@ import httpx
 from click.testing import CliRunner
 from stack import Stack
 
-import sie_ops.doctor.command as doctor
 from sie_cli.main import main
 from sie_ops.doctor import probe
 
 TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
 COMMAND_S = 60.0
 BEATS = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}
-_FILLED = {"probe.serve": "sie serve", "serve": "sie serve", "at_broker": " --url URL", "where": " --url URL"}
 
 
 def commands(text: str) -> list[str]:
@@ -45,45 +41,14 @@ def ran(command: str, **environ: str) -> str:
     return done.stdout
 
 
-def doctor_templates() -> set[str]:
-    """Return every text of `sie doctor` and of the findings of gateways that names a `sie` command, except docstrings.
-    `{}` stands for a value.
-    """
-    extras = Path(__file__).parents[2]  # the findings of gateways are from the extra `console`
-    files = [*Path(str(doctor.__file__)).parent.glob("*.py"), *extras.glob("console/sie_console/findings.py")]
-    return {text for file in files for text in _templates(file)}
-
-
-def _templates(file: Path) -> Iterator[str]:
-    tree = ast.parse(file.read_text("utf-8"))
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if id(node) in inner or id(node) in statements:
-            continue
-        text = ""
-        if isinstance(node, ast.JoinedStr):
-            text = "".join(_part(part) for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = node.value
-        if commands(text):
-            yield text
-
-
-def _part(part: ast.expr) -> str:
-    if isinstance(part, ast.FormattedValue):
-        return _FILLED.get(ast.unparse(part.value), "{}")
-    assert isinstance(part, ast.Constant)
-    return str(part.value)
-
-
 class Examined:
     """The findings of doctor by check."""
 
     def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
         """Run doctor with these settings only, as on a machine without `sie serve` or a worker."""
         own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
-        with mock.patch.object(probe, "default_sockets", list):
+        # a broker that is away is given up after 2 s
+        with mock.patch.object(probe, "default_sockets", list), mock.patch("sie_cli.cluster.CONNECT_S", 2.0):
             result = CliRunner().invoke(
                 main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env=own
             )

@@ -13,8 +13,7 @@ from sie_cache import memory as memories
 from sie_cache.memory import ENTRY_BYTES, AnswerMemory, AnswerSpace, PeerErasures
 from sie_cache.values import pack, unpack
 from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
-from sie_contracts.wire.messages import ArraySlice, Ok, RunOptions, WorkResult
-from sie_gateway.inference.answers import space_of
+from sie_contracts.wire.messages import ArraySlice, Ok, WorkResult
 from sie_gateway.inference.reply import array_of
 
 
@@ -71,29 +70,6 @@ def test_answers_that_are_used_again_stay_beside_many_that_are_not() -> None:
         memory.keep(SPACE, key(number), VALUE)
     assert [memory.find(key(number)) for number in (1, 2, 3)] == [VALUE] * 3
     assert len(memory) == 10
-
-
-def test_protected_answers_leave_when_others_are_used() -> None:
-    memory = memory_of(10)
-    for number in range(100):
-        memory.keep(SPACE, key(number), VALUE)
-        memory.find(key(number))
-    assert memory.find(key(0)) is None
-    assert memory.find(key(99)) == VALUE
-    assert len(memory) == 10
-
-
-def test_answers_with_a_space_each_leave_room_for_later_answers() -> None:
-    memory = AnswerMemory(200_000, 3600.0)
-    spaces = [AnswerSpace(space_of("", str(number), "encode", RunOptions()), "org/m", "") for number in range(1001)]
-    for number, space in enumerate(spaces[:-1]):
-        key = space.key(bytes(16))
-        memory.keep(space, key, bytes(60))
-        assert memory.find(key) is not None, number
-    hot = [spaces[-1].key(bytes([number]) * 16) for number in range(20)]
-    for key in hot:
-        memory.keep(spaces[-1], key, bytes(60))
-    assert all(memory.find(key) is not None for key in hot)
 
 
 def test_an_answer_ends_after_its_time() -> None:
@@ -155,21 +131,6 @@ def test_the_bytes_of_an_entry_are_counted_as_what_python_takes() -> None:
     tracemalloc.stop()
     measured = (after - before) / count - 64
     assert 0.5 * memories.ENTRY_BYTES < measured <= memories.ENTRY_BYTES
-
-
-def test_the_bytes_of_a_space_are_counted_as_what_python_takes() -> None:
-    """A client that changes its options with each input makes a space for each answer."""
-    import tracemalloc
-
-    memory, count = AnswerMemory(1 << 30, 60.0), 20_000
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    for number in range(count):
-        space = AnswerSpace(f"{number:032x}", "m", "k")
-        memory.keep(space, space.key(bytes(16)), number.to_bytes(64, "big"))
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert after - before <= memory.held_bytes
 
 
 async def test_answers_are_erased_by_model_key_and_digest() -> None:

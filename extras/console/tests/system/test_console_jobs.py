@@ -4,21 +4,15 @@ row, the keys that may see it, and no serious fault of accessibility.
 
 from __future__ import annotations
 
-import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import axe
 import httpx
 import local_models
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from browser import HOST, Page, click, pressed, tab, typed
+from browser import HOST, Page, click, tab, typed
 from click.testing import CliRunner
 from cluster import Cluster, running, until
 from playground import CELLS, COPIED, copied, files
@@ -28,9 +22,7 @@ from sie_cli.main import main
 pytestmark = pytest.mark.debian
 
 ENCODER = "test/mini"
-HARM = '<img src=x onerror="window.harmed = 1">'
 END_S = 60.0
-CHUNKS = {"max_tokens": 16, "overlap_tokens": 4}
 JOBS = (
     "[...document.querySelectorAll('#jobs tr[data-job]')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
 )
@@ -174,72 +166,6 @@ def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Clien
     assert api.get(f"/v1/jobs/{job['id']}").status_code == 404
 
 
-def parquet() -> bytes:
-    """Return a file without rows, with a nested column among others."""
-    words = pa.array([], pa.list_(pa.struct([("word", pa.string()), ("at", pa.int32())])))
-    buffer = io.BytesIO()
-    pq.write_table(
-        pa.table({"key": pa.array([], pa.int64()), "words": words, "body": pa.array([], pa.string())}), buffer
-    )
-    return buffer.getvalue()
-
-
-def test_the_columns_of_a_file_are_seen_and_put_into_the_text(page: Page, api: httpx.Client) -> None:
-    columns = "[...document.querySelectorAll('#job-preview .chip')].map(element => element.innerText)"
-    fill(page, parquet(), "a.parquet")
-    page.wait(columns, lambda names: names == ["key", "words", "body"])
-    page.wait("document.querySelector('#job-text').value", lambda text: text == "{body}")
-    assert "0 rows" in page.evaluate("document.querySelector('#job-preview').innerText")
-    csv = b'id,title,place\n1,"a ""quoted"", title\nof two lines",here\n2,plain,\n'
-    fill(page, csv, "a.csv", name="of a table", text="")
-    page.wait(columns, lambda names: names == ["id", "title", "place"])
-    rows = [["1", 'a "quoted", title of two lines', "here"], ["2", "plain", ""]]
-    assert page.evaluate(CELLS.format("#job-preview tbody")) == rows
-    page.evaluate("document.querySelectorAll('#job-preview .chip')[1].click()")
-    page.wait("document.querySelector('#job-text').value", lambda text: text == "{title}")
-    click(page, "#job-submit")
-    page.wait(STATE, lambda state: state == "completed", timeout_s=END_S)
-    (job,) = [entry for entry in api.get("/v1/jobs").json()["data"] if entry["name"] == "of a table"]
-    assert (job["counts"]["done"], job["request"]["input"]["id"]) == (2, "id")
-    page.evaluate("history.back()")
-    page.wait("location.hash", lambda address: address == "#jobs/new")
-
-
-def test_a_file_with_long_rows_is_submitted(page: Page) -> None:
-    """A row beyond the limit of the preview is not shown. A row may lack columns of others."""
-    fill(page, lines({"constructor": "a", "text": "x" * 100_000}, {"text": "b"}))
-    assert page.evaluate(CELLS.format("#job-preview tbody"))[1] == ["", "b"]
-    page.evaluate(
-        "(() => { const field = document.querySelector('#job-file'); const transfer = new DataTransfer(); "
-        "transfer.items.add(new File([JSON.stringify({text: 'x'.repeat(5 << 20)}), '\\n{}\\n'], 'long.jsonl')); "
-        "field.files = transfer.files; field.dispatchEvent(new Event('change', {bubbles: true})); })()"
-    )
-    shown = "document.querySelector('#job-preview')?.innerText ?? ''"
-    page.wait(shown, lambda text: text == "The first row is too long to be shown.")
-    assert page.evaluate("document.querySelectorAll('#job-form [role=alert]').length") == 0
-    page.wait("document.querySelector('#job-submit').disabled", lambda disabled: not disabled)
-
-
-def test_a_row_that_failed_says_why_and_is_retried(page: Page, api: httpx.Client) -> None:
-    job = submitted(api, lines({"id": "good", "text": "words"}, {"id": HARM, "text": None}), name=f"half {HARM}")
-    ended(api, job)
-    (code,) = api.get(f"/v1/jobs/{job}").json()["errors"]
-    cells = row(page, f"half {HARM}", lambda cells: cells[1] == f"completed\n\nrows failed: {code} 1")
-    assert cells[3] == "1"
-    open_row(page, f"half {HARM}")
-    page.wait("document.querySelector('.errors')?.innerText ?? ''", lambda text: code in text)
-    click(page, ".job .sample-failed")
-    (table_row,) = page.wait(CELLS.format(".rows"), lambda rows: rows)
-    (failure,) = api.get(f"/v1/jobs/{job}/rows", params={"failed": "true"}).json()["rows"]
-    assert table_row == [HARM, "0", f"{failure['error']['code']} {failure['error']['message']}"]
-    before = {entry["id"] for entry in api.get("/v1/jobs").json()["data"]}
-    click(page, ".job .retry")
-    page.wait("location.hash", lambda address: address.startswith("#jobs/job-") and job not in address)
-    (again,) = {entry["id"] for entry in api.get("/v1/jobs").json()["data"]} - before
-    ended(api, again)
-    assert api.get(f"/v1/jobs/{again}").json()["counts"]["rows"] == 1
-
-
 # loses the first answer to the submission and to the retry of a job
 LOST = """(() => { const real = window.fetch, lost = new Set(); window.fetch = async (address, init) => {
   const answer = await real(address, init);
@@ -289,146 +215,6 @@ def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, 
     assert state_of(api, job) == "cancelled"
 
 
-def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api: httpx.Client) -> None:
-    job = submitted(api, lines({"id": "1", "text": "words"}), name="by keys")
-    ended(api, job)
-    row(page, "by keys", lambda cells: cells[1] == "completed")
-    page.evaluate("[...document.querySelectorAll('#jobs a')].find(element => element.innerText === 'by keys').focus()")
-    pressed(page, "Enter", 13)
-    page.wait("Boolean(document.querySelector('.job .delete'))", bool)
-    page.evaluate("document.querySelector('.job .delete').focus()")
-    pressed(page, "Enter", 13)
-    focus = "document.activeElement.className"
-    page.wait(focus, lambda name: name == "certain")
-    pressed(page, "Tab", 9)
-    page.wait(focus, lambda name: name == "keep")
-    page.asked.clear()
-    page.wait("1", lambda _: sum(url.endswith(f"/v1/jobs/{job}") for url in page.asked) >= 2)
-    assert page.evaluate(focus) == "keep"  # polling does not move the focus
-    pressed(page, "Escape", 27)
-    page.wait("document.querySelectorAll('[role=alertdialog]').length", lambda count: count == 0)
-    page.wait(focus, lambda name: name == "delete")
-    assert state_of(api, job) == "completed"
-
-
-def test_the_list_is_filtered_and_read_in_pages(page: Page, api: httpx.Client) -> None:
-    data = lines({"id": "1", "text": "words"})
-    jobs = [submitted(api, data, name=f"page {number}") for number in range(21)]
-    for job in jobs:
-        ended(api, job)
-    newest = "page 20"
-    page.wait(JOBS, lambda rows: len(rows) == 10 and rows[0][0] == newest)
-    older = "[...document.querySelectorAll('button')].find(element => element.innerText === 'Older jobs')"
-    for first in (10, 0):
-        page.evaluate(f"{older}.click()")
-        page.wait(JOBS, lambda rows, first=first: rows and rows[0][0] == f"page {first}")
-    typed(page, "#job-state", "failed")
-    page.wait("document.body.innerText", lambda text: "No job is failed." in text)
-    typed(page, "#job-state", "completed")
-    page.wait(JOBS, lambda rows: rows and rows[0][0] == newest)
-    for job in jobs:
-        assert api.delete(f"/v1/jobs/{job}").status_code == 200
-
-
-def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_path: Path) -> None:
-    data = lines({"id": "it's 1", "text": "words"}, {"id": "2", "text": "further words"})
-    fields = {
-        "name": 'it\'s "copied"',
-        "text": "a {text}\\nb",
-        "id": "id",
-        "windows": "00:00-12:00, 12:00-00:00",
-        "zone": "UTC",
-        "tokens": "100000",
-        "rows": "50",
-        "chunk": "16",
-    }
-    file = 'the "rows" of \\ it\'s.jsonl'
-    (tmp_path / file).write_bytes(data)
-    expected: dict[str, Any] = {}
-    for kind in ("curl", "Python", "CLI"):
-        fill(page, data, file, **fields)
-        page.wait("Boolean(document.querySelector('#job-overlap'))", bool)
-        typed(page, "#job-overlap", "4")
-        page.evaluate("document.querySelector('#job-alone:not(:checked)')?.click()")
-        typed(page, "#job-with-further", '{"normalize": false}')
-        page.wait(
-            "document.querySelector('[data-kind=curl]')?.textContent ?? ''", lambda code: '"normalize":false' in code
-        )
-        code = copied(page, kind)
-        argv = [sys.executable, "-c", code] if kind == "Python" else ["bash", "-c", code]
-        old_ids = {entry["id"] for entry in api.get("/v1/jobs").json()["data"]}
-        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-        ran = subprocess.run(
-            argv,
-            cwd=tmp_path,
-            capture_output=True,
-            timeout=END_S,
-            check=False,
-            env={"PATH": path, "HOME": str(tmp_path)},
-        )
-        assert ran.returncode == 0, (code, ran.stderr.decode())
-        assert b'"error":{' not in ran.stdout, (code, ran.stdout)
-        (job,) = [entry for entry in api.get("/v1/jobs").json()["data"] if entry["id"] not in old_ids]
-        ended(api, job["id"])
-        request = job["request"]
-        request["input"]["file"] = ""
-        expected.setdefault("request", request)
-        assert request == expected["request"], kind
-        assert request["name"] == fields["name"]
-        assert request["params"] == {"normalize": False}
-        assert request["input"]["text"] == "a {text}\nb"
-        assert (request["input"]["chunks"], request["input"]["context"]) == (CHUNKS, False)
-        assert request["windows"] == ["00:00-12:00", "12:00-00:00"]
-        assert (request["tokens_per_s"], request["shard_rows"]) == (100_000, 50)
-
-
-def test_a_batch_is_listed_and_its_files_are_fetched(page: Page, api: httpx.Client, tmp_path: Path) -> None:
-    body = {"model": ENCODER, "input": "words"}
-    request = {"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": body}
-    wrong = {**request, "custom_id": "two", "body": {**body, "model": "no/such"}}
-    file = sent(api, lines(request, wrong), "requests.jsonl", "batch")
-    batch_request = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    batch = api.post("/v1/batches", json=batch_request).json()["id"]
-    listed = CELLS.format("#batches")
-    rows = page.wait(listed, lambda rows: any(entry[:2] == [batch, "completed"] for entry in rows), timeout_s=END_S)
-    (cells,) = [entry for entry in rows if entry[0] == batch]
-    assert cells[2:6] == ["2 of 2 (100 %)", "1", "/v1/embeddings", "24h"]
-    open_row(page, batch, "batches")
-    record = api.get(f"/v1/batches/{batch}").json()
-    downloads(page, tmp_path)
-    for kind in ("output", "error"):
-        id_ = record[f"{kind}_file_id"]
-        page.wait("document.querySelector('.batch')?.innerText ?? ''", lambda text, id_=id_: id_ in text)
-        click(page, f".batch [aria-label$='{id_}']")
-        name = api.get(f"/v1/files/{id_}").json()["filename"]
-        until(lambda name=name: (tmp_path / name).is_file(), 20, "the download")
-        assert (tmp_path / name).read_bytes() == api.get(f"/v1/files/{id_}/content").content
-
-
-def test_a_job_that_is_refused_says_why_and_leaves_no_file(page: Page, api: httpx.Client) -> None:
-    before = api.get("/v1/files").json()["data"]
-    fill(page, lines({"text": "words"}), text="{text", name="refused")
-    click(page, "#job-submit")
-    page.wait("document.querySelector('#job-form [role=alert]')?.innerText ?? ''", lambda text: "text" in text)
-    until(lambda: api.get("/v1/files").json()["data"] == before, 10, "no file")
-    assert [complaint for complaint in page.complaints if "400" not in complaint and "422" not in complaint] == []
-    page.complaints.clear()  # the browser itself notes a refusal as a failed request
-
-
-def test_the_view_asks_only_while_it_is_seen(page: Page) -> None:
-    page.wait("document.querySelector('#jobs, main .dim')?.innerText ?? ''", bool)
-    hidden = "Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})"
-    page.evaluate(f"{hidden}; 0")
-    page.evaluate("new Promise(done => setTimeout(done, 2500)).then(() => { window.rested = 1; }); 0")
-    page.wait("window.rested ?? 0", bool)  # a reply that was on its way has arrived
-    page.asked.clear()
-    page.evaluate("new Promise(done => setTimeout(done, 4500)).then(() => { window.rested = 2; }); 0")
-    page.wait("window.rested", lambda rested: rested == 2)
-    assert [url for url in page.asked if "/v1/jobs" in url or "/v1/batches" in url] == []
-    page.evaluate("delete document.visibilityState; 0")
-    page.wait("1", lambda _: any("/v1/jobs" in url for url in page.asked))
-
-
 def key_of(cluster: Cluster, name: str, scopes: str) -> str:
     """Create a key, and return it when the gateway knows it."""
     argv = ["keys", "create", name, "--json", "--scopes", scopes, "--nats-url", cluster.broker_url()]
@@ -476,43 +262,3 @@ def test_a_key_needs_the_scope_infer_and_is_in_no_address(
             click(page, ".parts .link")
             until(lambda: list(folder.glob("part-*.parquet")), 20, "the download")
             assert not any(key in url for url in page.asked)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_view_has_no_serious_fault_of_accessibility(
-    cluster: Cluster, page: Page, api: httpx.Client, rules: str, scheme: str
-) -> None:
-    """A job, a batch and the form are open, at three widths."""
-    long = "a-name-without-any-space-" * 4
-    job = submitted(api, lines({"id": "1", "text": "words"}, {"id": "2", "text": None}), name=long)
-    file = sent(
-        api, lines({"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": {}}), purpose="batch"
-    )
-    body = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    batch = api.post("/v1/batches", json=body).json()["id"]
-    ended(api, job)
-    for width in (360, 1280, 2560):
-        page.look(width, scheme)
-        page.open("about:blank")
-        page.open(f"http://{HOST}:{cluster.port}/#jobs")
-        page.wait("Boolean(document.querySelector('#new-job'))", bool)
-
-        def is_sound(width: int = width) -> None:
-            assert axe.serious(page, rules) == [], width
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
-            screens = page.evaluate("document.documentElement.scrollHeight / innerHeight")
-            assert screens <= (8 if width < 600 else 4), width
-
-        page.wait(JOBS, bool)
-        is_sound()
-        fill(page, lines({"text": "words"}))
-        is_sound()
-        open_row(page, batch, "batches")
-        page.wait("document.querySelector('.batch')?.innerText ?? ''", bool)
-        is_sound()
-        open_row(page, long)
-        page.wait(OPENED, lambda text: "part-" in text)
-        click(page, ".job .sample-failed")
-        page.wait(CELLS.format(".rows"), lambda rows: len(rows) == 1)
-        click(page, ".job .delete")
-        is_sound()

@@ -69,11 +69,3 @@ def test_every_view_answers_below_the_prefix(page: Page, proxy: PrefixProxy) -> 
     page.wait(CELLS.format("#workers"), lambda rows: rows and rows[0][1] == "healthy")
     page.evaluate("location.hash = '#cluster/pools'")
     page.wait(CELLS.format("#pools"), bool)
-
-
-def test_the_page_of_documents_is_reached_from_it(page: Page, proxy: PrefixProxy) -> None:
-    link = "[...document.querySelectorAll('header a')].find(element => element.innerText === 'API')"
-    page.wait(f"Boolean({link})", bool, timeout_s=30)
-    page.evaluate(f"{link}.click()")
-    page.wait("location.pathname", lambda path: path == f"{PREFIX}/docs")
-    page.wait("document.body?.innerText ?? ''", lambda text: "/v1/encode/{model}" in text, timeout_s=30)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import get_args
 
-import click
 import msgspec
-import pages
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, until_told
 
-from sie_cli.main import main
-from sie_console import findings
 from sie_console.api import ClusterFinding
-from sie_console.findings import (
-    GROWTH_S,
-    QueueTrend,
-    of_clocks,
-    of_loads,
-    of_plugins,
-    of_queues,
-    of_refusals,
-    of_workers,
-)
+from sie_console.findings import GROWTH_S, QueueTrend, of_clocks, of_loads, of_queues, of_refusals, of_workers
 from sie_contracts.api.operations import DeviceInfo, WorkerInfo
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.models.load_errors import LoadErrorClass, load_failed
@@ -82,52 +67,6 @@ def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
     assert "`sie models unload large`" in room.fix
 
 
-# words that the remedy of each class contains, and words that would name a part that is not the cause
-ENTRY = ("sie models set", "rollback")
-REMEDIES: dict[LoadErrorClass, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "NETWORK": (("source of the weights", "SIE_LOCAL_CACHE", "sie models load m"), ENTRY),
-    "OOM": (("worker with more memory", "sie models unload m"), ENTRY),
-    "GATED": (("licence", "HF_TOKEN"), ENTRY),
-    "DEPENDENCY": (("install the package",), ENTRY),
-    "NOT_FOUND": (("weights", "sie models load m", "sie models set m"), ("rollback", "HF_TOKEN")),
-    "INCOMPATIBLE": (("mend that file", "sie models set m", "rollback m"), ("HF_TOKEN",)),
-    "CERTIFICATE": (("fetch the weights anew", "sie models set m", "rollback m"), ("HF_TOKEN",)),
-    "UNKNOWN": (("traceback", "sie models load m"), ENTRY),
-}
-
-
-@pytest.mark.parametrize("error_class", CLASSES)
-def test_the_remedy_of_a_failed_load_is_that_of_its_error_class(error_class: LoadErrorClass) -> None:
-    (finding,) = of_loads([("w0", {"m:half": error(error_class)})])
-    needed, misleading = REMEDIES[error_class]
-    assert [words for words in needed if words not in finding.fix] == []
-    assert [words for words in misleading if words in finding.fix] == []
-
-
-def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
-    errors = {"MODEL_LOAD_FAILED": 4, "QUEUE_FULL": 9}
-    assert len(of_refusals(40, errors)) == 2
-    (full,) = of_refusals(40, errors, has_loads=True)
-    assert "QUEUE_FULL" in full.wrong
-
-
-@pytest.mark.parametrize(
-    ("reason", "remedy"),
-    [
-        ("preloading a/b (try 1 of 3 failed: no network)", "as soon as each model"),
-        ("draining", "it was told to shut down"),
-        ("its heartbeats have stopped", "whether it runs"),
-        ("no connection to the broker", "tests the broker"),
-        ("no adapter is connected", "looks at its socket"),
-        ("", "/readyz"),
-    ],
-)
-def test_an_unhealthy_worker_is_listed_with_its_reason(reason: str, remedy: str) -> None:
-    (finding,) = of_workers([msgspec.structs.replace(WORKER, healthy=False, reason=reason)])
-    assert finding.wrong == f"worker w0 (_default.l4.default) is not healthy{': ' if reason else ''}{reason}"
-    assert remedy in finding.fix
-
-
 def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
     assert texts(of_clocks({"w0": 1.9, "w1": 90.0, "w2": -3.0})) == [
         "the clock of worker w1 is 90.0 s ahead of the broker's",
@@ -178,27 +117,6 @@ def test_the_pool_of_another_key_is_not_named() -> None:
     assert "secret" not in finding.wrong
 
 
-@pages.WHOLE  # some remedies are commands of extras
-def test_each_command_of_a_remedy_exists() -> None:
-    remedies = [
-        *(finding.fix for code in CLASSES for finding in of_loads([("w0", {"m": error(code)})])),
-        *(finding.fix for code in findings._REFUSALS for finding in of_refusals(1, {code: 1})),
-        *(
-            finding.fix
-            for info in ([], [msgspec.structs.replace(WORKER, healthy=False)])
-            for finding in of_workers(info)
-        ),
-    ]
-    named = {command for fix in remedies for command in re.findall(r"`(sie [^`]+)`", fix)}
-    assert len(named) > 5
-    for line in named:
-        command: click.Command = main
-        for word in shlex.split(line)[1:]:
-            if isinstance(command, click.Group):
-                assert word in command.commands, line
-                command = command.commands[word]
-
-
 async def test_a_page_reads_the_findings_of_its_gateway(cluster: InProcess) -> None:
     gateway = await cluster.gateway()
 
@@ -218,10 +136,3 @@ def test_a_device_without_its_adapter_is_told() -> None:
     (finding,) = of_workers([msgspec.structs.replace(WORKER, devices=devices)])
     assert finding.wrong == "worker w0 (_default.l4.default) has no adapter on a device: cuda:1"
     assert of_workers([msgspec.structs.replace(WORKER, devices=devices[:1])]) == []
-
-
-def test_each_package_that_is_off_is_found() -> None:
-    found = of_plugins({"faulty": "ValueError: out of order", "twice": "RouteError: a second row"})
-    assert [finding.check for finding in found] == ["gateway", "gateway"]
-    assert "faulty" in found[0].wrong
-    assert "out of order" in found[0].wrong

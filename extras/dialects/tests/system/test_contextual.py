@@ -79,31 +79,6 @@ def test_voyage_chunks_a_document_automatically(voyage: Any, client: SIEClient) 
     assert whole == [JOINED]
 
 
-def test_voyage_chunks_by_a_function_of_the_client(voyage: Any) -> None:
-    import voyageai
-
-    split = voyageai.default_chunk_fn(chunk_size=40)
-    answer = voyage.contextualized_embed([[JOINED * 3]], model=MODEL, input_type="document", chunk_fn=split)
-    (result,) = answer.results
-    assert "".join(result.chunk_texts) == JOINED * 3
-    assert len(result.embeddings) == len(result.chunk_texts) > 3
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ([["a"] * 4097], r"inputs\[0\]: got 4097 inputs, at most 4096"),
-        ([["a", " "]], r"inputs\[0\]: .*the tokenizer finds no token"),
-        ([["river " * 40_000]] * 4, "inputs: got 160008 tokens, at most 120000"),
-    ],
-)
-def test_voyage_shows_why_a_request_is_refused(voyage: Any, inputs: Any, message: str) -> None:
-    import voyageai
-
-    with pytest.raises(voyageai.error.InvalidRequestError, match=message):
-        voyage.contextualized_embed(inputs, model=MODEL)
-
-
 def test_jina_late_chunking_pools_each_input_from_all_of_them(open_cluster: Cluster, client: SIEClient) -> None:
     from haystack import Document
     from haystack.utils import Secret

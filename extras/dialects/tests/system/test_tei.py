@@ -4,7 +4,6 @@ the native routes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import shared
 import torch
 from cluster import Cluster
-from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from local_models import LocalModels
 from sentence_transformers import CrossEncoder
@@ -22,18 +21,6 @@ from transformers import AutoModel, AutoTokenizer, pipeline
 
 TEXTS = ["river search queue", "the winter garden (of music)", "Z\u00fcrich, \u6771\u4eac and \U0001f600", "kernel"]
 LONG = "winter " * 600
-TEI_HEADERS = (
-    "x-compute-type",
-    "x-compute-time",
-    "x-compute-characters",
-    "x-compute-tokens",
-    "x-total-time",
-    "x-tokenization-time",
-    "x-queue-time",
-    "x-inference-time",
-)
-
-
 pytestmark = shared.OPEN
 
 
@@ -75,20 +62,6 @@ def test_vectors_are_those_of_the_native_route_alone(client: httpx.Client, prefi
         assert ask(client, f"{prefix}/embed", {"inputs": text}) == [values]
     assert len(ask(client, f"{prefix}/embed", {"inputs": TEXTS})) == len(TEXTS)
     assert ask(client, prefix or "/", {"inputs": TEXTS[0]}) == native(client, "dense", TEXTS[:1])
-
-
-def test_an_empty_text_is_a_text_like_any_other(client: httpx.Client) -> None:
-    assert ask(client, "/tei/test/dense/embed", {"inputs": ""}) == native(client, "dense", [""])
-
-
-def test_headers_are_whole_numbers(client: httpx.Client) -> None:
-    answer = client.post("/embed", json={"inputs": TEXTS})
-    assert {name: len(answer.headers.get_list(name)) for name in TEI_HEADERS} == dict.fromkeys(TEI_HEADERS, 1)
-    assert all(answer.headers[name].isdigit() for name in TEI_HEADERS if name != "x-compute-type")
-    assert all(value.isdigit() for name, value in answer.headers.items() if name.endswith("-time"))
-    assert int(answer.headers["x-compute-characters"]) == sum(map(len, TEXTS))
-    assert int(answer.headers["x-compute-tokens"]) > len(TEXTS)
-    assert answer.headers["x-sie-fingerprint"]
 
 
 def test_ids_of_a_model_are_the_text_they_stand_for(client: httpx.Client, every_family: LocalModels) -> None:
@@ -198,45 +171,6 @@ def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> Non
     assert ask(client, "/decode", {"ids": ids[0], "skip_special_tokens": False}) == [tokenizer.decode(ids[0])]
 
 
-def test_info(client: httpx.Client) -> None:
-    info = client.get("/info").json()
-    assert (info["model_id"], info["max_client_batch_size"], info["auto_truncate"]) == ("test/dense", 2048, True)
-    assert info["model_type"]["embedding"]["pooling"] == "mean"
-    assert info["version"] == client.get("/health").json()["version"]
-    assert "reranker" in client.get("/tei/test/cross/info").json()["model_type"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "kind"),
-    [
-        ("/embed", {"inputs": []}, 400, "Empty"),
-        ("/embed", {}, 400, "Empty"),
-        ("/embed", {"inputs": 1}, 422, "Validation"),
-        ("/embed", {"inputs": ["a", 1]}, 422, "Validation"),
-        ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation"),
-        ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "Validation"),
-        ("/embed", {"inputs": "a", "prompt_name": "poem"}, 422, "Validation"),
-        ("/embed", {"inputs": "a", "dimensions": 7}, 422, "Validation"),
-        ("/tei/test/cross/embed", {"inputs": "a"}, 424, "Backend"),
-        ("/tei/test/dense/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend"),
-        ("/tei/test/dense/predict", {"inputs": "a"}, 424, "Backend"),
-        ("/tei/test/nothing/embed", {"inputs": "a"}, 404, "Validation"),
-        ("/rerank", {"query": 1, "texts": ["b"]}, 422, "Validation"),
-        ("/similarity", {"inputs": "a"}, 422, "Validation"),
-        ("/decode", {"ids": [1, -1]}, 422, "Tokenizer"),
-    ],
-)
-def test_what_cannot_be_served_is_told_in_words_of_tei(
-    client: httpx.Client, path: str, body: Any, status: int, kind: str
-) -> None:
-    assert refused(client, path, body) == (status, kind)
-
-
-def test_a_method_that_a_route_does_not_take(client: httpx.Client) -> None:
-    answer = client.get("/tei/test/dense/embed")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
-
-
 def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
     dense = InferenceClient(f"{cluster.url}/tei/test/dense")
     np.testing.assert_array_equal(
@@ -250,11 +184,3 @@ def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None
     with pytest.raises(HfHubHTTPError) as too_long:
         dense.feature_extraction(LONG, truncate=False)
     assert too_long.value.response.status_code == 422
-
-
-@pytest.mark.long
-async def test_the_asynchronous_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
-    async with AsyncInferenceClient(f"{cluster.url}/tei/test/dense") as dense:
-        vectors = await asyncio.gather(*(dense.feature_extraction(text) for text in TEXTS))
-    for values, expected in zip(vectors, native(client, "dense", TEXTS), strict=True):
-        np.testing.assert_allclose(values[0], expected, atol=1e-5)

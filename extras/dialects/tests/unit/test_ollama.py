@@ -15,10 +15,6 @@ import pytest
 from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, until_told
 
-from sie_contracts import __version__
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
-
 ONE = "toy/one"
 LATEST = "toy/latest"
 STREAM = "WORK__default"
@@ -83,23 +79,6 @@ async def test_a_refusal_has_its_text_in_error_and_queues_nothing(
     assert STREAM not in cluster.server.streams or cluster.server.streams[STREAM].last_sequence == 0
 
 
-@pytest.mark.parametrize("route", ["generate", "chat", "pull", "push", "create", "copy", "blobs/sha256:00"])
-async def test_a_route_of_text_generation_answers_404_with_the_purpose_of_this_server(
-    gateway: GatewayProcess, route: str
-) -> None:
-    answer = await post(gateway, f"/api/{route}", {"model": ONE})
-    assert answer.status_code == 404
-    assert "does not generate text" in answer.json()["error"]
-    assert "/api/embed" in answer.json()["error"]
-
-
-async def test_a_path_and_a_method_that_do_not_exist_are_refused_in_the_same_form(gateway: GatewayProcess) -> None:
-    assert "no such path" in (await gateway.client.get("/api/nothing")).json()["error"]
-    answer = await gateway.client.get("/api/embed")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
-    assert answer.json()["error"] == "this path takes POST, OPTIONS here"
-
-
 @pytest.mark.parametrize("name", [ONE, f"{ONE}:latest", "Toy/One:latest"])
 async def test_embed_returns_the_models_vectors_under_the_name_of_the_request(
     served: GatewayProcess, name: str
@@ -115,11 +94,6 @@ async def test_embed_returns_the_models_vectors_under_the_name_of_the_request(
     assert reply["total_duration"] == round(reply["timing"]["total_time"] * 1_000_000) > 100_000
     assert reply["load_duration"] >= 0
     assert answer.headers["x-sie-model"] == ONE
-
-
-async def test_embed_of_one_text_is_a_list_of_one_vector(served: GatewayProcess) -> None:
-    vectors = (await post(served, "/api/embed", {"model": ONE, "input": "a"})).json()["embeddings"]
-    assert np.array_equal(np.array(vectors, np.float32), vector_of(ids_of("a"))[None])
 
 
 @pytest.mark.parametrize("body", [{"input": ""}, {"input": []}, {}])
@@ -150,13 +124,6 @@ async def test_embeddings_returns_one_vector_and_nothing_else(served: GatewayPro
     reply = answer.json()
     assert reply.keys() == {"embedding"}
     assert np.array_equal(np.array(reply["embedding"], np.float32), vector_of(ids_of("a")))
-
-
-async def test_a_profile_named_latest_is_the_profile(served: GatewayProcess) -> None:
-    answer = await post(served, "/api/embed", {"model": f"{LATEST}:latest", "input": "a"})
-    assert answer.headers["x-sie-model"] == f"{LATEST}:latest"
-    answer = await post(served, "/api/embed", {"model": LATEST, "input": "a"})
-    assert answer.headers["x-sie-model"] == LATEST
 
 
 async def test_lists_name_models_with_tags_that_embed_takes(served: GatewayProcess) -> None:
@@ -191,22 +158,6 @@ async def test_ps_lists_what_workers_have_loaded(served: GatewayProcess) -> None
     assert datetime.fromisoformat(model["expires_at"]).year == 9999
 
 
-async def test_the_precision_of_a_custom_adapter_is_listed_as_it_is(
-    cluster: InProcess, gateway: GatewayProcess
-) -> None:
-    status = ModelStatus(ONE, "loaded", precision=ServedPrecision("fp8"))
-    beat = Heartbeat("w", "_default", "cpu", "default", ready=True, version="", models=(status,))
-    await cluster.send(topology.health_subject("w"), messages.encode(beat))
-
-    async def levels() -> Any:
-        answer = await gateway.client.get("/api/ps")
-        assert answer.status_code == 200
-        return [model["details"]["quantization_level"] for model in answer.json()["models"]]
-
-    assert await until_told(levels, "the loaded model in the list") == ["fp8"]
-    assert (await gateway.client.get("/api/tags")).status_code == 200
-
-
 async def test_show_describes_a_model(gateway: GatewayProcess) -> None:
     for body in ({"model": ONE}, {"name": f"{ONE}:latest", "verbose": True}):
         shown = (await post(gateway, "/api/show", body)).json()
@@ -218,7 +169,3 @@ async def test_show_describes_a_model(gateway: GatewayProcess) -> None:
         assert shown["capabilities"] == ["embedding"]
     shown = (await post(gateway, "/api/show", {"model": "toy/score"})).json()
     assert (shown["capabilities"], "toy.embedding_length" in shown["model_info"]) == ([], False)
-
-
-async def test_version_is_that_of_the_server(gateway: GatewayProcess) -> None:
-    assert (await gateway.client.get("/api/version")).json() == {"version": __version__}

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-import api_page
 import httpx
-import jsonschema_rs
 import msgspec
 import numpy as np
 import pytest
 from fake_adapter import ids_of, toy_entry, vector_of
-from format_requests import CHAT, ONE, RERANK, STREAM, timing_comes_last, vectors
+from format_requests import CHAT, ONE, RERANK, STREAM, vectors
 from inprocess import GatewayProcess, InProcess
 
-from sie_contracts.errors import CODE, InvalidInput, ModelLoading, SIEError, catalogue, envelope
-from sie_dialects import cohere, infinity, ollama, tei
-from sie_dialects.api.cohere import EmbedV1
+from sie_contracts.errors import SIEError, catalogue, envelope
+from sie_dialects import infinity, ollama, tei
 from sie_gateway.http.routes import TABLE
-from sie_gateway.inference import reply
 
 
 @pytest.fixture
@@ -56,14 +51,8 @@ def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
     assert {route.path for route in TABLE.match(path).methods.values()} == ({row} if row else set())
 
 
-def test_a_path_that_is_none_names_the_route_that_is_like_it() -> None:
-    assert TABLE.near("//embed") == "/embed"
-
-
 OVERLOADED = {"RATE_LIMITED", "RESOURCE_EXHAUSTED", "QUEUE_FULL"}
-UNHEALTHY = {
-    *("MODEL_LOADING", "PROVISIONING", "LORA_LOADING", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN"),
-}
+UNHEALTHY = {*("MODEL_LOADING", "PROVISIONING", "LORA_LOADING", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN")}
 BACKEND = {
     *("INFERENCE_ERROR", "INTERNAL_ERROR", "ALL_ITEMS_FAILED", "MODEL_LOAD_FAILED", "LORA_LOAD_FAILED"),
     "GATEWAY_TIMEOUT",
@@ -90,31 +79,6 @@ def test_every_format_has_what_its_clients_read_and_no_more(leaf: type[SIEError]
         _, body = shape(error, "request-1", None)
         assert body == expected, shape.name
         assert msgspec.json.decode(msgspec.json.encode(body)) == body
-
-
-def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
-    for shape in (infinity.shape, tei.shape, ollama.shape):
-        assert all(member.reader for member in shape.members)
-        assert len({member.name for member in shape.members}) == len(shape.members)
-        assert shape.members[-1] is CODE
-        _, body = shape(InvalidInput("message text", reason="a_reason"), "request-1", None)
-        encoded = msgspec.json.encode(body)
-        assert encoded.count(b"message text") <= 2, shape.name
-        assert (encoded.count(b"request-1"), encoded.count(b"a_reason")) == (1, 1), shape.name
-
-
-async def test_the_openapi_document_describes_the_body_of_each_format() -> None:
-    document = await api_page.document()
-    schema = {"components": document["components"], "$ref": "#/components/schemas/Error"}
-    for shape in (infinity.shape, tei.shape, ollama.shape):
-        for error in (InvalidInput("m", reason="schema", param="items", extras={"limit": 3}), ModelLoading("m")):
-            _, body = shape(error, "request-1", [{"index": 0}])
-            jsonschema_rs.validator_for(schema).validate(body)
-
-
-def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
-    hint = get_type_hints(EmbedV1)["input_type"]
-    assert {value for part in get_args(hint) for value in get_args(part)} == set(cohere.INPUT_TYPES)
 
 
 # refusals
@@ -258,14 +222,6 @@ async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess,
     assert "embed" not in path or error["suggestions"][0] == ONE  # other routes may have no model with a similar name
 
 
-@pytest.mark.parametrize(("route", "is_suggested"), [("embed", False), ("rerank", True)])
-async def test_an_unknown_model_in_the_path_brings_models_that_serve_the_route(
-    gateway: GatewayProcess, route: str, is_suggested: bool
-) -> None:
-    error = (await post(gateway, f"/tei/toy/scor/{route}", {"inputs": "a"})).json()["detail"]
-    assert (error["code"], "toy/score" in error["suggestions"]) == ("MODEL_NOT_FOUND", is_suggested)
-
-
 @pytest.mark.parametrize(
     ("path", "model"),
     [
@@ -353,31 +309,6 @@ async def test_tei_has_its_own_statuses(cluster: InProcess) -> None:
 # replies
 
 
-@pytest.mark.parametrize("values_of_a_piece", [reply.PIECE_VALUES, 1])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embed", {"model": ONE, "texts": ["a", "b"]}),
-        ("/v2/embed", {"model": ONE, "input_type": "search_query", "texts": ["a", "b"]}),
-        (
-            "/v2/embed",
-            {"model": ONE, "input_type": "search_query", "texts": ["a", "b"], "embedding_types": ["int8", "float"]},
-        ),
-        ("/classify", {"model": "toy/classes", "input": ["a", "b"]}),
-    ],
-)
-async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_all_others(
-    cluster: InProcess,
-    gateway: GatewayProcess,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    body: Any,
-    values_of_a_piece: int,
-) -> None:
-    monkeypatch.setattr(reply, "PIECE_VALUES", values_of_a_piece)
-    await timing_comes_last(cluster, asyncio.create_task(post(gateway, path, body)), monkeypatch)
-
-
 async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
@@ -396,27 +327,8 @@ async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
     assert (reply["model"], reply["usage"]["total_tokens"] > 0) == (ONE, True)
 
 
-async def test_a_flag_may_be_a_text(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Clients of Xinference send texts. `truncate: "false"` is no truth."""
-    await cluster.sidecar()
-    for value, status in ((True, 200), ("true", 200), ("True", 200), (False, 400), ("false", 400)):
-        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
-        assert (answer.status_code, "the limit is" in answer.text) == (status, status == 400), answer.text
-    for value in ("", "yes", 1):
-        answer = await post(gateway, "/api/embed", {"model": ONE, "input": "a" * 600, "truncate": value})
-        assert (answer.status_code, answer.json()["detail"]["param"]) == (400, "truncate")
-
-
-async def test_an_empty_list_beside_the_inputs_is_as_if_absent(cluster: InProcess, gateway: GatewayProcess) -> None:
-    await cluster.sidecar()
-    body = {"model": ONE, "texts": ["a"], "images": [], "inputs": [], "input_type": "search_document"}
-    for path in ("/v1/embed", "/v2/embed"):
-        assert (await post(gateway, path, body)).status_code == 200
-
-
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"})],
+    ("path", "body"), [("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"})]
 )
 async def test_clients_may_send_more_fields_than_the_format_has(
     cluster: InProcess, gateway: GatewayProcess, path: str, body: dict[str, Any]

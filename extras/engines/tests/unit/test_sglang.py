@@ -239,19 +239,6 @@ def test_no_other_program_gets_the_port_of_a_server_that_starts(folder: Path, fa
         assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
 
 
-def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(folder: Path, fake: str) -> None:
-    with engine(fake) as adapter:
-        adapter.residency.ensure("m", entry_of(folder))
-        (folder / "refuses").touch()
-        os.kill(runner_of(adapter).pid, signal.SIGKILL)
-        for _ in range(2):
-            failed = run(adapter, TEXTS)
-            assert isinstance(failed, Refused)
-            assert failed.error.code == "INFERENCE_ERROR"
-        (folder / "refuses").unlink()
-        assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
-
-
 def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None:
     code = (
         "import sys, torch; from pathlib import Path; from sie_engines.sglang_server import Launch, SGLang;"
@@ -275,17 +262,3 @@ def test_the_setting_names_the_environment(folder: Path, fake: str) -> None:
         assert adapter.loader.settings.sglang_python == fake
         adapter.residency.ensure("m", entry_of(folder))
         assert runner_of(adapter).pid == started(folder)[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"pooling": "mean"}, "not the states of its last token"),
-        ({"architecture": "bert"}, "its architecture is BertModel"),
-    ],
-)
-def test_what_it_does_not_compute_is_refused(changes: dict[str, str], reason: str, tmp_path: Path, fake: str) -> None:
-    made_folder = build(tmp_path / "other", ARCHITECTURES[changes.get("architecture", "qwen3 causal")])
-    add_modules(made_folder, [pooling(changes.get("pooling", "last")), NORMALIZE])
-    with engine(fake) as adapter, pytest.raises(ModelLoadFailed, match=reason):
-        adapter.residency.ensure("m", entry_of(made_folder))

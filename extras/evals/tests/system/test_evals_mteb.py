@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +17,12 @@ import pytest
 import shared
 from click.testing import CliRunner
 from cluster import MODEL, Cluster
-from dockerfiles import ROOT
 from hub_stub import HubStub
 
 from sie_cli.main import main
 from sie_evals import tasks
 
-RUN_S = 200.0
 ROWS = 60  # documents
-STSB = ("datasets/mteb/stsbenchmark-sts", "b0fddb56ed78048fa8b90373c8a3cfc37b684831")
 NFCORPUS = ("datasets/mteb/nfcorpus", "ec0fa4fe99da2ff19ca1214b7966684033a58814")
 RERANKING = ("datasets/mteb/AskUbuntuDupQuestions", "c5691e3c48741d5f83b5cc8e630653d7a8cfc048")
 pytestmark = [
@@ -72,18 +65,6 @@ def hub() -> Iterator[HubStub]:
         yield serving
 
 
-def evaluated(
-    folder: Path, endpoint: str, *arguments: str, status: int = 0, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `sie eval` in a process of its own, which reads the environment as it imports the libraries."""
-    argv = [sys.executable, "-m", "sie_cli", "eval", *arguments, "--results", str(folder / "results")]
-    environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environ.pop("HF_HUB_OFFLINE", None)
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S, env=environ, cwd=cwd)
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran
-
-
 @pytest.fixture
 def at_hub(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubStub:
     """Point the libraries of this process to the hub: a new import of them, with its address, takes 8 s."""
@@ -108,21 +89,6 @@ def figures(*arguments: str) -> dict[str, dict[str, float]]:
     return {row["source"]: row["scores"] for row in json.loads(ran.stdout)["rows"]}
 
 
-@pytest.mark.parametrize(
-    ("count", "figure"), [(200, None), pytest.param(1379, 0.8203, marks=pytest.mark.long, id="all, MTEB has 82.03")]
-)
-def test_a_similarity_of_the_library_is_that_of_sentence_transformers(
-    open_cluster: Cluster, at_hub: HubStub, count: int, figure: float | None
-) -> None:
-    repository, at_hub.commit = STSB
-    pairs = tasks.stsb()
-    data = parquet(sentence1=pairs.left[:count], sentence2=pairs.right[:count], score=pairs.gold[:count])
-    at_hub.repositories[repository] = {"data/test-00000-of-00001.parquet": data}
-    by_source = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
-    assert by_source["sie"]["cosine_spearman"] == pytest.approx(by_source["st"]["cosine_spearman"], abs=1e-4)
-    assert figure is None or by_source["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
-
-
 def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, at_hub: HubStub) -> None:
     where = ("--url", open_cluster.url)
     at_hub.repositories[NFCORPUS[0]], at_hub.commit = retrieval(), NFCORPUS[1]
@@ -138,39 +104,3 @@ def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, a
     main = next(iter(vectors))
     assert next(iter(scores)) == main
     assert vectors[main] > scores[main] > 0  # the weights of test/cross are random
-
-
-def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_the_documents_run(
-    open_cluster: Cluster, at_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "NFCorpus"
-    (folder / "qrels").mkdir(parents=True)
-    pairs = tasks.stsb()
-    for name, texts in (("corpus", pairs.right), ("queries", pairs.left)):
-        lines = [json.dumps({"_id": str(number), "text": text}) for number, text in enumerate(texts[:ROWS])]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    (folder / "qrels" / "test.tsv").write_text("\n".join(f"{number}\t{number}\t1" for number in range(ROWS)))
-    run = tomllib.loads((ROOT / "mise.toml").read_text("utf-8"))["tasks"]["eval"]["run"]
-    assert run.endswith("&& .venv/bin/sie eval")  # mise adds its arguments to the end
-    arguments = (MODEL, "-t", "mteb/NFCorpus", "--type", "perf")
-    where = ("--url", open_cluster.url, "--seconds", "2", "--warm-up", "0.5")
-    nowhere = "http://127.0.0.1:1"
-    file = tmp_path / "targets.yaml"
-    saved = ("-s", "sie", *where, "--save-targets", str(file))
-    first = evaluated(tmp_path, nowhere, *arguments, *saved, cwd=tmp_path)
-    notice = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the task comes from the folder NFCorpus/"
-    assert first.stderr.splitlines()[0] == notice
-    for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
-        assert word in first.stdout
-    assert "NFCorpus@cpu clients=16" in file.read_text()
-    monkeypatch.chdir(tmp_path)
-    at_hub.repositories.clear()
-    results = ("--results", str(tmp_path / "results"))
-    # the speed of this machine does not matter here
-    second = CliRunner().invoke(main, ["eval", *arguments, "-s", "sie,targets", *where, *results])
-    assert second.exit_code in (0, 1), second.output
-    assert second.exit_code == ("target missed" in second.stdout)
-    assert "targets are the values measured at" in second.stdout
-    for name, message in (("SciFact", "there is no folder mteb/SciFact/ or SciFact/"), ("NoSuchTask", "NoSuchTask")):
-        refused = CliRunner().invoke(main, ["eval", MODEL, "-t", f"mteb/{name}", *where[:2], *results])
-        assert (refused.exit_code, message in refused.stderr) == (1, True), refused.output

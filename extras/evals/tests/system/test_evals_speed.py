@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import scraped, until
 from stack import Device, Plan, Stack
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("evals-speed")]
 MODEL = "toy/one"
 BATCH_MS = 40.0
-STALL_S = 2.0
-WITHIN = 35  # requests after which the warm-up of either load is over
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +45,6 @@ def measured(argv: list[str], status: int = 0) -> dict[str, Any]:
     return report
 
 
-def answered(stack: Stack) -> float:
-    """Return how many requests the gateway has answered."""
-    return scraped(f"{stack.metrics_urls[0]}/metrics", "sie_gateway_requests_total")
-
-
 def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Path) -> None:
     result = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
     (row,) = result["rows"]
@@ -65,101 +55,3 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
     assert 0.4 <= row["scores"]["items_per_s"] * row["scores"]["p50_ms"] / 4000 <= 1.3
     assert row["scores"]["p50_ms"] >= BATCH_MS
     assert row["stages_ms"]["inference"] == pytest.approx(BATCH_MS, rel=0.25)
-
-
-@pytest.mark.long
-def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
-    stack: Stack, texts: str, tmp_path: Path
-) -> None:
-    """A client that waits sends nothing: one request of 100 is slow. At a fixed rate, 20 of 80 are due meanwhile."""
-
-    def stalled(*load: str) -> float:
-        """Return the p90 in ms, with a sidecar that stands still for STALL_S within the window."""
-        process = subprocess.Popen(
-            argv(stack, tmp_path, texts, "--seconds", "8", "--warm-up", "1", *load),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        before = answered(stack)
-        until(lambda: answered(stack) > before + WITHIN, 60, "the window", stack.log)
-        sidecar = stack.workers[0].sidecar
-        sidecar.pause()
-        try:
-            time.sleep(STALL_S)
-        finally:
-            sidecar.resume()
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, out + err
-        (row,) = json.loads(out)["rows"]
-        assert row["errors"] == {}
-        return float(row["scores"]["p90_ms"])
-
-    assert stalled("--rate", "10") > 1e3 * STALL_S / 2
-    assert stalled("--clients", "1") < 1e3 * STALL_S / 2
-
-
-def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    """Ctrl-C interrupts it, then the death of a gateway. Each part of 1,024 documents takes the device more than a
-    second.
-    """
-    folder = tmp_path / "documents"
-    (folder / "qrels").mkdir(parents=True)
-    lines = [json.dumps({"_id": str(number), "text": f"document {number}"}) for number in range(4000)]
-    (folder / "corpus.jsonl").write_text("\n".join(lines))
-    (folder / "queries.jsonl").write_text(lines[0])
-    (folder / "qrels" / "test.tsv").write_text("0\t0\t1\n")
-    unfinished = tmp_path / "unfinished"
-    plan = Plan((MODEL,), workers=(Device(token_us=150.0),))
-    with Stack(tmp_path_factory.mktemp("slow"), plan) as slow:
-        where = ("--url", slow.urls[0], "--results", str(tmp_path))
-        command = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", str(folder), *where]
-
-        def begun(parts: int) -> subprocess.Popen[str]:
-            # a shell starts background jobs with SIGINT ignored, and their children inherit that
-            argv = ["env", "--default-signal=INT", *command]
-            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            until(lambda: len(list(unfinished.glob("*.msgpack"))) >= parts, 60, "parts to be kept", slow.log)
-            return process
-
-        process = begun(1)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 130, out + err
-        process = begun(2)
-        slow.gateways[0].kill()
-        out, stderr = process.communicate(timeout=60)
-        assert process.returncode == 1, out + stderr
-        assert "the cluster stopped answering; run the same command again" in stderr
-        assert "Traceback" not in err + stderr
-        slow.gateways[0].start()
-        slow.gateways[0].wait_ready()
-        part_count = len(list(unfinished.glob("*.msgpack")))
-        assert 2 <= part_count < 4
-        again = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert again.returncode == 0, again.stderr
-    assert f"answers to {part_count * 1024:,} texts are from an interrupted evaluation" in again.stdout
-    assert list(unfinished.iterdir()) == []
-
-
-def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
-    tmp_path_factory: pytest.TempPathFactory, texts: str, tmp_path: Path
-) -> None:
-    plan = Plan((MODEL,), workers=(Device(batch_ms=10.0),))
-    with Stack(tmp_path_factory.mktemp("dying"), plan) as dying:
-        arguments = argv(dying, tmp_path, texts, "--seconds", "6", "--warm-up", "0.5", "--sweep", "clients=2,4")
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        until(lambda: answered(dying) > 5 * WITHIN, 60, "the window", dying.log)
-        dying.gateways[0].kill()
-        out, err = process.communicate(timeout=90)
-    assert process.returncode == 1, out + err
-    assert "Traceback" not in err
-    report = json.loads(out)
-    (row,) = report["rows"]  # the second level was not tried
-    assert row["errors"]["CONNECTION"] > 0
-    assert row["requests"] > 0
-    assert report["missed"] == [
-        f"sie stopped answering at clients=2: {row['errors']['CONNECTION']} requests cannot connect"
-    ]

@@ -18,24 +18,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from scipy.stats import spearmanr
-from sentence_transformers import SentenceTransformer
 
 from sie_cli.bodies import MAX_ANSWER_BYTES
 from sie_cli.main import main
 from sie_cli.refusal import CommandRefused
-from sie_evals import evaluation, opened, outputs, packages, quality, report, results, steps, targets, tasks
-from sie_evals.evaluation import EvalOutcome, EvalSpec
-from sie_evals.load import LoadFailure, LoadReply, LoadRequest, Send
-from sie_evals.mteb_tasks import Mteb
+from sie_evals import evaluation, opened, outputs, quality, report, results, steps, targets, tasks
+from sie_evals.evaluation import EvalOutcome
+from sie_evals.load import LoadFailure, LoadRequest, Send
 from sie_evals.outputs import DENSE, VectorOutput
-from sie_evals.perf import LoadPlan
 from sie_evals.quality import Measurement
-from sie_evals.sources import BATCH, DIALECTS, SentenceTransformers, ServerSource
+from sie_evals.sources import BATCH, DIALECTS, ServerSource
 from sie_evals.steps import EvalStep, EvalWork, ResultCache
 from sie_evals.targets import ScoreTarget
-from sie_evals.tasks import Retrieval, Similarity, Texts
-from sie_runtime.feed import packaged_catalogue
-from sie_store.weights.sources import package_folder
+from sie_evals.tasks import Retrieval, Similarity
 
 
 class Table:
@@ -96,14 +91,6 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
     assert tasks.find(str(task_folder)) == tasks.find(f"beir/{task_folder}") == expected
 
 
-def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
-    task_folder = folder(tmp_path / "fruits", qrels="1\tb\t1\n1\ta\t2\n")
-    expected = tasks.find(str(task_folder))
-    for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
-        (task_folder / name).write_bytes(b"\xef\xbb\xbf" + (task_folder / name).read_bytes())
-    assert tasks.find(str(task_folder)) == expected
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -119,10 +106,7 @@ def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
         ({"qrels": "1\ta\tmuch\n"}, "test.tsv, line 1: expected"),
         ({"qrels": "1\ta\t\u00b2\n"}, "test.tsv, line 1: expected"),
         ({"qrels": f"1\ta\t{'9' * 5000}\n"}, "test.tsv, line 1: expected"),
-        (
-            {"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"},
-            "corpus.jsonl, line 1: maximum recursion depth",
-        ),
+        ({"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"}, "corpus.jsonl, line 1: maximum recursion depth"),
         ({"corpus": '{"_id": "a", "image": "/etc/hostname"}\n'}, "hostname is outside of the folder of the task"),
         ({"corpus": '{"_id": "a", "image": "../../x.png"}\n'}, "x.png is outside of the folder of the task"),
     ],
@@ -131,55 +115,6 @@ def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed
     with pytest.raises(CommandRefused) as refused:
         tasks.find(str(folder(tmp_path / "wrong", **changed)))
     assert message in str(refused.value)
-
-
-def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: -t FOLDER needs a folder"):
-        tasks.find(str(tmp_path))
-    with pytest.raises(
-        CommandRefused,
-        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, redaction, ",
-    ):
-        tasks.find("sts")
-    (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')
-    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: expected UTF-8"):
-        tasks.find(str(tmp_path))
-
-
-def test_the_shipped_tasks_are_those_of_the_package() -> None:
-    pairs, retrieval = tasks.stsb(), tasks.stsb_retrieval()
-    assert len(pairs.gold) == 1379
-    assert (pairs.left[0], pairs.gold[0]) == ("A girl is styling her hair.", 2.5)
-    assert set(retrieval.qrels) == set(retrieval.queries)
-    assert all(document in retrieval.corpus for own in retrieval.qrels.values() for document in own)
-    alike = {(a, b) for a, b, gold in zip(pairs.left, pairs.right, pairs.gold, strict=True) if gold >= 4}
-    relevant_pairs = {
-        (retrieval.queries[query], retrieval.corpus[key]) for query, own in retrieval.qrels.items() for key in own
-    }
-    assert relevant_pairs == alike
-
-
-def test_scipy_docs_has_a_long_document_for_each_summary_that_names_one() -> None:
-    task = tasks.scipy_docs()
-    assert len(task.corpus) == len(task.queries) == len(set(task.queries.values())) > 300
-    assert all(len(text.split()) >= tasks.LEAST_WORDS for text in task.corpus.values())
-    by_summary = {task.queries[query]: list(own) for query, own in task.qrels.items()}
-    assert by_summary["Solve an initial value problem for a system of ODEs."] == ["integrate/_ivp/ivp.py:solve_ivp"]
-    document = task.corpus["integrate/_ivp/ivp.py:solve_ivp"]
-    assert "Solve an initial value problem for a system of ODEs" not in document
-
-
-def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages.check("stsb", ["sie", "st"])
-    monkeypatch.setattr(packages, "_MODULES", ("scipy", "no_such_module"))
-    monkeypatch.setattr(packages, "_TEXTS", {"stsb-retrieval": "no-such-package-of-anybody==1.0.3"})
-    with pytest.raises(CommandRefused) as caught:
-        packages.check("stsb-retrieval", ["sie"])
-    assert caught.value.message.startswith("packages are missing: no_such_module, no-such-package-of-anybody (")
-    command = "`pip install 'sie-cluster[evals]' && pip install --no-deps no-such-package-of-anybody==1.0.3`"
-    assert command in caught.value.message
-    with pytest.raises(CommandRefused, match=r"^packages are missing: no_such_module; install them"):
-        packages.check("folder", ["sie"])
 
 
 def test_the_metrics_of_a_ranking_are_those_of_their_definitions() -> None:
@@ -218,42 +153,6 @@ def test_a_similarity_is_measured_by_ranks(scores_pairs: bool) -> None:
     assert measurement.scores["spearman"] == pytest.approx(spearmanr(alike, task.gold).statistic)
 
 
-def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
-    sparse = Table({})
-    sparse.main = outputs.find("sparse")
-    plan = LoadPlan([], 1.0, 1.0)
-    task = Mteb("any", None)
-    for source, output_names, message in (
-        (sparse, (), "table has sparse vectors: the library mteb compares only dense vectors"),
-        (Table({}), ("int8",), "--outputs and --rerank"),
-    ):
-        spec = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=output_names)
-        with pytest.raises(CommandRefused, match=message):
-            list(evaluation._steps(evaluation._EvalContext(spec, task, [source], "cpu", {}), []))
-
-
-@pytest.mark.parametrize("name", ["float16", "int8", "binary", "binary+rescore"])
-def test_a_similarity_of_another_output_is_near_that_of_floats(name: str) -> None:
-    rng = np.random.default_rng(5)
-    texts = [f"text {number}" for number in range(80)]
-    rows = {text: rng.normal(size=256).tolist() for text in texts}
-    for number in range(40):  # each pair is less similar than the pair before it
-        rows[texts[40 + number]] = np.add(rows[texts[number]], rng.normal(size=256) * number / 10).tolist()
-    task = Similarity("pairs", texts[:40], texts[40:], [float(40 - number) for number in range(40)])
-    floats, measurement = measured(task, Table(rows)), measured(task, Table(rows), outputs.find(name))
-    assert floats.scores["spearman"] > 0.95
-    assert measurement.scores["spearman"] > 0.9
-
-
-def test_a_reranker_orders_the_judged_documents_among_others() -> None:
-    documents = {f"d{number}": f"document {number}" for number in range(100)}
-    rows = {text: [1.0 / (number + 1), 0.0] for number, text in enumerate(documents.values())}
-    task = Retrieval("reranked", documents, {"q": "query"}, {"q": {"d99": 1}})
-    measurement = measured(task, Table({**rows, "query": [1.0, 0.0]}, scores_pairs=True))
-    assert measurement.values["recall@100"] == [1.0]
-    assert measurement.values["map"] == [pytest.approx(1 / quality.FIRST_STAGE)]  # the last of the first stage
-
-
 def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     rng = np.random.default_rng(3)
     good = rng.random(300)
@@ -267,12 +166,6 @@ def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     assert far.interval is not None
     assert 0.08 < far.interval[0] < far.value < far.interval[1] < 0.12
     assert quality.difference(baseline, worse, "map") == far
-
-
-def test_a_difference_of_two_means_has_no_interval() -> None:
-    first, second = (Measurement(name, {"map": [value]}) for name, value in (("one", 0.5), ("two", 0.25)))
-    gap = quality.difference(first, second, "map")
-    assert (gap.value, gap.interval, gap.spread) == (0.25, None, "")
 
 
 def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> None:
@@ -311,22 +204,6 @@ def test_targets_and_results_that_the_disk_has_no_room_for_leave_what_was_there(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
 
-@pytest.mark.parametrize("text", ["# why\na/b: {}\n", "a/b:  # why\n  mine: {map: {value: 0.1}}\n"])
-def test_a_file_of_targets_with_comments_is_refused_before_anything_is_measured(tmp_path: Path, text: str) -> None:
-    (file := tmp_path / "targets.yaml").write_text(text)
-    arguments = ["eval", "run", "a/b", "-t", "stsb", "-s", "patterns", "--save-targets", str(file)]
-    refused = CliRunner().invoke(main, arguments)
-    assert (refused.exit_code, "its comments would be lost" in refused.stderr) == (1, True), refused.output
-    assert file.read_text() == text
-
-
-def test_a_metric_without_a_value_makes_no_target() -> None:
-    reached = {"map": 0.4, "spearman": math.nan}
-    assert (
-        targets.expected(reached, is_speed=False).keys() == targets.expected(reached, is_speed=True).keys() == {"map"}
-    )
-
-
 def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
     scores = targets.of_speed({"sie": {"items_per_s": 300.0, "p99_ms": 10.0}, "st": {"items_per_s": 100.0}}, "sie")
     assert scores == {"items_per_s": 300.0, "p99_ms": 10.0, "items_per_s/st": 3.0}
@@ -344,57 +221,6 @@ def test_a_wrong_file_of_targets_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(CommandRefused, match="expected MODEL: TASK: METRIC"):
         targets.read(file)
-
-
-def test_the_targets_of_the_catalogue_can_be_read() -> None:
-    assert targets.read(targets.packaged())
-
-
-def test_a_report_has_a_row_of_each_source() -> None:
-    first, two = (
-        Measurement(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
-    )
-    quality_report = report.of_quality(
-        "a/b", "mine", "2 queries", [first, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"], {}
-    )
-    assert quality_report.table == [
-        ["source", "map", "bytes"],
-        ["sie", "0.5000", "8"],
-        ["<st>", "0.2500", "8"],
-        ["targets", "0.6000 - 0.01", ""],
-    ]
-    (row,) = quality_report.figures()["differences"]
-    assert (row["source"], row["reference"], row["value"]) == ("sie", "<st>", 0.25)
-    assert "| <st> | 0.2500 |" in quality_report.markdown()
-    assert "* map: 0.5 is low" in quality_report.markdown()
-    page = quality_report.html()
-    assert "<td>&lt;st&gt;</td>" in page
-    assert page.count("<svg") == 1
-    alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [], {})
-    json.dumps(alone.figures(), allow_nan=False)
-
-
-def test_the_cost_of_a_document_counts_documents_that_were_encoded(tmp_path: Path) -> None:
-    class Reader(Table):
-        def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
-            self.tokens += sum(len(text.split()) for text in texts)
-            return super().vectors(texts, output, is_query=is_query)
-
-    documents = {"a": "one two three", "b": "four", "c": "five six"}
-    rows = {text: [1.0, float(place)] for place, text in enumerate([*documents.values(), "a long question of words"])}
-    task = Retrieval("made", documents, {"q": "a long question of words"}, {"q": {"a": 1}})
-    measurements = []
-    for _ in range(2):
-        work = EvalWork(ResultCache(tmp_path), lambda done: None)
-        measurements.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
-    first, again = measurements
-    assert first.cost is not None
-    assert (first.cost.tokens, first.cost.ms > 0) == (2, True)
-    assert again.cost is None, "the cache had all answers"
-    shown = report.of_quality("a/b", "made", "", [first, again], {}, [], {})
-    assert shown.table[0][-3:] == ["bytes", "tokens", "ms"]
-    assert (shown.table[1][-2], shown.table[2][-2:]) == ("2", ["-", "-"])
-    assert (shown.rows[0]["tokens_per_item"], shown.rows[1]["ms_per_item"]) == (2, None)
 
 
 def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
@@ -518,11 +344,7 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
     table, notes = results.compared(old, new)
     assert table[1][:4] == ["sie", "map", "0.5", "0.48"]
     assert table[1][4].startswith("-0.0200 (-0.0600 to +0.0000")
-    assert notes == [
-        "version: 1 -> 2",
-        "fingerprint: 1 -> 2",
-        'sie, map, fell the most: q19 "text 19" -0.4000',
-    ]
+    assert notes == ["version: 1 -> 2", "fingerprint: 1 -> 2", 'sie, map, fell the most: q19 "text 19" -0.4000']
     new.figures["task"] = "other"
     with pytest.raises(CommandRefused, match="the results have a different task, mine and other"):
         results.compared(old, new)
@@ -533,33 +355,6 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
         (tmp_path / "wrong.json").write_bytes(wrong)
         with pytest.raises(CommandRefused, match=r"wrong\.json is no result"):
             results.read(tmp_path / "wrong.json")
-
-
-def test_results_of_other_queries_have_no_interval_and_none_fell(tmp_path: Path) -> None:
-    def stored_report(queries: dict[str, str], values: list[float]) -> results.StoredReport:
-        made_report = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
-        return results.read(results.store(tmp_path, made_report, results.about({}, "cpu")))
-
-    old, new = (
-        stored_report({"a": "one", "b": "two"}, [1.0, 0.0]),
-        stored_report({"b": "two", "c": "three"}, [0.0, 1.0]),
-    )
-    table, notes = results.compared(old, new)
-    assert table[1] == ["sie", "map", "0.5", "0.5", "+0.0%"]
-    assert notes == ["the queries differ, so no change has a confidence interval"]
-
-
-def test_the_last_result_is_of_the_same_names_and_batch(tmp_path: Path) -> None:
-    def store(model: str, task: str, **about: Any) -> results.StoredReport:
-        made_report = report.of_quality(model, task, "", [Measurement("sie", {"map": [1.0]})], {}, [], {})
-        return results.read(results.store(tmp_path, made_report, {**results.about({}, "cpu"), **about}))
-
-    alone, many = store("a/b", "検索", batch=1), store("a/b", "検索", batch=64)
-    store("a_b", "検索")
-    store("a/b", "質問")
-    assert results.last(tmp_path, "a/b", "検索", "quality", "cpu") == alone
-    assert results.last(tmp_path, "a/b", "検索", "quality", "cpu", 64) == many
-    assert results.last(tmp_path, "a/b", "回答", "quality", "cpu") is None
 
 
 def test_a_damaged_result_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -592,35 +387,6 @@ def test_a_model_that_was_measured_is_stored_if_the_next_one_is_not(
     if status == 1:
         assert "a/b on mine, quality" in ran.stdout
         assert "no such model" in ran.stderr
-
-
-def test_a_result_is_stored_although_the_reader_of_the_table_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation, "run", Mock(return_value=made_outcome("a/b")))
-    monkeypatch.setattr("sie_evals.command.table", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
-    ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "mine", "--results", str(tmp_path)])
-    assert (ran.exit_code, stored_models(tmp_path)) == (1, ["a/b"])
-
-
-def test_figures_are_shown_although_their_result_cannot_be_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation, "run", Mock(return_value=made_outcome("a/b")))
-    (tmp_path / "a_b").write_text("no folder")
-    ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "mine", "--results", str(tmp_path)])
-    assert ran.exit_code == 1
-    assert "0.7500" in ran.stdout
-    assert "the result was not stored" in ran.stderr
-
-
-def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
-    file = tmp_path / "mail.txt"
-    file.write_text("one\n\ntwo words\n")
-    assert tasks.find(f"texts/{file}") == Texts("mail.txt", ["one", "two words"])
-    file.write_text("\n")
-    with pytest.raises(CommandRefused, match="expected a text in each line"):
-        tasks.find(f"texts/{file}")
 
 
 @pytest.mark.parametrize(
@@ -714,16 +480,6 @@ def test_a_server_that_answers_otherwise_is_told_of(answer: Any, status: int, me
             source.vectors(["a", "b"], DENSE, is_query=True)
 
 
-def test_a_server_whose_vectors_change_their_width_is_told_of() -> None:
-    def vectors(body: Any) -> Any:
-        return [[1.0] * len(body["inputs"]) for _ in body["inputs"]]
-
-    with server({"/embed": vectors}) as (url, _), httpx.Client(base_url=url) as client:
-        source = ServerSource("tei", client, DIALECTS["tei"], "a/b", scores_pairs=False)
-        with pytest.raises(CommandRefused, match="have 64 numbers, later vectors have 2"):
-            source.vectors(["a"] * (BATCH + 2), DENSE, is_query=False)
-
-
 @pytest.mark.parametrize("body", [[1], b"[" * 100_000, b"{", {"usage": 1}])
 async def test_a_load_counts_what_no_such_server_answers_as_failed(body: Any) -> None:
     with server({"/embeddings": body}) as (url, _), httpx.Client(base_url=url) as client:
@@ -731,15 +487,3 @@ async def test_a_load_counts_what_no_such_server_answers_as_failed(body: Any) ->
             with pytest.raises(LoadFailure) as caught:
                 await send(LoadRequest(["a"]))
             assert caught.value.code == "NOT_UNDERSTOOD"
-
-
-async def test_the_library_computes_in_float32_from_weights_of_16_bits(tmp_path: Path) -> None:
-    weights = packaged_catalogue().entries["sentence-transformers/all-MiniLM-L6-v2"].weights
-    model = SentenceTransformer(str(package_folder(weights.package)), device="cpu").bfloat16()
-    model.save(str(tmp_path))
-    texts = ["a river in the mountains", "two people met"]
-    source = SentenceTransformers(str(tmp_path), scores_pairs=False)
-    vectors = source.vectors(texts, DENSE, is_query=False)
-    assert np.abs(np.array(vectors) - model.float().encode(texts)).max() < 1e-6
-    async with source.sender() as send:
-        assert await send(LoadRequest(texts)) == LoadReply()

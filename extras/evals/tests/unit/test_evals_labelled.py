@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +11,12 @@ from typing import Any
 import pytest
 
 from sie_cli.refusal import CommandRefused
-from sie_evals import evaluation, labelled, labelled_tasks, quality, report, results, tasks
+from sie_evals import evaluation, labelled, labelled_tasks, quality, tasks
 from sie_evals.labelled import LEAK, Fact, FactKind, FactTask, LabelledText
 from sie_evals.outputs import DENSE
 from sie_evals.quality import Measurement
-from sie_evals.report import EvalReport
 from sie_evals.sources import Patterns, Sie
 from sie_evals.steps import EvalStep, EvalWork, ResultCache
-from sie_evals.targets import ScoreTarget
-
-ROOT = Path(__file__).parents[4]
 
 
 class Answers(Patterns):
@@ -95,44 +89,6 @@ def test_a_part_leaks_if_a_letter_or_digit_of_it_stays(spans: list[Fact], scores
     }
 
 
-def test_an_interval_of_a_ratio_comes_from_its_texts() -> None:
-    texts = [("x", [(0, 1, "a")])] * 50
-    task = task_of("redaction", *texts)
-    half, none = (measured(task, [[(0, 1, "a")]] * count + [[]] * (50 - count)) for count in (25, 0))
-    gap = quality.difference(half, none, LEAK)
-    assert gap.value == -0.5
-    assert gap.interval is not None
-    assert -0.65 < gap.interval[0] < gap.interval[1] < -0.35
-
-
-def test_a_report_has_a_row_of_each_kind_and_two_results_are_compared_by_them(tmp_path: Path) -> None:
-    task = task_of("redaction", ("Ada Lee paid.", [(0, 7, "person")]), ("At 1.2.3.4", [(3, 10, "ip")]))
-
-    def stored(answers: Sequence[Sequence[Fact]]) -> tuple[EvalReport, results.StoredReport]:
-        quality_report = report.of_quality("a/b", "mine", "2 texts", [measured(task, answers)], {}, [], {})
-        return quality_report, results.read(results.store(tmp_path, quality_report, results.about({}, "cpu")))
-
-    new_report, old = stored([[(0, 7, "x")], [(3, 10, "x")]])
-    assert new_report.table == [
-        ["source", "leak", "f1", "precision", "recall"],
-        ["answers", "0.0000", "1.0000", "1.0000", "1.0000"],
-        ["answers, ip (1)", "0.0000", "-", "-", "1.0000"],
-        ["answers, person (1)", "0.0000", "-", "-", "1.0000"],
-    ]
-    json.dumps(new_report.figures(), allow_nan=False)
-    assert "weights" not in json.dumps(new_report.figures(with_values=False))
-    _, new = stored([[(0, 7, "x")], []])
-    table, _ = results.compared(old, new)
-    changes = {(row[0], row[1]): row[2:4] for row in table}
-    assert changes["answers", "leak"] == ["0", "0.5"]
-    assert changes["answers, ip (1)", "recall"] == ["1", "0"]
-
-
-def test_a_higher_leak_misses_its_target() -> None:
-    assert ScoreTarget(0.1, 0.01).is_missed(LEAK, 0.2)
-    assert not ScoreTarget(0.1, 0.01).is_missed(LEAK, 0.05)
-
-
 def test_answers_are_kept_until_the_evaluation_ends(tmp_path: Path) -> None:
     source = Answers([[(0, 3, "a")]], identity=["of one fingerprint"])
     task = task_of("entities", ("Ada", [(0, 3, "a")]))
@@ -165,39 +121,6 @@ def test_a_shipped_task_is_equal_in_each_run_and_its_facts_are_in_its_texts(name
             assert {name for head, _, tail in text.facts for name in (head, tail)} == names
     labels = {str(fact[labelled._PLACE_OF_KIND[task.kind]]) for text in task.texts for fact in text.facts}
     assert {label.partition(", ")[0] for label in labels} == set(task.labels), "each label has facts"
-
-
-def test_the_tasks_stand_in_the_docs_with_their_sizes() -> None:
-    page = (ROOT / "extras" / "evals" / "evals.md").read_text("utf-8")
-    for name in labelled_tasks.SHIPPED:
-        task = tasks.find(name)
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
-        if name != "topics":  # depends on the version of scipy
-            assert f"{len(task.texts):,} " in line, line
-
-
-def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
-    """The patterns replace all values of a format in the table of redaction.md, or none of them."""
-    task = labelled_tasks.redaction_forms()
-    measurement = of_source(task, Patterns())
-    rows: dict[str, list[tuple[str, float]]] = {}
-    for name, scores in scores_by_kind(measurement).items():
-        kind, _, form = name.rpartition(" (")[0].partition(", ")
-        rows.setdefault(kind, []).append((form, 1 - scores[LEAK]))
-    page = (ROOT / "extras" / "redact" / "redaction.md").read_text("utf-8")
-    for kind in labelled_tasks.FORMATS:
-        ranked = sorted(rows[kind], key=lambda row: (-row[1], list(labelled_tasks.FORMATS[kind]).index(row[0])))
-        every = "; ".join(form for form, share in ranked if share == 1)
-        none = "; ".join(form for form, share in ranked if share == 0)
-        assert [row for row in ranked if 0 < row[1] < 1] == [], "a format hides all values or none"
-        assert (line := f"| `{kind}` | {every} | {none} |") in page, line
-
-
-def test_a_plain_value_of_each_kind_is_found() -> None:
-    """If a plain value were missed, the values would be invalid and the figures meaningless."""
-    kind_scores = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
-    for kind, formats in labelled_tasks.FORMATS.items():
-        assert kind_scores[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
 
 
 class Client:
@@ -273,9 +196,3 @@ def test_a_task_and_a_source_that_do_not_fit_are_refused() -> None:
         Patterns().facts(task, task.texts)
     with pytest.raises(CommandRefused, match="-s patterns: patterns have neither vectors nor scores"):
         Patterns().scores("a", ["b"])
-
-
-def test_a_template_that_has_a_new_slot_is_noticed() -> None:
-    """All slots of the installed package have a kind or a reason to have none."""
-    (file,) = labelled_tasks._files("presidio-evaluator", "templates.txt")
-    assert set(re.findall(r"\{\{(\w+)\}\}", file.read_text("utf-8", "replace"))) == set(labelled_tasks._slots())

@@ -8,22 +8,17 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fake_adapter import toy_entry
-from inprocess import InProcess, free_port, until_told
 from simulation.virtual import VirtualLoop, in_virtual_time, virtual_time
 
 from sie_cli.main import main
-from sie_client import SIEAsyncClient
 from sie_evals import load, perf, report
-from sie_evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadReply, LoadRequest, Send, WorkerWatch
+from sie_evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadReply, LoadRequest, Send
 from sie_evals.outputs import DENSE
 from sie_evals.perf import LoadPlan, LoadPoint
-from sie_evals.tasks import Retrieval, Similarity, Texts
-from sie_gateway.operations import status
+from sie_evals.tasks import Texts
 
 TASK = Texts("words", ["one", "two", "three"])
 
@@ -151,62 +146,13 @@ def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
     assert perf_report.figures()["rows"][0]["scores"]["p50_ms"] is None
 
 
-def test_a_client_that_is_the_limit_is_told_of() -> None:
-    async def send(request: LoadRequest) -> LoadReply:
-        end_s = time.thread_time() + 0.002
-        while time.thread_time() < end_s:
-            pass
-        return LoadReply()
-
-    async def idle(request: LoadRequest) -> LoadReply:
-        await asyncio.sleep(0.02)
-        return LoadReply()
-
-    began_s = time.perf_counter()
-    (busy,) = points(send, LoadLevel(clients=1))
-    longest_s = time.perf_counter() - began_s  # longer than what was measured if the machine pauses
-    (calm,) = points(idle, LoadLevel(clients=1))
-    assert calm.client_cores is not None
-    assert busy.client_cores is not None
-    # a machine that pauses for the whole window leaves nothing to measure
-    assert busy.items > 10 or longest_s > 1.0
-    assert busy.client_cores >= 0.9 * busy.items * 0.002 / longest_s
-    assert calm.items == 0 or calm.client_cores < 0.5
-    busy = LoadPoint("sie", LoadLevel(clients=1), 1.0, 1, [1.0], client_cores=0.9)
-    assert "this client used 90% of a core" in report.of_perf("a/b", "t", "", [busy], {}, []).notes[0]
-
-
-def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() -> None:
-    documents = {str(number): "word " * number for number in range(1, 100)}
-    task = Retrieval("made", documents, {"q": "query"}, {"q": {"1": 1}})
-    texts = perf.texts_of(task)
-    assert sorted(texts) == sorted([*documents.values(), "query"])
-    assert texts == perf.texts_of(task)
-    lengths = [len(text) for text in texts]
-    assert lengths != sorted(lengths)
-    first = list(itertools.islice(perf.requests_of(task, 8), 30))
-    assert all(len(payload.texts) == 8 and payload.query == payload.texts[0] for payload in first)
-    assert perf.texts_of(Similarity("pairs", ["a"], ["b"], [1.0])) in (["a", "b"], ["b", "a"])
-
-
-def test_a_sweep_is_drawn() -> None:
-    levels = [LoadLevel(clients=1), LoadLevel(clients=4)]
-    load_points = [LoadPoint("a $ b $", level, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for level in levels]
-    perf_report = report.of_perf("a/b", "t", "", load_points, {}, [])
-    assert len(perf_report.pictures) == 2
-    assert perf_report.html().count("<svg") == 2
-    assert [row["load"] for row in perf_report.figures()["rows"]] == ["clients=1", "clients=4"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         "--rate inf",
-        "--rate nan",
         "--sweep rate=inf",
         "--sweep clients=0",
         "--sweep clients=4097",
-        "--sweep clients=2,2",
         "--sweep pace=3",
         "--seconds nan",
         "--warm-up inf",
@@ -217,29 +163,3 @@ def test_a_load_without_an_end_and_a_load_of_nothing_are_refused(options: str) -
     ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "stsb", "--type", "perf", "-s", "st", *options.split()])
     assert ran.exit_code == 1
     assert "finite" in ran.output
-
-
-async def test_a_watch_of_devices_goes_on_after_a_frame_that_was_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two other websockets of the client take its seats, until the watch was refused once."""
-    monkeypatch.setattr(status, "MAX_SOCKETS", 8)
-    monkeypatch.setattr(load, "EVERY_S", 0.1)
-    port = str(free_port())
-    async with InProcess(tmp_path, toy_entry()) as cluster:
-        gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
-        await cluster.sidecar(await cluster.adapter(), SIE_WORKER_METRICS_PORT=port)
-
-        async def is_refused() -> bool:
-            return bool(await gateway.metric("sie_gateway_requests_total", endpoint="ws", status="503"))
-
-        start_s = time.perf_counter()
-        async with SIEAsyncClient(gateway.url) as client:
-            sockets = [client.watch("/ws/status") for _ in range(2)]
-            assert [len((await anext(frames))["gpus"]) for frames in sockets] == [1, 1]
-            watch = asyncio.create_task(WorkerWatch(gateway.url, None, is_local=False).run(start_s, start_s + 3))
-            await until_told(is_refused, "the refusal")
-            for frames in sockets:
-                await frames.aclose()
-            usage = await watch
-    assert usage.name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
-import os
 import socket
 import ssl
 import threading
@@ -231,28 +230,6 @@ async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(s
     assert await fault(urls, f"{AT}/a") == ("the host of the URL has an address that is not public", {})
 
 
-async def test_slow_name_servers_of_clients_hold_up_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, real = threading.Event(), socket.getaddrinfo
-
-    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
-        if host.endswith(".slow"):
-            go.wait()
-            raise socket.gaierror
-        return real(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    slow = [asyncio.create_task(fetcher.resolved(f"{number}.slow", 80)) for number in range(fetcher.AT_ONCE)]
-    try:
-        await asyncio.sleep(0)
-        async with asyncio.timeout(30):
-            assert await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 4222)
-            assert await fetcher.resolved("127.0.0.1", 80) == ["127.0.0.1"]
-        assert not any(task.done() for task in slow)
-    finally:
-        go.set()
-    assert all(isinstance(outcome, socket.gaierror) for outcome in await asyncio.gather(*slow, return_exceptions=True))
-
-
 async def test_an_abandoned_fetch_occupies_its_slots_until_its_name_is_resolved(
     server: ImageServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -288,12 +265,6 @@ async def test_an_abandoned_fetch_occupies_its_slots_until_its_name_is_resolved(
     assert (await waiting)[0].images == (FILE,)
     gc.collect()
     assert caplog.messages == []
-
-
-async def test_the_next_address_is_tried_where_one_refuses(server: ImageServer) -> None:
-    urls, connections, _ = urls_of(server, hosts={HOST: ["1.1.1.1", PUBLIC]}, dead=["1.1.1.1"])
-    assert (await fetched(urls, item(f"{AT}/a")))[0].images == (FILE,)
-    assert connections.made == [("1.1.1.1", 80), (PUBLIC, 80)]
 
 
 REDIRECTED = {
@@ -503,29 +474,6 @@ async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Pa
         await server.stop()
 
 
-class Unframed(ImageServer):
-    """A server that sends bytes that are no TLS after the handshake, as one that refuses the client may."""
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        os.write(writer.get_extra_info("socket").fileno(), b"HTTP/1.1 400 these bytes are no record of TLS\r\n\r\n")
-        await reader.read()  # until the other side leaves
-        writer.close()
-
-
-async def test_an_error_of_tls_after_the_handshake_costs_its_own_image(tmp_path: Path) -> None:
-    certificate = certified(tmp_path, HOST)
-    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    own.load_cert_chain(certificate)
-    server = await Unframed().start(own)
-    try:
-        urls, _, counted = urls_of(server, tls=ssl.create_default_context(cafile=str(certificate)))
-        assert await fault(urls, f"https://{HOST}/a") == ("the server of the URL sent no complete answer", {})
-        assert counted == ["failed"]
-    finally:
-        await server.stop()
-
-
 # through a gateway, to the work item
 
 
@@ -536,11 +484,7 @@ PARTS = [
     {"type": "image_url", "image_url": f"{AT}/b"},
 ]
 ROUTES: list[tuple[str, dict[str, Any], list[Input]]] = [
-    (
-        f"/v1/encode/{SEEN}",
-        {"items": ["a", {"images": [f"{AT}/a", b64(B)]}]},
-        [Input("a"), Input(images=(A, B))],
-    ),
+    (f"/v1/encode/{SEEN}", {"items": ["a", {"images": [f"{AT}/a", b64(B)]}]}, [Input("a"), Input(images=(A, B))]),
     (
         "/v1/embeddings",
         {"input": [f"{AT}/a", f"{AT}/b"], "modality": "image"},

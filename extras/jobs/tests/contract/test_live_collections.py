@@ -5,7 +5,6 @@ the switch, the way back, and the clean-up. The database servers are those of te
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import random
@@ -19,18 +18,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from databases import with_extension
-from inprocess import until_told
 from live_application import Application, Points, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_bulk_jobs.datasets.templates import ColumnFault, Template
-from sie_bulk_jobs.sinks import qdrant_live
-from sie_bulk_jobs.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
-from sie_bulk_jobs.sinks.opening import opened, opened_live
+from sie_bulk_jobs.sinks.live import LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
+from sie_bulk_jobs.sinks.opening import opened_live
 from sie_bulk_jobs.sinks.pgvector import PostgresDatabase
 from sie_bulk_jobs.sinks.pgvector_live import PgvectorLive
-from sie_bulk_jobs.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkRows, SinkUnsuitable, SparseRow
+from sie_bulk_jobs.sinks.sink import CollectionMismatch, CollectionMissing, Output, SparseRow
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 
 QUICK = RetryPolicy(stall_s=60.0, tries=3, pause_s=0.05)
@@ -84,6 +81,9 @@ APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
     "multivectors of qdrant": ("qdrant", functools.partial(Points, output="multivector")),
     "sparse vectors of postgres": ("postgres", functools.partial(Table, output="sparse")),
 }
+
+
+DENSE = pytest.mark.parametrize("application", ["postgres", "qdrant"], indirect=True)  # where the output is the same
 
 
 @pytest.fixture(params=APPLICATIONS)
@@ -162,7 +162,7 @@ async def begun(application: Application, migrator: Migrator, count: int) -> Non
 async def test_each_row_gets_the_vector_of_its_present_text_while_an_application_writes(
     application: Application, migrator: Migrator
 ) -> None:
-    await begun(application, migrator, 2400)
+    await begun(application, migrator, 800)
     draw = random.Random(5)
     is_over = asyncio.Event()
 
@@ -170,15 +170,15 @@ async def test_each_row_gets_the_vector_of_its_present_text_while_an_application
         number = 0
         while not is_over.is_set():
             number += 1
-            changed, new = str(draw.randrange(1200)), str(10_000 + number)
+            changed, new = str(draw.randrange(400)), str(10_000 + number)
             await application.change_text(changed, f"changed {number}")
             await application.write({new: (f"new {number}", vector_of(f"new {number}", "old"))})
-            replaced = str(1200 + draw.randrange(800))
+            replaced = str(400 + draw.randrange(200))
             await application.write({replaced: (f"replaced {number}", vector_of(f"replaced {number}", "old"))})
-            await application.delete(str(2000 + number % 400))
+            await application.delete(str(600 + number % 200))
 
     writer = asyncio.create_task(write())
-    assert await migrator.scan("new") >= 2000
+    assert await migrator.scan("new") >= 600
     assert await migrator.scan("new") > 0, "what came during the first scan"
     is_over.set()
     await writer
@@ -191,39 +191,6 @@ async def test_each_row_gets_the_vector_of_its_present_text_while_an_application
     for row_id, (text, vector) in beside.items():
         assert text == before[row_id][0]
         assert is_close(vector, vector_of(text, "new")), row_id
-
-
-async def test_a_row_that_changes_between_reading_and_writing_stays_pending(
-    application: Application, migrator: Migrator
-) -> None:
-    await begun(application, migrator, 40)
-    pages = [page.rows async for page in migrator.live.pending("new")]
-    rows = [row for page in pages for row in page]
-    await application.change_text("7", "changed")
-    await application.delete("8")
-    await migrator.write("new", rows, [f"text {row.id}" for row in rows])
-    await migrator.scan("new")
-    assert await migrator.scan("new") == 0
-    beside = await application.beside("new")
-    assert "8" not in beside
-    assert len(beside) == 39
-    assert is_close(beside["7"][1], vector_of("changed", "new"))
-
-
-async def test_rows_without_a_text_stay_without_a_vector_and_are_counted_by_each_scan(
-    application: Application, migrator: Migrator
-) -> None:
-    await begun(application, migrator, 10)
-    await application.write({"11": (None, vector_of("image", "old"))})
-    for _ in range(2):
-        await migrator.scan("new")
-        assert migrator.gaps == 1
-    await application.write({"3": (None, vector_of("image", "old"))})
-    await migrator.scan("new")
-    assert migrator.gaps == 2
-    beside = await application.beside("new")
-    assert {row_id for row_id, (_, vector) in beside.items() if vector is None} == {"3", "11"}
-    assert len(beside) == 11, "no row is lost"
 
 
 @pytest.mark.parametrize("widths", [{"old": 16, "new": 24}, {"old": 16, "new": 16}])
@@ -286,6 +253,7 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows.values())
 
 
+@DENSE
 async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless_later_ones_follow(
     application: Application, migrator: Migrator
 ) -> None:
@@ -339,6 +307,7 @@ async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless
     assert (back["9"][0], back["11"][0]) == ("back", "last")
 
 
+@DENSE
 async def test_a_row_in_use_that_is_replaced_between_reading_and_writing_has_the_vector_of_its_writer(
     application: Application, migrator: Migrator
 ) -> None:
@@ -358,25 +327,7 @@ async def test_a_row_in_use_that_is_replaced_between_reading_and_writing_has_the
     assert is_close(stored_rows["2"][1], vector_of("latest", "new"))
 
 
-async def test_a_late_write_does_not_replace_a_row_that_is_written_meanwhile(
-    application: Application, migrator: Migrator
-) -> None:
-    await begun(application, migrator, 10)
-    await migrator.scan("new")
-    await application.write({key: ("before", vector_of("before", "old")) for key in ("2", "3", "50")})
-    await migrator.live.switch("new")
-    pages = [page.rows async for page in migrator.live.pending("new")]
-    rows = [row for page in pages for row in page]
-    assert {row.id for row in rows} == {"2", "3", "50"}
-    await application.write({key: ("after", vector_of("after", "new")) for key in ("2", "50")})
-    await migrator.write("new", rows, ["before"] * len(rows))
-    await migrator.scan("new")
-    stored_rows = await application.stored_rows()
-    for row_id, text in {"2": "after", "3": "before", "50": "after"}.items():
-        assert stored_rows[row_id][0] == text
-        assert is_close(stored_rows[row_id][1], vector_of(text, "new")), row_id
-
-
+@DENSE
 async def test_a_late_vector_of_the_old_model_is_not_adopted_as_a_new_one_after_the_way_back(
     application: Application, migrator: Migrator
 ) -> None:
@@ -397,25 +348,7 @@ async def test_a_late_vector_of_the_old_model_is_not_adopted_as_a_new_one_after_
         assert is_close(vector, vector_of(text, "new", migrator.widths)), text
 
 
-async def test_the_way_back_gives_rows_without_a_text_the_vectors_of_their_application(
-    application: Application, migrator: Migrator
-) -> None:
-    await begun(application, migrator, 5)
-    await application.write({"11": (None, vector_of("image", "old"))})
-    original = await application.stored_rows()
-    await migrator.scan("new")
-    await migrator.live.switch("new")
-    await migrator.scan("new")
-    assert await migrator.scan("old") == 0
-    assert migrator.gaps == 0
-    await application.write({"12": (None, vector_of("image", "new"))})
-    await migrator.scan("old")
-    assert migrator.gaps == 1
-    await migrator.live.switch("old")
-    back = await application.stored_rows()
-    assert back == {**original, "12": (None, None)}
-
-
+@DENSE
 async def test_a_migration_that_is_given_up_leaves_nothing(application: Application, migrator: Migrator) -> None:
     await begun(application, migrator, 50)
     original = await application.stored_rows()
@@ -426,6 +359,7 @@ async def test_a_migration_that_is_given_up_leaves_nothing(application: Applicat
     assert (await migrator.live.open()).is_begun is False
 
 
+@DENSE
 async def test_another_process_goes_on_and_another_model_or_template_begins_again(
     application: Application, migrator: Migrator
 ) -> None:
@@ -441,35 +375,6 @@ async def test_another_process_goes_on_and_another_model_or_template_begins_agai
     assert await second_migrator.scan("new") == 100
     for live in (again.live, second_migrator.live):
         await live.close()
-
-
-async def test_neighbours_and_samples_are_rows_of_the_index(application: Application, migrator: Migrator) -> None:
-    await begun(application, migrator, 60)
-    await migrator.scan("new")
-    sample = await migrator.live.sample(20)
-    assert len({row.id for row in sample}) == 20
-    for row in sample:
-        assert row.columns["body"] == f"text {row.id}"
-    for side in SIDES:
-        near = await migrator.live.nearest(side, as_written(vector_of("text 9", side), migrator.output), 3)
-        assert near[0] == "9"
-        assert len(set(near)) == 3
-
-
-async def test_new_vectors_of_another_width_are_refused_if_the_output_has_a_width(
-    application: Application, migrator: Migrator
-) -> None:
-    await begun(application, migrator, 5)
-    again = opened_live(application.url, "SINK", source(application), QUICK)
-    await again.open()
-    has_width = not (isinstance(application, Points) and application.output == "sparse")
-    with (
-        pytest.raises(CollectionMismatch, match=r"24.*(migration writes|(is|are) written)|has 24 dimensions")
-        if has_width
-        else contextlib.nullcontext()
-    ):
-        await again.begin(WIDTHS["new"] + 1)
-    await again.close()
 
 
 async def test_a_secret_is_in_no_error(postgres: PostgresServer, points: Points) -> None:
@@ -534,21 +439,6 @@ async def test_a_table_that_cannot_be_migrated_is_refused(
 
     with pytest.raises(CollectionMismatch, match=why):
         await begin()
-
-
-async def test_a_missing_table_or_extension_and_a_foreign_owner_are_refused(table: Table) -> None:
-    with pytest.raises(CollectionMissing, match="no table c-"):
-        await opened_table(table).open()
-    root = await asyncpg.connect(table.server.root_url)
-    await root.execute(f'CREATE TABLE "{table.collection}" (number int primary key, body text, embedding vector(3))')
-    await root.execute(f'GRANT ALL ON "{table.collection}" TO PUBLIC')
-    with pytest.raises(SinkUnsuitable, match="does not own the table"):
-        await opened_table(table).open()
-    await root.execute("CREATE DATABASE bare")
-    await root.close()
-    live = opened_live(table.server.url("root", "root", "bare"), "SINK", source(table), QUICK)
-    with pytest.raises(SinkUnsuitable, match="no extension vector"):
-        await live.open()
 
 
 async def test_vectors_of_another_model_are_never_taken_for_those_of_this_one(table: Table) -> None:
@@ -617,80 +507,6 @@ async def test_indexes_are_built_as_the_old_ones_are_and_stay_through_the_switch
     assert not_null[0]["attnotnull"], "as it was before"
 
 
-async def test_an_index_whose_build_goes_on_after_its_connection_is_lost_is_built_once(
-    table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    once, going = PostgresDatabase._once, list[asyncio.Task[Any]]()
-
-    async def wait_for_lock(sessions: int) -> None:
-        """Wait until so many sessions wait for a lock: a build of an index, and what waits for its end."""
-        query = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-
-        async def is_reached() -> bool:
-            return (await table.run(query))[0][0] >= sessions
-
-        await until_told(is_reached, f"{sessions} sessions wait for a lock")
-
-    async def once_and_lost(database: PostgresDatabase, work: Any, bound_s: float, is_transaction: bool) -> Any:
-        result = once(database, work, bound_s, is_transaction)
-        if is_transaction or going:
-            return await result
-        going.append(asyncio.create_task(result))
-        await wait_for_lock(1)
-        raise StoreError("PostgreSQL cannot be reached (ConnectionResetError)")
-
-    monkeypatch.setattr(PostgresDatabase, "_once", once_and_lost)
-    migrator = Migrator(opened_table(table))
-    await begun(table, migrator, 20)
-    await table.run(f'CREATE INDEX ON "{table.collection}" USING hnsw (embedding vector_cosine_ops)')
-    await migrator.scan("new")
-    writer = await asyncpg.connect(table.url)
-    await writer.execute(f'BEGIN; UPDATE "{table.collection}" SET price = 2 WHERE number = 3')  # a build waits for it
-    building = asyncio.create_task(migrator.live.build_indexes())
-    await wait_for_lock(2)
-    query = (
-        "SELECT indexrelid, indisvalid FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] "
-        "WHERE attname = 'embedding_next' AND indrelid = to_regclass($1)"
-    )
-    (first_build,) = await table.run(query, f'"{table.collection}"')
-    await writer.execute("COMMIT")
-    await writer.close()
-    await building
-    await asyncio.gather(*going, return_exceptions=True)
-    built = await table.run(query, f'"{table.collection}"')
-    assert [tuple(row) for row in built] == [(first_build["indexrelid"], True)]
-
-
-@pytest.mark.parametrize(
-    ("application", "most"),
-    [
-        ("postgres", 16_000),
-        ("sparse vectors of postgres", 1_000_000_000),
-        ("qdrant", 65_536),
-        ("multivectors of qdrant", 65_536),
-    ],
-    indirect=["application"],
-)
-async def test_a_model_with_wider_vectors_than_the_database_takes_is_refused_before_anything_changes(
-    application: Application, migrator: Migrator, most: int
-) -> None:
-    await application.create(migrator.widths["old"])
-    await migrator.live.open()
-    with pytest.raises(SinkUnsuitable, match=f"{most + 1} numbers, but .* takes 1 to {most}"):
-        await migrator.live.begin(most + 1)
-    assert not (await migrator.live.open()).is_begun
-
-
-async def test_a_model_whose_vectors_no_index_takes_is_refused_before_any_is_computed(table: Table) -> None:
-    await table.create(16)
-    await table.run(f'CREATE INDEX by_vector ON "{table.collection}" USING hnsw (embedding vector_cosine_ops)')
-    live = opened_table(table)
-    await live.open()
-    with pytest.raises(SinkUnsuitable, match=r"the index by_vector .* at most 2000"):
-        await live.begin(2001)
-    assert not (await live.open()).is_begun
-
-
 @pytest.mark.parametrize("step", ["begin", "switch", "clean_up"])
 async def test_a_change_of_a_table_of_postgresql_whose_answer_is_lost_is_done(
     table: Table, monkeypatch: pytest.MonkeyPatch, step: str
@@ -752,26 +568,6 @@ async def test_a_change_of_the_table_does_not_wait_behind_a_long_transaction(tab
     assert (await migrator.live.open()).in_use == "new"
 
 
-async def test_a_table_that_a_job_created_is_migrated_by_fields_of_its_payload(table: Table) -> None:
-    await table.run(
-        f'CREATE TABLE "{table.collection}" '
-        "(id text PRIMARY KEY, embedding vector(16) NOT NULL, payload jsonb NOT NULL)"
-    )
-    await table.run(
-        f'INSERT INTO "{table.collection}" VALUES '
-        "('a', array_fill(1, ARRAY[16])::vector, '{\"body\": \"it''s \\\\ a\"}'), "
-        "('b', array_fill(1, ARRAY[16])::vector, '{}')"
-    )
-    migrator = Migrator(opened_table(table))
-    await migrator.live.open()
-    await migrator.live.begin(24)
-    assert await migrator.scan("new") == 1
-    assert migrator.gaps == 1
-    rows = await table.run(f'SELECT id, embedding_next::text AS vector FROM "{table.collection}" ORDER BY id')
-    assert is_close([float(number) for number in rows[0]["vector"][1:-1].split(",")], vector_of("it's \\ a", "new"))
-    assert rows[1]["vector"] is None
-
-
 # ---- Qdrant
 
 
@@ -814,59 +610,3 @@ async def test_two_commands_at_once_do_not_write_over_what_is_in_use(points: Poi
     assert await points.stored_rows() == before
     for migrator in (first, second):
         await migrator.live.close()
-
-
-async def test_points_are_migrated_though_a_page_of_their_payloads_is_larger_than_a_reply(
-    points: Points, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(qdrant_live, "ANSWER_BYTES", 100_000)
-    texts = {str(number): f"text {number} " + "x" * 5_000 for number in range(40)}
-    await points.create(WIDTHS["old"])
-    await points.write({key: (text, vector_of(text, "old")) for key, text in texts.items()})
-    migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
-    await migrator.live.open()
-    await migrator.live.begin(WIDTHS["new"])
-    assert await migrator.scan("new") == len(texts)
-    assert await migrator.scan("new") == 0
-    sampled = await migrator.live.sample(len(texts))
-    assert {row.id: row.columns["body"] for row in sampled} == texts
-    await migrator.live.switch("new")
-    assert await migrator.scan("new") == 0
-    await migrator.live.close()
-
-
-async def test_vectors_of_other_names_are_copied_though_a_page_of_them_is_larger_than_a_reply(
-    points: Points, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(qdrant_live, "ANSWER_BYTES", 100_000)
-    count = 40
-    tokens = np.random.default_rng(0).standard_normal((count, 2, 256), dtype=np.float32)  # some 240 KB as JSON
-    payloads = [{"body": f"text {number}"} for number in range(count)]
-    sink = opened(points.url, "SINK", QUICK)
-    await sink.prepare(points.first, {"dense": 16, "multivector": 256}, {})
-    ids = [str(number) for number in range(count)]
-    await sink.upsert(SinkRows(ids, np.ones((count, 16), np.float32), payloads, (), list(tokens)))
-    await sink.close()
-    await asyncio.to_thread(points.name)
-    migrator = Migrator(opened_live(points.url, "SINK", source(points, vector="dense"), QUICK))
-    await migrator.live.open()
-    await migrator.live.begin(24)
-    assert await migrator.scan("new") == count
-    await migrator.live.close()
-    client = points.client()
-    old, new = [
-        client.scroll(name, limit=count, with_vectors=["multivector"])[0]
-        for name in (points.first, f"{points.collection}--{PRINTS['new'][:8]}")
-    ]
-    assert len(new) == count
-    assert [point.vector for point in new] == [point.vector for point in old]
-
-
-async def test_the_new_collection_has_the_indexes_and_the_memory_of_payloads(points: Points) -> None:
-    migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
-    await begun(points, migrator, 10)
-    await migrator.live.switch("new")
-    client = points.client()
-    info = client.get_collection(points.collection)
-    assert (list(info.payload_schema), info.config.params.on_disk_payload) == (["price"], False)
-    await migrator.live.close()

@@ -6,31 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import asyncpg
-import httpx
 import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
-import sink_writer
 from databases import Database, Postgres, Qdrant, with_extension
-from postgres_server import USER, PostgresServer
+from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
-from sink_writer import DIMS, rows
-from zygote import end_with_parent
 
 from sie_bulk_jobs.sinks.opening import opened
 from sie_bulk_jobs.sinks.pgvector import PgvectorSink
-from sie_bulk_jobs.sinks.qdrant import QdrantSink, json_vector, point_bodies, point_id
+from sie_bulk_jobs.sinks.qdrant import QdrantSink, point_bodies
 from sie_bulk_jobs.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
@@ -47,8 +39,18 @@ from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 QUICK = RetryPolicy(stall_s=60.0, tries=2, pause_s=0.01)
 LONG = RetryPolicy(stall_s=60.0, tries=60, pause_s=0.2)
 SECRET = "k3y-of-qdrant"
+DIMS = 16
 
 pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
+
+
+def rows(first: int, count: int) -> SinkRows:
+    """Return rows that are the same for the same numbers."""
+    numbers = range(first, first + count)
+    vectors = [np.random.default_rng(number).standard_normal(DIMS, dtype=np.float32) for number in numbers]
+    ids = [f"s3://bucket/части/{number} 'Ω' 🦀" for number in numbers]
+    text = "\"quoted\" 'text' \\ {}; DROP TABLE vectors; 日本語"
+    return SinkRows(ids, np.array(vectors, np.float32), [{"number": number, "text": text} for number in numbers])
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +116,6 @@ async def test_rows_are_written_once_however_often_they_are_sent(
     await has(database, collection, rows(0, 600))
 
 
-async def test_the_last_row_of_an_id_replaces_vector_and_payload(
-    sink: Sink, database: Database, collection: str
-) -> None:
-    await sink.prepare(collection, {"dense": DIMS}, {})
-    old, new = rows(0, 4), rows(10, 4)
-    await sink.upsert(old)
-    twice = SinkRows([*old.ids, *old.ids], np.concatenate([old.vectors, new.vectors]), [*old.payloads, *new.payloads])
-    await sink.upsert(twice)
-    await has(database, collection, SinkRows(old.ids, new.vectors, new.payloads))
-    await sink.upsert(SinkRows([], np.empty((0, DIMS), np.float32), []))
-    await has(database, collection, SinkRows(old.ids, new.vectors, new.payloads))
-
-
 async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
     sink: Sink, database: Database, collection: str
 ) -> None:
@@ -156,53 +145,6 @@ async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
         await reader.close()
 
 
-@pytest.mark.parametrize("method", ["hnsw", "ivfflat"])
-async def test_a_search_by_an_index_of_postgresql_returns_as_many_rows_as_its_limit(
-    postgres: PostgresServer, collection: str, method: str
-) -> None:
-    root = await asyncpg.connect(postgres.root_url)
-    await root.execute(f'ALTER ROLE "{USER}" SET enable_seqscan = off')
-    sink = opened(postgres.url(), "SIE_JOBS_SINKS", QUICK)
-    stored = rows(0, 200)
-    await sink.prepare(collection, {"dense": DIMS}, {})
-    await sink.upsert(stored)
-    lists = "WITH (lists = 50)" if method == "ivfflat" else ""
-    await Postgres(postgres)._fetch(
-        f'CREATE INDEX ON "{collection}" USING {method} (embedding vector_cosine_ops) {lists}'
-    )
-    try:
-        assert len(await sink.search(collection, stored.vectors[0], 100)) == 100
-    finally:
-        await root.execute(f'ALTER ROLE "{USER}" RESET enable_seqscan')
-        await root.close()
-
-
-async def test_a_search_leaves_out_rows_without_a_direction(sink: Sink, database: Database, collection: str) -> None:
-    """The similarity to a vector of zeros is not a number."""
-    stored = rows(0, 3)
-    await sink.prepare(collection, {"dense": DIMS}, {})
-    await sink.upsert(stored)
-    if not isinstance(database, Qdrant):  # which takes the similarity for 0
-        await sink.upsert(SinkRows(["zeros"], np.zeros((1, DIMS), np.float32), [{}]))
-    if isinstance(database, Postgres):  # as after the switch of a migration
-        await database._fetch(f'ALTER TABLE "{collection}" ALTER COLUMN embedding DROP NOT NULL')
-        await database._fetch(f"INSERT INTO \"{collection}\" VALUES ('none', NULL, '{{}}')")
-    assert {hit.id for hit in await sink.search(collection, stored.vectors[0], 10)} == {*stored.ids}
-
-
-@pytest.mark.parametrize("payload", ["NULL", "'[1]'"])
-async def test_a_search_reads_a_payload_that_is_no_object_as_an_empty_one(
-    postgres: PostgresServer, collection: str, payload: str
-) -> None:
-    database = Postgres(postgres)
-    await database.create(collection, DIMS, "")
-    stored = rows(0, 1)
-    vector = json.dumps(stored.vectors[0].tolist())
-    await database._fetch(f"INSERT INTO \"{collection}\" VALUES ('a', '{vector}', {payload})")
-    sink = opened(postgres.url(), "SIE_JOBS_SINKS", QUICK)
-    assert [(hit.id, hit.payload) for hit in await sink.search(collection, stored.vectors[0], 3)] == [("a", {})]
-
-
 async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collection: str) -> None:
     await sink.prepare(collection, {"dense": DIMS}, {})
     texts = [
@@ -226,17 +168,6 @@ async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collect
     await has(database, collection, sink_rows)
 
 
-async def test_payloads_of_a_megabyte(sink: Sink, database: Database, collection: str) -> None:
-    """The payloads are larger together than one request to Qdrant may be."""
-    await sink.prepare(collection, {"dense": DIMS}, {})
-    plain = rows(0, 40)
-    sink_rows = SinkRows(
-        plain.ids, plain.vectors, [{"text": chr(0x3B1 + number % 20) * 500_000} for number in range(40)]
-    )
-    await sink.upsert(sink_rows)
-    await has(database, collection, sink_rows)
-
-
 async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: Database, collection: str) -> None:
     await sink.prepare(collection, {"dense": DIMS}, {})
     sink_rows = SinkRows(["a", "b"], rows(0, 2).vectors, [{"t": "x\0\0y\\\0z\\u0000"}, {"t": "b"}])
@@ -251,36 +182,6 @@ async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: 
             [{"t": f"x{replacement}{replacement}y\\{replacement}z\\u0000"}, {"t": "b"}],
         ),
     )
-
-
-async def test_a_collection_of_other_dimensions_is_refused(sink: Sink, database: Database, collection: str) -> None:
-    await database.create(collection, 7, "Cosine")
-    with pytest.raises(CollectionMismatch) as refused:
-        await sink.prepare(collection, {"dense": DIMS}, {})
-    assert "7" in str(refused.value)
-    assert "16" in str(refused.value)
-    assert await database.found(collection) == {}
-
-
-async def test_the_widest_vector_of_a_database_is_written_and_a_wider_one_is_refused(
-    sink: Sink, database: Database, collection: str
-) -> None:
-    most = 16_000 if isinstance(database, Postgres) else 65_536
-    with pytest.raises(SinkUnsuitable, match=f"{most + 1} numbers, but .* takes 1 to {most}"):
-        await sink.prepare(collection, {"dense": most + 1}, {})
-    await sink.prepare(collection, {"dense": most}, {})
-    row = SinkRows(["widest"], np.ones((1, most), np.float32), [{}])
-    await sink.upsert(row)
-    await has(database, collection, row)
-
-
-async def test_a_collection_of_another_distance_is_refused(qdrant: QdrantServer, collection: str) -> None:
-    database = Qdrant(qdrant)
-    await database.create(collection, DIMS, "Dot")
-    sink = opened(database.url, "SINK", QUICK)
-    with pytest.raises(CollectionMismatch, match=r"distance Dot, but .* distance Cosine"):
-        await sink.prepare(collection, {"dense": DIMS}, {})
-    await sink.close()
 
 
 @pytest.mark.parametrize(
@@ -321,18 +222,6 @@ async def test_a_name_that_is_more_than_a_name_is_refused(sink: Sink, name: str)
     assert not name.strip() or name not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["select", "sie_rows", "Upper-Case", "0", "pg_class", "a" * 63])
-async def test_a_name_is_never_a_word_of_the_database(sink: Sink, database: Database, name: str) -> None:
-    """`pg_class` is a table of PostgreSQL itself, so its shape is refused."""
-    if name == "pg_class" and isinstance(database, Postgres):
-        with pytest.raises(CollectionMismatch):
-            await sink.prepare(name, {"dense": DIMS}, {})
-        return
-    await sink.prepare(name, {"dense": DIMS}, {})
-    await sink.upsert(rows(0, 5))
-    await has(database, name, rows(0, 5))
-
-
 async def test_rows_that_no_database_keeps_are_refused_without_their_contents(
     sink: Sink, database: Database, collection: str
 ) -> None:
@@ -355,25 +244,6 @@ async def test_rows_that_no_database_keeps_are_refused_without_their_contents(
     assert await database.found(collection) == {}
 
 
-async def test_what_only_the_server_refuses_is_told_without_contents(
-    postgres: PostgresServer, qdrant: QdrantServer, collection: str
-) -> None:
-    """The id is too long for an index of PostgreSQL, and the point is too large for a request to Qdrant."""
-    row = rows(0, 1)
-    long_id = "".join(f"private{number}" for number in range(5000))
-    for url, refused in (
-        (postgres.url(), SinkRows([long_id], row.vectors, [{}])),
-        (qdrant.url, SinkRows(["x"], row.vectors, [{"t": "private" * 5_000_000}])),
-    ):
-        sink = opened(url, "SINK", QUICK)
-        await sink.prepare(collection, {"dense": DIMS}, {})
-        with pytest.raises(RowsRefused) as error:
-            await sink.upsert(refused)
-        await sink.close()
-        assert "private" not in str(error.value)
-        assert error.value.__cause__ is None
-
-
 async def test_two_writers_at_once_create_one_collection_and_keep_each_row_once(
     database: Database, collection: str
 ) -> None:
@@ -382,97 +252,6 @@ async def test_two_writers_at_once_create_one_collection_and_keep_each_row_once(
     await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks for _ in range(2)))
     await asyncio.gather(*(sink.close() for sink in sinks))
     await has(database, collection, rows(0, 200))
-
-
-def writer(url: str, collection: str, calls: int, count: int) -> subprocess.Popen[str]:
-    argv = [sys.executable, sink_writer.__file__, url, collection, str(calls), str(count)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
-
-
-async def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
-
-
-def killed(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
-    assert process.stdout is not None
-    process.stdout.close()
-
-
-async def finished(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    await asyncio.to_thread(process.stdout.read)
-    assert process.wait(60) == 0
-    process.stdout.close()
-
-
-async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Database, collection: str) -> None:
-    """A writer is killed after some of its calls and runs again from the start. Each row is stored once."""
-    first = writer(database.url, collection, 1000, 50)
-    assert await said(first) == "prepared"
-    for call in range(4):
-        assert await said(first) == str(call)
-    killed(first)
-    assert rows(0, 200).ids[-1] in await database.found(collection)
-    second = writer(database.url, collection, 12, 50)
-    await finished(second)
-    stored_rows = await database.found(collection)
-    assert set(rows(0, 600).ids) <= stored_rows.keys()  # the first writer may have begun calls that it did not report
-    third = writer(database.url, collection, 12, 50)
-    await finished(third)
-    assert await database.found(collection) == stored_rows
-
-
-async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> None:
-    async with asyncio.timeout(60):
-        while await watcher.fetchval(count, USER) != expected:
-            await watcher.execute("SELECT pg_sleep(0.02)")
-
-
-async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
-    postgres: PostgresServer, collection: str
-) -> None:
-    """A writer sends its rows to a locked table and is killed while it waits for the lock. No row of the call is
-    stored, even after the lock is released. A second run stores all rows.
-    """
-    database = Postgres(postgres)
-    await opened(database.url, "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
-    # the connection with the lock sees other processes as they were when its transaction began: another one looks
-    locker, watcher = await asyncpg.connect(postgres.root_url), await asyncpg.connect(postgres.root_url)
-    lock = locker.transaction()
-    await lock.start()
-    await locker.execute(f'LOCK TABLE "{collection}" IN SHARE MODE')
-    first = writer(database.url, collection, 1, 600)
-    assert await said(first) == "prepared"
-    writers = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1"
-    await becomes(watcher, f"{writers} AND wait_event_type = 'Lock'", 1)
-    killed(first)
-    await lock.rollback()
-    await becomes(watcher, writers, 0)
-    await locker.close()
-    await watcher.close()
-    assert await database.found(collection) == {}
-    await finished(writer(database.url, collection, 1, 600))
-    await has(database, collection, rows(0, 600))
-
-
-async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call(tmp_path: Path) -> None:
-    """The server carries out the third request but does not answer it. The writer is killed and runs again."""
-    server = QdrantServer(tmp_path)
-    try:
-        server.start(hold=3)
-        first = writer(server.url, "vectors", 8, 50)
-        await asyncio.to_thread(server.holds)
-        killed(first)
-        assert len(await Qdrant(server).found("vectors")) == 150
-        server.kill()
-        server.start()
-        await finished(writer(server.url, "vectors", 8, 50))
-        await has(Qdrant(server), "vectors", rows(0, 400))
-    finally:
-        server.kill()
 
 
 async def test_a_database_that_is_killed_and_started_again_is_waited_for(database: Database, collection: str) -> None:
@@ -618,21 +397,6 @@ async def test_each_output_is_written_once_beside_the_others(
     await sink.close()
 
 
-async def test_an_extension_without_sparse_vectors_is_named(postgres: PostgresServer, collection: str) -> None:
-    database = f"old_{collection[2:10]}"
-    root = await asyncpg.connect(postgres.root_url)
-    await root.execute(f"CREATE DATABASE {database}")
-    await root.close()
-    url = postgres.url("root", "root", database)
-    root = await asyncpg.connect(url)
-    await root.execute("CREATE EXTENSION vector; ALTER TYPE sparsevec RENAME TO absent")
-    await root.close()
-    sink = opened(url, "SINK", QUICK)
-    with pytest.raises(SinkUnsuitable, match=r"pgvector 0\.7 or later"):
-        await sink.prepare(collection, {"dense": DIMS, "sparse": 100}, {})
-    await sink.prepare(collection, {"dense": DIMS}, {})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -651,69 +415,6 @@ def test_sparse_vectors_and_multivectors_of_another_shape_are_refused(change: di
     assert more_rows(widths).latest(widths).ids == rows(0, 3).ids
     with pytest.raises(RowsRefused, match=message):
         dataclasses.replace(more_rows(widths), **change).latest(widths)
-
-
-@pytest.mark.parametrize("version", [16, 18])
-async def test_the_extension_is_created_where_the_user_may_and_else_asked_for(version: int) -> None:
-    """An extension in a schema of its own is found."""
-    server = PostgresServer(version)
-    try:
-        await server.start()
-        with pytest.raises(SinkUnsuitable, match="may not create it"):
-            await opened(server.url(), "SINK", QUICK).prepare("vectors", {"dense": DIMS}, {})
-        sink = opened(server.root_url, "SINK", QUICK)
-        await sink.prepare("vectors", {"dense": DIMS}, {})
-        await sink.upsert(rows(0, 20))
-        connection = await asyncpg.connect(server.root_url)
-        await connection.execute('CREATE SCHEMA "Extra"; DROP TABLE vectors; ALTER EXTENSION vector SET SCHEMA "Extra"')
-        await connection.execute(f'GRANT USAGE ON SCHEMA "Extra" TO {USER}')
-        await connection.close()
-        sink = opened(server.url(), "SINK", QUICK)
-        await sink.prepare("vectors", {"dense": DIMS}, {})
-        await sink.upsert(rows(0, 20))
-        connection = await asyncpg.connect(server.url())
-        assert await connection.fetchval("SELECT count(*) FROM vectors") == 20
-        await connection.close()
-    finally:
-        server.remove()
-
-
-async def test_a_server_without_pgvector_is_named_as_such() -> None:
-    server = PostgresServer(extension=False)
-    try:
-        await server.start()
-        with pytest.raises(SinkUnsuitable, match="pgvector is not installed"):
-            await opened(server.root_url, "SINK", QUICK).prepare("vectors", {"dense": DIMS}, {})
-    finally:
-        server.remove()
-
-
-async def test_a_long_multivector_is_stored_and_one_that_qdrant_cannot_take_is_named(
-    qdrant: QdrantServer, collection: str
-) -> None:
-    sink = opened(qdrant.url, "SINK", QUICK)
-    await sink.prepare(collection, {"multivector": 1024}, {})
-    tokens = np.random.default_rng(0).standard_normal((2600, 1024), dtype=np.float32)
-    tokens /= np.linalg.norm(tokens, axis=1, keepdims=True)
-    fits, too_long = (
-        SinkRows([str(count)], np.empty((1, 0), np.float32), [{}], (), [tokens[:count]]) for count in (1700, 2600)
-    )
-    await sink.upsert(fits)
-    assert sink.refusals(fits) == {}
-    assert list(sink.refusals(too_long)) == [0]
-    with pytest.raises(RowsRefused, match=point_id("2600")):
-        await sink.upsert(too_long)
-    await sink.close()
-    address = f"http://127.0.0.1:{qdrant.port}/collections/{collection}/points/count"
-    counted = await asyncio.to_thread(httpx.post, address, json={"exact": True})
-    assert counted.json()["result"]["count"] == 1
-
-
-def test_numbers_are_sent_to_qdrant_with_the_digits_of_a_float32() -> None:
-    numbers = np.array([0.1, -1e-38, 16777216, 1 / 3], np.float32)
-    sent = msgspec.json.encode(json_vector(numbers))
-    assert len(sent) < 50
-    assert np.array_equal(np.array(msgspec.json.decode(sent), np.float32), numbers)
 
 
 async def test_a_request_to_qdrant_is_bounded_in_bytes(qdrant: QdrantServer, collection: str) -> None:

@@ -1,5 +1,5 @@
 """Batches of the unmodified OpenAI client at a real `sie serve`: every request is answered once, as a direct call
-answers it; the states and ends of a batch; owners; a broker and gateways that are killed.
+answers it; the states and ends of a batch; owners.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ import local_models
 import numpy as np
 import openai
 import pytest
-from click.testing import CliRunner
 from cluster import Cluster, running, until
 from openai.types import Batch
 from openai_client import client_of
 
-from sie_bulk_jobs.gateway.envelope import MAX_LINES, SHARD_LINES
-from sie_cli.main import main
+from sie_bulk_jobs.gateway.envelope import SHARD_LINES
 
 ADMIN, ONE, OTHER = (f"batch-token-{secrets.token_urlsafe(12)}" for _ in range(3))
 ENDED = {"completed", "failed", "cancelled", "expired"}
 EMBEDDINGS = "/v1/embeddings"
 DENSE = "test/dense"
 HELD_LINES = 4000  # more than a worker answers before its adapter is paused
-MANY_LINES = 12_000  # more than a worker answers before the third fault
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +62,6 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
 def frail_client(frail: Cluster) -> Iterator[openai.OpenAI]:
     with client_of(frail, ONE) as client:
         yield client
-
-
-@pytest.fixture
-def either(frail: Cluster) -> Iterator[list[openai.OpenAI]]:
-    """Return a client of each gateway, which asks once."""
-    with client_of(frail, ONE) as first, client_of(frail, ONE, 1) as second:
-        yield [client.with_options(max_retries=0) for client in (first, second)]
 
 
 def request(id_: object, body: Mapping[str, Any], url: str = EMBEDDINGS, **change: object) -> bytes:
@@ -179,70 +169,30 @@ def test_every_request_is_answered_as_a_direct_call_answers_it(cluster: Cluster,
     check_batch_of(cluster, client, 2000, 180)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_as_many_requests_as_openai_takes(cluster: Cluster, client: openai.OpenAI) -> None:
-    check_batch_of(cluster, client, MAX_LINES, 1200)
-
-
 def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answered(
     cluster: Cluster, client: openai.OpenAI
 ) -> None:
-    def good(id_: object, **change: object) -> bytes:
-        return request(id_, {"model": DENSE, "input": "a", **change})
-
-    lines = [
-        good("first"),
-        b"{no json",
-        b"",
-        good(None),
-        good("first"),
-        request("url", {"model": DENSE, "input": "a"}, "/v1/rerank"),
-        good("model", model="no/such-model"),
-        good("type", input={"a": 1}),
-        good("long", input="word " * 2000, truncate="NONE"),
-        request("method", {"model": DENSE, "input": "a"}, method="GET"),
-        request("no body", None),  # type: ignore[arg-type]
-        request("below", {"model": DENSE, "input": "a"}, "/v1/embeddings/x"),
-        good("last"),
-    ]
+    wrong = {"model": "no/such-model", "input": "a"}
+    lines = embeddings(2)
+    lines[1:1] = [b"{no json", b"", request(None, wrong), lines[0], request("model", wrong)]
     last = ended(cluster, client, submitted(client, lines))[-1]
-    assert (last.status, counts(last)) == ("completed", (12, 2, 10))
-    assert ids(read(client, last.output_file_id)) == ["first", "last"]
-    failed = read(client, last.error_file_id)
-    never = {row["custom_id"]: row["error"]["code"] for row in failed if row["error"] is not None}
-    refused = {row["custom_id"]: row["response"] for row in failed if row["error"] is None}
-    assert ids(failed)[:3] == [None, None, "first"]
-    assert [row["error"]["code"] for row in failed[:2]] == ["invalid_json_line", "missing_required_parameter"]
-    assert "line 4: custom_id" in failed[1]["error"]["message"], "as an editor counts"
-    assert {**never, None: ""} == {
-        None: "",
-        "first": "duplicate_custom_id",
-        "url": "mismatched_url",
-        "method": "invalid_method",
-        "no body": "missing_required_parameter",
-        "below": "invalid_url",
-    }
-    assert list(refused) == ["model", "type", "long"]
-    for id_, body in (
-        ("model", {"model": "no/such-model", "input": "a"}),
-        ("type", {"model": DENSE, "input": {"a": 1}}),
-    ):
-        direct = asked_directly(cluster, EMBEDDINGS, body)
-        error_body, shown = refused[id_]["body"], direct.json()
-        assert refused[id_]["status_code"] == direct.status_code >= 400
-        assert [error_body["error"][key] for key in ("message", "type", "param", "code")] == [
-            shown["error"][key] for key in ("message", "type", "param", "code")
-        ]
-    assert (refused["long"]["status_code"], refused["long"]["body"]["error"]["code"]) == (400, "invalid_input")
-    assert "word word" not in cluster.log(10_000)
+    assert (last.status, counts(last)) == ("completed", (6, 2, 4))
+    assert ids(read(client, last.output_file_id)) == ["r0", "r1"]
+    *never, refused = read(client, last.error_file_id)
+    assert [(row["custom_id"], row["error"]["code"], row["response"]) for row in never] == [
+        (None, "invalid_json_line", None),
+        (None, "missing_required_parameter", None),
+        ("r0", "duplicate_custom_id", None),
+    ]
+    direct = asked_directly(cluster, EMBEDDINGS, wrong)
+    assert (refused["custom_id"], refused["response"]["status_code"]) == ("model", direct.status_code)
+    assert refused["response"]["body"]["error"]["code"] == direct.json()["error"]["code"]
 
 
 @pytest.mark.parametrize(
     ("endpoint", "url", "body"),
     [
         ("/v1/encode", "/v1/encode", {"model": DENSE, "items": [{"id": "i", "text": "a"}, {"text": "b"}]}),
-        ("/v1/encode", f"/v1/encode/{DENSE}", {"items": [{"text": "a"}]}),
         (
             "/v1/score",
             "/v1/score",
@@ -262,7 +212,6 @@ def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answe
             },
         ),
         ("/v1/rerank", "/v1/rerank", {"model": "test/cross", "query": "q", "documents": ["a", "b"]}),
-        (EMBEDDINGS, EMBEDDINGS, {"model": DENSE, "input": ["a", "b"], "encoding_format": "base64"}),
     ],
 )
 def test_every_endpoint_answers_as_it_does_alone(
@@ -299,47 +248,6 @@ def assert_alike(left: Any, right: Any, name: str = "") -> None:
 # refusals
 
 
-def test_a_file_that_is_no_batch_fails_as_a_whole(cluster: Cluster, client: openai.OpenAI) -> None:
-    for lines, code, names in (
-        ([b"", b" ", b""], "empty_file", "no lines"),
-        ([b"{}"] * (MAX_LINES + 1), "too_many_items", str(MAX_LINES)),
-    ):
-        snapshots = ended(cluster, client, submitted(client, lines))
-        last = snapshots[-1]
-        assert states(snapshots) == ["validating", "failed"]
-        assert last.errors is not None
-        assert last.errors.data is not None
-        (error,) = last.errors.data
-        assert (error.code, error.param) == (code, "input_file_id")
-        assert names in str(error.message)
-        assert (last.in_progress_at, last.output_file_id, last.error_file_id) == (None, None, None)
-        assert last.failed_at is not None
-        assert counts(last) == (0, 0, 0)
-        with pytest.raises(openai.ConflictError):
-            client.batches.cancel(last.id)
-
-
-def test_a_batch_that_can_never_run_is_not_made(cluster: Cluster, client: openai.OpenAI) -> None:
-    lines = embeddings(1)
-    before = len(list(client.batches.list()))
-    for endpoint in ("/v1/chat/completions", "/v1/models", ""):
-        with pytest.raises(openai.BadRequestError) as refused:
-            submitted(client, lines, endpoint)
-        assert refused.value.param == "endpoint"
-    for window in ("1 day", "0h", "31d", "24h\n", ""):
-        with pytest.raises(openai.BadRequestError) as refused:
-            submitted(client, lines, completion_window=window)
-        assert refused.value.param == "completion_window"
-    with client_of(cluster, OTHER) as stranger:
-        file = stranger.files.create(file=("a", lines[0]), purpose="batch")
-        deleted_file = client.files.create(file=("a", lines[0]), purpose="batch")
-        client.files.delete(deleted_file.id)
-        for file_id in (file.id, deleted_file.id, "file-x", "../x"):
-            with pytest.raises(openai.NotFoundError):
-                client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
-    assert len(list(client.batches.list())) == before
-
-
 def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> None:
     new_batch = submitted(client, embeddings(3))
     with client_of(cluster, OTHER, 1) as stranger, client_of(cluster, ADMIN, 1) as admin:
@@ -359,22 +267,6 @@ def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> 
     assert {
         httpx.post(f"{jobs}/{verb}", headers=headers, timeout=60).status_code for verb in ("pause", "resume", "retry")
     } == {404}
-
-
-def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.OpenAI) -> None:
-    with client_of(cluster, OTHER) as stranger:
-        batches = [submitted(stranger, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
-        newest_first = [batch.id for batch in reversed(batches)]
-        page = stranger.batches.list(limit=2)
-        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[:2], True)
-        page = stranger.batches.list(limit=2, after=newest_first[3])
-        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[4:], False)
-        assert [entry.id for entry in stranger.batches.list(limit=2)] == newest_first, "all pages"
-        assert [(entry.metadata or {})["number"] for entry in stranger.batches.list()] == list("43210")
-        with pytest.raises(openai.NotFoundError):
-            stranger.batches.list(after="batch_x")
-        for batch in batches:
-            assert ended(cluster, stranger, batch)[-1].status == "completed"
 
 
 # batches that are cancelled or expire
@@ -421,143 +313,4 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(frail: Cluster, frail
         frail_client.batches.cancel(new_batch.id)
 
 
-@pytest.mark.timeout(300)
-def test_a_batch_that_expires_keeps_what_was_answered_and_names_the_rest(
-    frail: Cluster, frail_client: openai.OpenAI
-) -> None:
-    new_batch, adapter = held(frail, frail_client, completion_window="9s")
-    try:
-        snapshots = ended(frail, frail_client, new_batch)
-    finally:
-        os.kill(adapter, signal.SIGCONT)
-    last = snapshots[-1]
-    assert last.status == "expired"
-    assert last.expires_at == new_batch.created_at + 9
-    assert last.expired_at is not None
-    assert last.expired_at >= new_batch.created_at + 9
-    check_parts(frail_client, last, "batch_expired")
-
-
-@pytest.mark.timeout(300)
-def test_a_batch_that_expires_before_it_began_names_every_request(frail: Cluster, frail_client: openai.OpenAI) -> None:
-    (adapter, *_) = frail.pids("adapter")
-    os.kill(adapter, signal.SIGSTOP)
-    try:
-        last = ended(frail, frail_client, submitted(frail_client, embeddings(700), completion_window="3s"))[-1]
-    finally:
-        os.kill(adapter, signal.SIGCONT)
-    assert (last.status, last.output_file_id, counts(last)) == ("expired", None, (700, 0, 700))
-    assert ids(read(frail_client, last.error_file_id)) == [f"r{number}" for number in range(700)]
-
-
-# keys
-
-
-def sie_keys(frail: Cluster, *args: str) -> str:
-    result = CliRunner().invoke(main, ["keys", *args, "--data-dir", str(frail.data_dir)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
-    """Create a key, and return its id and token when all gateways know it."""
-    key_record = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
-    headers = {"authorization": f"Bearer {key_record['token']}"}
-
-    def known() -> bool:
-        return all(httpx.get(f"{url}/v1/whoami", headers=headers, timeout=10).status_code != 401 for url in frail.urls)
-
-    until(known, 60, "the gateways know the key", frail.log)
-    return key_record["id"], key_record["token"]
-
-
-def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_client: openai.OpenAI) -> None:
-    _, token = key(frail, "reads", "read")
-    file = frail_client.files.create(file=("a", embeddings(1)[0]), purpose="batch")
-    with client_of(frail, token) as reads:
-        with pytest.raises(openai.PermissionDeniedError):
-            reads.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-        with pytest.raises(openai.PermissionDeniedError):
-            reads.batches.list()
-
-
-@pytest.mark.timeout(300)
-def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster) -> None:
-    id_, token = key(frail, "ends", "infer")
-    with client_of(frail, token) as owner, client_of(frail, ADMIN) as admin:
-        new_batch = submitted(owner, embeddings(HELD_LINES))
-        until(lambda: counts(admin.batches.retrieve(new_batch.id))[1], 60, "some are answered", frail.log)
-        sie_keys(frail, "revoke", id_)
-        last = ended(frail, admin, new_batch)[-1]
-        with pytest.raises(openai.AuthenticationError):
-            owner.batches.retrieve(new_batch.id)
-        assert last.status == "failed"
-        assert last.errors is not None
-        assert last.errors.data is not None
-        assert [error.code for error in last.errors.data] == ["PERMISSION_DENIED"]
-        assert "key" in str(last.errors.data[0].message)
-        check_parts(admin, last)
-
-
 # faults
-
-
-@pytest.mark.timeout(600)
-def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
-    frail: Cluster, frail_client: openai.OpenAI, either: list[openai.OpenAI]
-) -> None:
-    """Both gateways are killed, one of which leads the batch, and the broker between them. The batch completes, and
-    each request is once in the output or in the error file.
-    """
-    lines = embeddings(MANY_LINES)
-    lines[100] = b"{no json"
-    lines[200] = lines[199]
-    (adapter,) = frail.pids("adapter")
-    new_batch = submitted(frail_client, lines)
-    completed = 0
-
-    def looked() -> Batch | None:
-        for client in either:
-            try:
-                return client.batches.retrieve(new_batch.id)
-            except (openai.APIConnectionError, openai.InternalServerError):
-                continue
-        return None
-
-    def further() -> bool:
-        batch = looked()
-        assert batch is None or batch.status not in ENDED, "it ended before all faults"
-        return batch is not None and counts(batch)[1] > completed + SHARD_LINES
-
-    for role in ("gateway", "nats-server", "gateway"):
-        until(further, 60, f"some are answered before the next fault: {role}", frail.log)
-        os.kill(adapter, signal.SIGSTOP)  # else a fast machine answers all before the last fault
-        try:
-            batch = looked()
-            assert batch is not None
-            completed = counts(batch)[1]
-            pid = frail.pids(role)[0]  # the oldest: never the gateway that the first fault restarted
-            os.kill(pid, signal.SIGKILL)
-            until(lambda: ready(frail), 60, "both gateways serve", frail.log)
-        finally:
-            os.kill(adapter, signal.SIGCONT)
-
-    def last() -> Batch | None:
-        batch = looked()
-        return batch if batch is not None and batch.status in ENDED else None
-
-    final_batch = until(last, 240, "the batch ends", lambda: (looked(), frail.log(200)))
-    assert isinstance(final_batch, Batch)
-    assert (final_batch.status, counts(final_batch)) == ("completed", (MANY_LINES, MANY_LINES - 2, 2))
-    until(lambda: ready(frail), 60, "both gateways serve", frail.log)
-    answered, failed = read(frail_client, final_batch.output_file_id), read(frail_client, final_batch.error_file_id)
-    expected = [f"r{number}" for number in range(MANY_LINES) if number not in (100, 200)]
-    assert ids(answered) == expected
-    assert ids(failed) == [None, "r199"]
-
-
-def ready(frail: Cluster) -> bool:
-    try:
-        return all(httpx.get(f"{url}/readyz", timeout=10).status_code == 200 for url in frail.urls)
-    except httpx.HTTPError:
-        return False

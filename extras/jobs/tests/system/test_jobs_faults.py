@@ -1,130 +1,22 @@
-"""Faults while a job runs: no row is lost, every fault is named, and every row that can be answered is. The adapter is
-the one with fixed costs, the rest is real.
+"""Commands of the owner of a job, and keys that are revoked or have a quota. The adapter is the one with fixed costs,
+the rest is real.
 """
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import time
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from cluster import until
 from job_client import JobClient, jsonl
-from job_stack import (
-    GROUP,
-    MODEL,
-    SLOW,
-    TEXT,
-    computed,
-    config,
-    entry,
-    fingerprint,
-    ids,
-    rows_of,
-    running,
-    serving,
-    shown,
-)
+from job_stack import GROUP, MODEL, SLOW, TEXT, ids, rows_of, running, shown
 from stack import Stack
 
 from sie_cli.main import main
 
 pytestmark = GROUP
-
-
-@contextmanager
-def mounted(place: Path, options: str) -> Iterator[None]:
-    """Mount a file system in memory."""
-    place.mkdir()
-    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode:
-        pytest.skip("this user may not mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", place], check=True)
-
-
-@pytest.fixture
-def small(job_folder: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    with mounted(job_folder / "small", "size=1m"):
-        yield job_folder / "small"
-
-
-def fill(place: Path) -> Path:
-    """Write a file that takes all room except for one page, which the mark of the folder's job needs."""
-    filler = place / "filler"
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while file.write(b"x" * 4096):
-                pass
-        except OSError:
-            file.truncate(filler.stat().st_size - resource.getpagesize())
-            return filler
-    raise AssertionError("the disk has no end")
-
-
-def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
-    job_cluster: Stack, jobs: JobClient, small: Path
-) -> None:
-    """While no part fits, the job says so. When there is room, the job completes, and nothing is computed twice. A job
-    whose disk stays full can be paused, resumed and cancelled.
-    """
-    filler = fill(small)
-    file = jobs.upload("rows.jsonl", jsonl(rows_of(300)))
-    source, output = {"file": file, **TEXT}, {"url": f"file://{small}/", "format": "jsonl"}
-    before = computed(job_cluster)
-    job = jobs.submit(MODEL, source, output=output, shard_rows=100)
-    waiting = jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    assert "the store has no space for the object" in shown(job_cluster, job["id"])
-    assert (waiting["state"], waiting["counts"]["shards_done"]) == ("running", 0)
-    filler.unlink()
-    done = jobs.done(job["id"])
-    assert (done["counts"]["done"], done["counts"]["failed"], done.get("trouble")) == (300, 0, None)
-    assert computed(job_cluster) - before == 300, "nothing is computed again"
-    assert [row["id"] for row in jobs.rows(job["id"])] == ids("rows.jsonl", 300)
-    assert sorted(path.name for path in small.iterdir()) == [
-        ".sie-job",
-        "manifest.json",
-        *(f"part-0000{n}.jsonl" for n in range(3)),
-    ]
-    for path in small.iterdir():
-        path.unlink()
-    fill(small)
-    job = jobs.submit(MODEL, source, output=output, shard_rows=100)
-    jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    jobs.steer(job["id"], "pause")
-    jobs.reaches(job["id"], "paused")
-    jobs.steer(job["id"], "resume")
-    jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    jobs.steer(job["id"], "cancel")
-    assert jobs.reaches(job["id"], "cancelled")["counts"]["failed"] == 0
-    assert sorted(path.name for path in small.iterdir()) == [".sie-job", "filler"]
-
-
-def test_a_manifest_that_finds_no_room_is_told_and_is_written_when_there_is_room(
-    job_cluster: Stack, jobs: JobClient, job_folder: Path
-) -> None:
-    """A disk has 21 pages. A job has written 20 parts of one page and waits, because its manifest needs more.
-    test_jobs_run.py cancels such a job: there the last attempts take less than a minute.
-    """
-    file = jobs.upload("rows.jsonl", jsonl(rows_of(20)))
-    disk = job_folder / "disk"
-    with mounted(disk, f"size={21 * resource.getpagesize()}"):
-        output = {"url": f"file://{disk}/", "format": "jsonl"}
-        job = jobs.submit(MODEL, {"file": file, **TEXT}, output=output, shard_rows=1)["id"]
-        waiting = jobs.trouble(job, "STORE_UNAVAILABLE")
-        assert (waiting["state"], waiting["counts"]["done"]) == ("finalizing", 20)
-        assert "the store has no space for the object" in shown(job_cluster, job)
-        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
-        jobs.done(job)
-        assert (disk / "manifest.json").is_file()
-        assert len(list(disk.glob("part-*"))) == 20
 
 
 def key(job_cluster: Stack, name: str, *options: str) -> str:
@@ -171,103 +63,26 @@ def test_a_row_that_is_larger_than_the_quota_of_its_key_does_not_stop_the_others
         assert "its key may use 300 per minute" in errors[1]
 
 
-def test_files_that_are_deleted_or_rewritten_in_the_middle_are_named_and_the_others_are_answered(
-    job_cluster: Stack, jobs: JobClient, job_folder: Path
-) -> None:
-    files = {f"{letter}.jsonl": jsonl(rows_of(60, word=letter)) for letter in "abcdefgh"}
-    for name, data in files.items():
-        (job_folder / name).write_bytes(data)
-    job = jobs.submit(MODEL, {"url": f"file://{job_folder}/", **TEXT}, **{**SLOW, "shard_rows": 60})
-    running(jobs, job, 1)
-    (job_folder / "g.jsonl").unlink()
-    (job_folder / "h.jsonl").write_bytes(jsonl(rows_of(60, word="other")))
-    done = jobs.done(job["id"])
-    assert done["counts"]["shards_failed"] == 2
-    assert done["errors"] == {"INVALID_INPUT": 120}
-    assert done["broken"] == [
-        "g.jsonl: there is no such object",
-        "h.jsonl: the object has changed since the job was planned",
-    ]
-    assert all(line in shown(job_cluster, job["id"]) for line in done["broken"])
-    assert jobs.manifest(job["id"])["broken"] == done["broken"]
-    assert [row["id"] for row in jobs.rows(job["id"])] == [own for name in "abcdef" for own in ids(f"{name}.jsonl", 60)]
-    (job_folder / "g.jsonl").write_bytes(files["g.jsonl"])
-    again = jobs.reaches(jobs.steer(job["id"], "retry", 201)["id"], "failed")
-    assert (again["counts"]["rows"], again["counts"]["done"]) == (120, 120), "exactly these rows"
-    assert again["error"]["message"] == "g.jsonl: the object has changed since the job was planned"
-
-
-def test_a_job_pauses_when_its_model_changes_and_completes_when_it_is_rolled_back(
-    job_cluster: Stack, jobs: JobClient
-) -> None:
-    with serving(job_cluster, jobs, "toy/changing") as before:
-        file = jobs.upload("rows.jsonl", jsonl(rows_of(400)))
-        job = jobs.submit("toy/changing", {"file": file, **TEXT}, **SLOW)
-        running(jobs, job)
-        config(job_cluster, "PUT", "toy/changing", entry("toy/changing", max_tokens=400))
-        paused = jobs.reaches(job["id"], "paused")
-        assert paused["error"]["code"] == "MODEL_CHANGED"
-        assert "toy/changing changed while the job ran" in shown(job_cluster, job["id"])
-        assert fingerprint(jobs, "toy/changing") != before
-        jobs.steer(job["id"], "resume")
-        assert jobs.reaches(job["id"], "paused")["error"]["code"] == "MODEL_CHANGED", "it still is another model"
-        config(job_cluster, "PUT", "toy/changing", entry("toy/changing"))
-        until(lambda: fingerprint(jobs, "toy/changing") == before, 60, "the model is back")
-        jobs.steer(job["id"], "resume")
-        done = jobs.done(job["id"])
-        assert (done["counts"]["done"], done["counts"]["failed"], done["fingerprint"]) == (400, 0, before)
-        assert jobs.manifest(job["id"])["fingerprint"] == before
-        assert [row["id"] for row in jobs.rows(job["id"])] == ids("rows.jsonl", 400)
-
-
-def test_a_job_pauses_when_its_model_is_removed_and_goes_on_when_it_is_back(
-    job_cluster: Stack, jobs: JobClient
-) -> None:
-    with serving(job_cluster, jobs, "toy/gone"):
-        file = jobs.upload("rows.jsonl", jsonl(rows_of(400)))
-        job = jobs.submit("toy/gone", {"file": file, **TEXT}, **SLOW)
-        running(jobs, job)
-        config(job_cluster, "DELETE", "toy/gone")
-        paused = jobs.reaches(job["id"], "paused")
-        assert paused["error"]["code"] == "MODEL_NOT_FOUND"
-        assert "toy/gone" in shown(job_cluster, job["id"])
-        config(job_cluster, "POST", body=entry("toy/gone"))
-        until(lambda: fingerprint(jobs, "toy/gone"), 60, "the model is back")
-        jobs.steer(job["id"], "resume")
-        assert jobs.done(job["id"])["counts"]["done"] == 400
-
-
-def test_a_retry_asks_exactly_the_rows_that_failed(job_cluster: Stack, jobs: JobClient) -> None:
-    """The rows are too long for the model, whose entry then allows them."""
-    with serving(job_cluster, jobs, "toy/short", max_tokens=30):
-        texts = [
-            f"row {number}" + (" that is longer than thirty tokens" if number % 10 == 3 else "") for number in range(50)
-        ]
-        file = jobs.upload("rows.jsonl", jsonl([{"text": text} for text in texts]))
-        job = jobs.submit("toy/short", {"file": file, **TEXT}, params={"truncate": "NONE"}, shard_rows=20)
-        first = jobs.done(job["id"])
-        assert (first["counts"]["failed"], first["errors"]) == (5, {"INVALID_INPUT": 5})
-        failed = [row["id"] for row in jobs.rows(job["id"]) if row["error"]]
-        assert failed == [f"rows.jsonl#{number}" for number in range(3, 50, 10)]
-        config(job_cluster, "PUT", "toy/short", entry("toy/short"))
-
-        def allowed() -> bool:
-            body = {"items": [texts[3]], "params": {"truncate": "NONE"}}
-            slots = jobs.ask("POST", "/v1/encode/toy/short", json=body, status=200)["items"]
-            return "error" not in slots[0]
-
-        until(
-            lambda: (
-                jobs.http.post(
-                    "/v1/encode/toy/short", json={"items": [texts[3]], "params": {"truncate": "NONE"}}
-                ).status_code
-                == 200
-                and allowed()
-            ),
-            30,
-            "the model takes them",
-        )
-        again = jobs.done(jobs.steer(job["id"], "retry", 201)["id"])
-        assert (again["counts"]["rows"], again["counts"]["failed"]) == (5, 0)
-        assert [row["id"] for row in jobs.rows(again["id"])] == failed
-        assert jobs.steer(again["id"], "retry", 409)["error"]["code"] == "CONTENT_CONFLICT"
+def test_a_job_is_paused_resumed_cancelled_and_deleted(jobs: JobClient, job_folder: Path) -> None:
+    file = jobs.upload("rows.jsonl", jsonl(rows_of(1000)))
+    job = jobs.submit(MODEL, {"file": file, **TEXT}, output={"url": f"file://{job_folder}/out/"}, **SLOW)
+    running(jobs, job)
+    assert "error" in jobs.ask("DELETE", f"/v1/jobs/{job['id']}", 409)
+    jobs.steer(job["id"], "pause")
+    paused = jobs.reaches(job["id"], "paused")
+    assert paused["error"] is None
+    parts = sorted((job_folder / "out").iterdir())
+    time.sleep(1.5)  # enough time for five shards
+    assert jobs.show(job["id"])["counts"] == paused["counts"]
+    assert sorted((job_folder / "out").iterdir()) == parts
+    jobs.steer(job["id"], "resume")
+    until(lambda: jobs.show(job["id"])["counts"]["done"] > paused["counts"]["done"] + 20, 60, "it goes on")
+    jobs.steer(job["id"], "cancel")
+    cancelled = jobs.reaches(job["id"], "cancelled")
+    assert 0 < cancelled["counts"]["done"] < 1000
+    assert jobs.steer(job["id"], "resume", 409)["error"]["code"] == "CONTENT_CONFLICT"
+    manifest = json.loads((job_folder / "out" / "manifest.json").read_bytes())
+    assert (manifest["state"], manifest["rows"]) == ("cancelled", len(jobs.rows(job["id"])))
+    assert manifest["rows"] == cancelled["counts"]["done"]
+    assert jobs.ask("DELETE", f"/v1/jobs/{job['id']}")["deleted"]
+    assert (job_folder / "out" / "manifest.json").exists(), "what it wrote elsewhere stays"

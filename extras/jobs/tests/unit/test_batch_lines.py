@@ -75,28 +75,11 @@ def test_every_request_is_in_one_part_however_the_bytes_come(
     assert list(plan.repeated) == repeated
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [2, 4]])
-def test_a_byte_order_mark_belongs_to_no_line(cuts: list[int]) -> None:
-    text = b"\xef\xbb\xbf" + orjson.dumps(GOOD) + b"\r\n" + orjson.dumps({**GOOD, "custom_id": "b"})
-    (span,) = planned(text, cuts).spans
-    lines = requests_of(text[span.start : span.end], span)
-    assert [read(line, number, "/v1/embeddings", is_repeated=False).custom_id for number, line in lines] == ["a", "b"]
-    with pytest.raises(InvalidInput, match="no lines"):
-        planned(b"\xef\xbb\xbf\n", cuts)
-
-
 def test_a_part_is_bounded_in_lines_and_in_bytes() -> None:
     plan = planned(b"{}\n" * (SHARD_LINES + 1), [])
     assert plan.rows == (SHARD_LINES, 1)
     large = b'"' + b"x" * (SHARD_BYTES // 2) + b'"\n'
     assert planned(large * 5, [7]).rows == (2, 2, 1)
-
-
-def test_a_part_is_bounded_in_inputs_of_its_requests() -> None:
-    line = json.dumps({**GOOD, "body": {"model": "m", "input": ["a"] * 2048}}).encode() + b"\n"
-    cut = BatchCut("file")
-    cut.feed(line * 7)
-    assert [span.rows for span in cut.plan().spans] == [2, 2, 2, 1]
 
 
 def test_as_many_lines_as_openai_takes_and_no_more() -> None:
@@ -134,13 +117,6 @@ def test_what_is_wrong_with_a_line_is_named(change: dict[str, object], code: str
     with pytest.raises(BadLine, match=f"line 8: {names}: ") as caught:
         read(json.dumps({**GOOD, **change}).encode(), 7, "/v1/embeddings", is_repeated=False)
     assert caught.value.code == code
-
-
-@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"7", b"\xff", b"NaN"])
-def test_a_line_that_is_no_map_is_no_request(line: bytes) -> None:
-    with pytest.raises(BadLine) as caught:
-        read(line, 0, "/v1/embeddings", is_repeated=False)
-    assert caught.value.code == "invalid_json_line"
 
 
 def test_a_request_is_read() -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import io
 import json
-import zipfile
-from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import dataset, parquet
+from pyarrow import parquet
 
-from sie_bulk_jobs.datasets.answers import About, RowAnswer, Shard, most_frequent, shard_of
-from sie_bulk_jobs.datasets.parts import PartFault, encode, inspect, outcomes, part_name
+from sie_bulk_jobs.datasets.answers import About, RowAnswer, Shard, shard_of
+from sie_bulk_jobs.datasets.parts import PartFault, encode, inspect, outcomes
 from sie_bulk_jobs.datasets.rows import InputRow
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import ErrorInfo
@@ -92,12 +88,6 @@ def test_dense_vectors_are_exact_in_each_format(dtype: str) -> None:
             assert values == [None if number is None else pytest.approx(number) for number in expected]
         else:
             assert name not in table.column_names
-
-
-def test_float32_is_written_to_json_so_that_it_is_read_back_bit_for_bit() -> None:
-    vector = RANDOM.standard_normal(256).astype(np.float32)
-    (line,) = lines_of(encode(shard([RowAnswer(arrays={"dense": vector})]), "jsonl"))
-    assert np.array_equal(np.array(line["dense"], np.float32), vector)
 
 
 def test_ragged_outputs_keep_their_rows() -> None:
@@ -259,14 +249,6 @@ def test_encode_writes_page_and_heading_of_the_first_word_of_a_chunk_of_a_docume
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_outcomes_reads_a_column_named_chunk_that_was_kept(kind: OutputFormat) -> None:
-    own = [InputRow(name, copied={"chunk": value}) for name, value in (("a", 3), ("b", 0))]
-    data = encode(shard_of(ABOUT, own, [RowAnswer(tokens=2), RowAnswer(tokens=1)], ("chunk",)), kind)
-    assert [(row.id, row.tokens) for row in outcomes(data, kind)] == [("a", 2), ("b", 1)]
-    assert inspect(data, kind).rows == 2
-
-
-@pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
     data = encode(shard(dense("float32")), kind)
     foreign = io.BytesIO()
@@ -275,33 +257,6 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
         if kind != "jsonl" or wrong:  # an empty file is a part without rows
             with pytest.raises(PartFault):
                 inspect(wrong, kind)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_bytes_that_no_reader_understands_are_a_fault_of_the_part(kind: OutputFormat) -> None:
-    data = encode(shard(dense("float32")), kind)
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("about.json", b"{}" * 100)
-        file.writestr("rows.jsonl", b"{}" * 100)
-    squeezed = bytearray(archive.getvalue())
-    squeezed[squeezed.index(b"about.json") + len("about.json")] ^= 0xFF
-    squeezed[squeezed.index(b"rows.jsonl") + len("rows.jsonl")] ^= 0xFF
-    for wrong in (b"junk", data[: len(data) // 2], bytes(squeezed), b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}\n"):
-        for read in (inspect, outcomes):
-            with pytest.raises(PartFault):
-                read(wrong, kind)
-
-
-@pytest.mark.parametrize(("member", "read"), [("about.json", inspect), ("rows.jsonl", outcomes)])
-def test_a_part_whose_header_leads_behind_its_end_is_a_fault(member: str, read: Callable[..., object]) -> None:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr(member, b"{}")
-    damaged = bytearray(archive.getvalue())
-    damaged[damaged.index(member.encode()) - 1] = 0xFF  # length of the fields between the header and the data
-    with pytest.raises(PartFault):
-        read(bytes(damaged), "npy")
 
 
 # nested deeper than readers of Parquet allow
@@ -341,27 +296,6 @@ def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: Any, format:
         assert [line["c"] for line in lines] == json.loads(msgspec.json.encode(values))
 
 
-@pytest.mark.parametrize("values", [[1, 2], [1.5, 2.5], ["a", "b"], [True, False], [[1], [2]], [{"a": 1}, {}]])
-@pytest.mark.parametrize("null_first", [True, False])
-def test_a_column_that_is_null_in_a_whole_part_does_not_keep_the_parts_from_being_read_together(
-    tmp_path: Path, values: list[Any], null_first: bool
-) -> None:
-    columns: list[list[Any]] = [[None, None], values] if null_first else [values, [None, None]]
-    for number, column in enumerate(columns):
-        own = [InputRow(f"{number}-{at}", copied={"c": value}) for at, value in enumerate(column)]
-        data = encode(shard_of(ABOUT, own, dense("float32")[2:4], ("c",)), "parquet")
-        (tmp_path / f"part-0000{number}.parquet").write_bytes(data)
-    parts = dataset.dataset(tmp_path)
-    schema = pa.unify_schemas([part.physical_schema for part in parts.get_fragments()])
-    table = dataset.dataset(tmp_path, schema=schema).to_table()
-    copied = [msgspec.json.encode(value).decode() if isinstance(value, dict) else value for value in values]
-    assert table["c"].to_pylist() in ([None, None, *copied], [*copied, None, None])
-    tables = [parquet.read_table(path) for path in sorted(tmp_path.iterdir())]
-    assert pa.concat_tables(tables, promote_options="default").equals(table)
-    if not null_first:
-        assert parts.to_table().equals(table)
-
-
 def test_vectors_that_do_not_fit_together_are_refused() -> None:
     wrong = [RowAnswer(arrays={"dense": np.zeros(width, np.float32)}) for width in (4, 5)]
     with pytest.raises(ValueError, match="dense"):
@@ -369,18 +303,3 @@ def test_vectors_that_do_not_fit_together_are_refused() -> None:
     wrong = [RowAnswer(arrays={"multivector": np.zeros((2, width), np.float32)}) for width in (4, 5)]
     with pytest.raises(ValueError, match="multivector"):
         shard(wrong)
-
-
-def test_names_of_parts_sort_by_number() -> None:
-    assert part_name(12, 100, "parquet") == "part-00012.parquet"
-    assert part_name(12, 100_001, "npy") == "part-000012.npz"
-    names = [part_name(number, 1_000_001, "jsonl") for number in (0, 9, 10, 99_999, 100_000, 1_000_000)]
-    assert names == sorted(names)
-
-
-def test_codes_are_counted_apart_up_to_a_bound() -> None:
-    codes = ["A"] * 3 + [f"C{number}" for number in range(30)]
-    counts = most_frequent(Counter(codes))
-    assert counts["A"] == 3
-    assert len(counts) == 21
-    assert sum(counts.values()) == 33

@@ -11,29 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import obstore
 import pyarrow as pa
 import pytest
-from object_stores import BUCKET
 from object_stores import Place as Bucket
 from pyarrow import parquet
 
 from sie_bulk_jobs.datasets import manifests, plans, rows
 from sie_bulk_jobs.datasets.answers import About, RowAnswer, shard_of
-from sie_bulk_jobs.datasets.formats import MANIFEST
 from sie_bulk_jobs.datasets.parts import encode
 from sie_bulk_jobs.datasets.places import Place
 from sie_bulk_jobs.datasets.rows import InputRow
-from sie_bulk_jobs.datasets.shards import PartDamaged, bytes_of, claim, existing, pieces_of, put_once
+from sie_bulk_jobs.datasets.shards import PartDamaged, claim, existing, pieces_of, put_once
 from sie_bulk_jobs.file_objects import FileObjects
 from sie_bulk_jobs.gateway.storage import JobStorage
 from sie_contracts.api.jobs import JobInput, JobManifest, OutputFormat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_store import durable
-from sie_store.object_stores import PIECE_BYTES, AccessRefused, ObjectMissing, RetryPolicy, StoreError
+from sie_store.object_stores import PIECE_BYTES, ObjectMissing, RetryPolicy, StoreError
 
 NAME = "part-00000.parquet"
 FAST = RetryPolicy(tries=3, pause_s=0.001)
@@ -119,17 +116,6 @@ async def test_a_put_whose_answer_is_lost_is_taken_over(url: str, monkeypatch: p
     assert (lost, record.sha256) == (1, hashlib.sha256(data).hexdigest())
 
 
-async def test_a_put_that_fails_is_an_error_and_leaves_no_part(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refused(*_: Any, **__: Any) -> Any:
-        raise OSError("connection refused")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(obstore, "put_async", refused)
-        with pytest.raises(StoreError):
-            await put_once(replace(output(url), patience=FAST), NAME, part(), "parquet")
-    assert await existing(output(url), NAME, "parquet") is None
-
-
 async def test_an_object_that_is_no_part_is_neither_taken_over_nor_replaced(url: str) -> None:
     place = output(url)
     obstore.put(place.store, f"out/{NAME}", b"of somebody else")
@@ -138,14 +124,6 @@ async def test_an_object_that_is_no_part_is_neither_taken_over_nor_replaced(url:
     with pytest.raises(PartDamaged):
         await put_once(place, NAME, part(), "parquet")
     assert bytes(obstore.get(place.store, f"out/{NAME}").bytes()) == b"of somebody else"
-
-
-async def test_a_manifest_is_replaced_by_the_same_step_again(url: str) -> None:
-    place = output(url)
-    for rows_of_it in (1, 2):
-        manifest = msgspec.structs.replace(EMPTY, rows=rows_of_it)
-        await manifests.write(place, manifest)
-        assert msgspec.json.decode(await bytes_of(place, MANIFEST), type=JobManifest) == manifest
 
 
 async def one_piece() -> AsyncIterator[bytes]:
@@ -210,42 +188,6 @@ async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:
     assert [row.text for row in await rows.read(file_place, single[0], source)] == texts[:2500]
 
 
-async def test_an_empty_object_that_stands_for_a_folder_is_no_input(faulty: Bucket) -> None:
-    """Consoles of buckets write such objects. A listing names them without the slash at their end."""
-    prefix = f"{faulty.server.url}/{BUCKET}/{faulty.url.partition(BUCKET)[2].strip('/')}"
-    async with httpx.AsyncClient(trust_env=False) as client:
-        for folder in ("in/", "in/more/"):
-            (await client.put(f"{prefix}/{folder}")).raise_for_status()
-    faulty.put("in/more/rows", b'{"t": "a"}\n')
-    place, source = Place.opened(f"{faulty.url}/in/", (faulty.url,)), JobInput(url="u/", text="{t}", format="jsonl")
-    planned = [entry async for entry in plans.plan(place, source, 10)]
-    assert [[span.source for span in entry] if isinstance(entry, list) else entry for entry in planned] == [
-        ["more/rows"]
-    ]
-
-
-async def test_claim_takes_an_output_folder_whose_own_empty_object_is_named_like_a_part(faulty: Bucket) -> None:
-    prefix = f"{faulty.server.url}/{BUCKET}/{faulty.url.partition(BUCKET)[2].strip('/')}"
-    async with httpx.AsyncClient(trust_env=False) as client:
-        (await client.put(f"{prefix}/part-1/")).raise_for_status()
-    await claim(Place.opened(f"{faulty.url}/part-1", (faulty.url,), is_output=True), "job-1")
-
-
-async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listing of the images has several pages, and spans begin anywhere in it."""
-    monkeypatch.setattr(plans, "LISTED_AT_ONCE", 10)
-    store = output(url).store
-    names = [f"{number:03d}.png" for number in range(110)]
-    for name in names:
-        await obstore.put_async(store, f"in/{name}", name.encode())
-    place, source = Place.opened(f"{url}/in/", (url,)), JobInput(url="u/", format="images")
-    planned = [entry async for entry in plans.plan(place, source, 40)]
-    spans = [span for entry in planned if isinstance(entry, list) for span in entry]
-    assert [span.rows for span in spans] == [40, 40, 30]
-    input_rows = [row for span in (spans[1], spans[2]) for row in await rows.read(place, span, source)]
-    assert [(row.id, row.images) for row in input_rows] == [(name, (name.encode(),)) for name in names[40:]]
-
-
 async def test_an_object_that_changes_while_it_is_read_is_refused(url: str) -> None:
     store = output(url).store
     obstore.put(store, "in/a.jsonl", b'{"t": "old"}\n')
@@ -260,21 +202,6 @@ async def test_an_object_that_changes_while_it_is_read_is_refused(url: str) -> N
     with pytest.raises(rows.InvalidInput) as caught:
         await rows.read(place, planned[0], source)
     assert caught.value.reason == "input_missing"
-
-
-async def test_a_store_that_refuses_is_an_error_of_the_store_and_not_of_an_object(
-    moto: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = Bucket.at(moto, monkeypatch)
-    place = Place.opened(f"{bucket.url}/in/", (bucket.url,))
-    obstore.put(place.store, "in/a.jsonl", b"{}\n")
-
-    async def refused(*_: Any, **__: Any) -> Any:
-        raise PermissionError("status code: 403")
-
-    monkeypatch.setattr(obstore, "head_async", refused)
-    with pytest.raises(AccessRefused):
-        _ = [entry async for entry in plans.plan(replace(place, patience=FAST), JobInput(url="u/", text="{t}"), 10)]
 
 
 @pytest.fixture
@@ -317,19 +244,3 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing_under_the_name_of_a_pa
     filler.unlink()
     record = await put_once(replace(place, patience=FAST), NAME, large, "parquet")
     assert record.sha256 == hashlib.sha256((small_disk / "out" / NAME).read_bytes()).hexdigest()
-
-
-async def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
-    place = output(str(tmp_path))
-    (tmp_path / "out").write_text("in its place")
-    with pytest.raises(StoreError) as caught:
-        await put_once(replace(place, patience=FAST), NAME, part(), "parquet")
-    assert not isinstance(caught.value, ObjectMissing)
-
-
-async def test_a_folder_whose_disk_is_away_is_a_failure_that_may_disappear(tmp_path: Path) -> None:
-    place = output(str(tmp_path / "disk"))
-    (tmp_path / "disk").rmdir()
-    with pytest.raises(StoreError, match="folder of the store cannot be read") as caught:
-        await put_once(place, NAME, part(), "parquet")
-    assert type(caught.value) is StoreError, "a job waits and tries again"

@@ -33,16 +33,8 @@ from sie_bulk_jobs.gateway.files import (
 )
 from sie_bulk_jobs.gateway.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_bulk_jobs.records import FileRecord
-from sie_contracts.errors import (
-    InvalidInput,
-    NotFound,
-    PayloadTooLarge,
-    QueueUnavailable,
-    RateLimited,
-    ResourceExhausted,
-)
+from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.wire import topology
-from sie_gateway.http.form import SLICE_BYTES, Form
 from sie_store.object_stores import RESERVE_SHARE, ObjectMissing, StoreFull
 from sie_store.payloads import open_store
 
@@ -111,28 +103,6 @@ def records(server: MemoryServer) -> list[FileRecord]:
 # forms
 
 
-async def test_a_form_that_is_slow_to_parse_leaves_others_their_turn() -> None:
-    """The file is full of bytes that look like the boundary."""
-    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-    false = b"\r\n--xy" * 50_000
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def sent() -> AsyncIterator[bytes]:
-        yield head + false + b"\r\n--x--\r\n"
-
-    counting = asyncio.create_task(count())
-    pieces = [piece async for piece in Form("multipart/form-data; boundary=x").file(sent())]
-    counting.cancel()
-    assert b"".join(pieces) == false
-    assert turns >= len(false) // SLICE_BYTES
-
-
 @pytest.mark.parametrize("first", ["fields", "file"])
 async def test_fields_may_stand_before_the_file_and_behind_it(gateway: GatewayProcess, first: str) -> None:
     fields = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\njobs\r\n'
@@ -196,25 +166,6 @@ async def test_what_is_wrong_in_a_form_is_named_and_nothing_of_it_stays(
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        (b"no form", "Expected boundary character"),
-        (FILE.replace(b'"a"', b'"' + b"a" * 9000 + b'"') + PURPOSE + END, "Maximum header size exceeded"),
-        (FILE.replace(b"\r\n\r\n", b"\r\n" + b"A: b\r\n" * 20 + b"\r\n") + END, "Maximum header count exceeded"),
-    ],
-)
-def test_the_error_of_a_form_has_the_reason_of_the_parser(body: bytes, why: str) -> None:
-    with pytest.raises(InvalidInput, match=why):
-        Form("multipart/form-data; boundary=x").whole(body)
-
-
-@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", ""])
-async def test_another_content_type_is_refused(gateway: GatewayProcess, kind: str) -> None:
-    answer = await gateway.client.post(PATH, content=b"{}", headers={"content-type": kind, **by(ONE)})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Content-Type")
-
-
 # owners and lists
 
 
@@ -276,21 +227,6 @@ async def test_a_list_comes_in_pages_in_either_order(gateway: GatewayProcess) ->
 async def test_a_wrong_parameter_of_the_list_is_named(gateway: GatewayProcess, query: str) -> None:
     answer = await gateway.client.get(f"{PATH}?{query}", headers=by(ONE))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
-
-
-async def test_another_gateway_has_a_file_at_once(cluster: InProcess, gateway: GatewayProcess, tmp_path: Path) -> None:
-    second_gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
-    file_id = (await uploaded(gateway, b"abc")).json()["id"]
-    assert (await second_gateway.client.get(f"{PATH}/{file_id}/content", headers=by(ONE))).content == b"abc"
-    head = await second_gateway.client.head(f"{PATH}/{file_id}/content", headers=by(ONE))
-    assert (head.status_code, head.headers["content-length"], head.content) == (200, "3", b"")
-
-
-async def test_without_a_store_the_setting_is_named(cluster: InProcess) -> None:
-    gateway = await cluster.gateway()
-    for answer in (await uploaded(gateway), await gateway.client.get(PATH)):
-        assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
-        assert "SIE_PAYLOAD_STORE_URL" in answer.json()["error"]["message"]
 
 
 # limits
@@ -361,34 +297,6 @@ async def pieces(count: int = 1, size: int = 1) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "setting"),
-    [
-        ({"of_key": RecordUse(2, 1 << 20)}, "SIE_FILES_PER_KEY"),
-        ({"in_all": RecordUse(2, 1 << 20)}, "SIE_MAX_FILES"),
-        ({"of_key": RecordUse(9, 250)}, "SIE_FILES_BYTES_PER_KEY"),
-        ({"in_all": RecordUse(9, 250)}, "SIE_MAX_FILES_BYTES"),
-    ],
-)
-async def test_files_have_bounds_of_a_key_and_of_all(
-    limits: dict[str, RecordUse], setting: str, cluster: InProcess, tmp_path: Path
-) -> None:
-    """A refused upload leaves nothing. A removed file makes room. A batch output counts, and passes the bound."""
-    store = await store_of(cluster, tmp_path / "store", usage=file_usage(**limits))
-    first = await store.receive("one", pieces(1, 100), about)
-    output = await store.create("one", FileDescription("b", "batch_output"), pieces(1, 100), new_id())
-    with pytest.raises(RateLimited, match=rf"\({setting}\): delete some") as caught:
-        await store.receive("one", pieces(2, 50), about)
-    assert (caught.value.reason, caught.value.retry_after_s) == ("files", 60)
-    assert len(objects(tmp_path)) == len(records(cluster.server)) == 2
-    if "of_key" in limits:
-        await store.remove(await store.receive("two", pieces(1, 100), about))
-    await store.create("one", FileDescription("c", "batch_output"), pieces(1, 100), new_id())
-    await store.remove(first)
-    await store.remove(output)
-    assert (await store.receive("one", pieces(1, 100), about)).bytes == 100
-
-
-@pytest.mark.parametrize(
     ("setting", "limit", "accepted"),
     [
         ("SIE_FILES_PER_KEY", 2, [200, 200, 429]),
@@ -410,14 +318,6 @@ async def test_a_gateway_bounds_files_by_its_settings(
     assert setting in body["error"]["message"]
     expected = 200 if "PER_KEY" in setting else 429
     assert (await uploaded(gateway, bytes(600 << 10), token=OTHER)).status_code == expected
-
-
-async def test_a_further_gateway_counts_what_others_stored(cluster: InProcess, tmp_path: Path) -> None:
-    store = await store_of(cluster, tmp_path / "store")
-    await store.receive("one", pieces(1, 100), about)
-    second_store = await store_of(cluster, tmp_path / "store", usage=file_usage(RecordUse(1, 1 << 20)))
-    with pytest.raises(RateLimited, match="this key may have at most 1 files"):
-        await second_store.receive("one", pieces(), about)
 
 
 async def test_uploads_of_a_key_take_neither_the_places_of_others_nor_those_of_outputs(
@@ -517,50 +417,7 @@ def disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-async def test_writers_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
-    """Each check counts the bytes that other writers hold and have not yet written to the disk."""
-    folder = tmp_path / "disk"
-    with disk(folder, "120m"):
-        files = open_files(str(folder))
-        assert files is not None
-        reserve = int(shutil.disk_usage(folder).total * RESERVE_SHARE)
-        least = shutil.disk_usage(folder).free
-
-        async def data() -> AsyncIterator[bytes]:
-            nonlocal least
-            async for piece in pieces(120, 1 << 20):
-                least = min(least, shutil.disk_usage(folder).free)
-                yield piece
-
-        puts = [files.put(f"file-{number}", data(), 60) for number in range(UPLOADS_AT_ONCE)]
-        results = await asyncio.gather(*puts, return_exceptions=True)
-        assert {type(result) for result in results} == {StoreFull}
-        assert least >= 2 * reserve
-
-
-async def test_payloads_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
-    with disk(tmp_path / "disk", "120m"):
-        payloads = open_store(str(tmp_path / "disk"))
-        assert payloads is not None
-        sent = [payloads.put(bytes([number]) * (30 << 20), period=1, timeout_s=60) for number in range(6)]
-        results = await asyncio.gather(*sent, return_exceptions=True)
-        assert sum(isinstance(result, StoreFull) for result in results) >= 3
-        assert sum(isinstance(result, str) for result in results) >= 1
-        usage = shutil.disk_usage(tmp_path / "disk")
-        assert usage.free >= int(usage.total * RESERVE_SHARE)
-
-
 # clean-up
-
-
-async def test_a_clock_that_is_ahead_expires_nothing(gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the broker decides. A gateway with a wrong clock would otherwise remove the files of all keys."""
-    form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "86400"}
-    answer = await gateway.client.post(PATH, data=form, files={"file": ("a.jsonl", b"data")}, headers=by(ONE))
-    place = f"{PATH}/{answer.json()['id']}"
-    genuine = time.time
-    monkeypatch.setattr(time, "time", lambda: genuine() + 31 * 86400)
-    assert (await gateway.client.get(place, headers=by(ONE))).status_code == 200
 
 
 async def test_an_expired_file_is_not_served_and_then_removed(
@@ -664,21 +521,6 @@ async def test_a_bucket_holds_a_file_whole_or_not_at_all(place: Place) -> None:
         await store.remove(file)
     with pytest.raises(ObjectMissing):
         await store.open(file)
-
-
-async def test_the_clean_up_of_inputs_never_touches_a_file(tmp_path: Path) -> None:
-    files, inputs = open_files(str(tmp_path)), open_store(str(tmp_path))
-    assert files is not None
-    assert inputs is not None
-
-    async def data() -> AsyncIterator[bytes]:
-        yield b"a"
-
-    file = new_id()
-    await files.put(file, data(), 10)
-    await inputs.put(b"b", period=1, timeout_s=10)
-    assert await inputs.sweep(older_than_s=0, now_s=time.time() + 1e6, timeout_s=10) == 1
-    assert everything(tmp_path) == [f"files/{file}"]
 
 
 # other modules

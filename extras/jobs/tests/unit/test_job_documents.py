@@ -13,7 +13,7 @@ import pytest
 from sie_bulk_jobs.datasets.rows import InputRow
 from sie_bulk_jobs.gateway import values
 from sie_bulk_jobs.gateway.client import Halted, JobClient
-from sie_bulk_jobs.gateway.values import SHARD_BYTES, DocumentTexts, ModelInput, document_bounds
+from sie_bulk_jobs.gateway.values import SHARD_BYTES, DocumentTexts, document_bounds
 from sie_contracts.api.jobs import JobChunkRule
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.documents import DocumentFile
@@ -96,13 +96,6 @@ async def test_parsed_gives_each_row_the_fault_of_its_own_document() -> None:
     assert secret not in str(bad)
 
 
-async def test_parsed_leaves_a_row_with_a_fault_as_it_is() -> None:
-    row = InputRow("a", fault=REFUSED)
-    client = ParserClient()
-    assert await DocumentTexts(cast(JobClient, client), "org/parser", "").parsed([row]) == [row]
-    assert not client.sent
-
-
 async def test_parsed_halts_the_job_when_the_parser_is_another_one() -> None:
     row = InputRow("a", file=b"a")
     texts = DocumentTexts(cast(JobClient, ParserClient()), "org/parser", "")
@@ -119,25 +112,6 @@ async def test_parsed_has_so_many_requests_at_once(monkeypatch: pytest.MonkeyPat
     client = ParserClient()
     await client.parsed(*(base64.b64encode(b"%d" % number).decode() for number in range(100)))
     assert (client.peak_running, len(client.sent) > 4) == (2, True)
-
-
-async def test_the_requests_of_a_sibling_lack_one_header_and_share_the_rate() -> None:
-    async def open_now() -> None:
-        """There is no window."""
-
-    headers = {"x-sie-pool": "p", "x-sie-machine-profile": "l4"}
-    parts: Any = SimpleNamespace()
-    client = JobClient(parts, parts, headers, lambda error: None, open_now, 5.0)
-    sibling = client.sibling(without="x-sie-machine-profile")
-    assert client._headers.items() - sibling._headers.items() == {("x-sie-machine-profile", "l4")}
-    assert sibling._headers.items() < client._headers.items()
-    assert sibling._throttle is client._throttle
-    assert sibling.room is not client.room
-
-
-def test_digest_differs_between_formats_of_a_document() -> None:
-    inputs = [ModelInput(RequestItem(None, document=DocumentFile(b"a", name))) for name in ("", "csv")]
-    assert inputs[0].digest != inputs[1].digest
 
 
 @pytest.mark.parametrize(

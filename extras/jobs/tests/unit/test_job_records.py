@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +9,6 @@ import pytest
 from msgspec import inspect
 from msgspec.structs import replace
 
-from sie_bulk_jobs.datasets.plans import MAX_SPANS
 from sie_bulk_jobs.gateway.suspects import MAX_ENDED, MAX_LEFT_OUT, MAX_SUSPECTS, NAME
 from sie_bulk_jobs.records import (
     MAX_BROKEN,
@@ -133,16 +131,6 @@ def failed(request: JobRequest | BatchRequest) -> JobRecord:
     )
 
 
-def test_what_was_cut_says_so_and_is_left_alone() -> None:
-    record = failed(JobRequest(model="m", input=JobInput(file="f")))
-    cut = bounded(record)
-    assert len(cut.broken) == MAX_BROKEN
-    assert cut.error is not None
-    assert not cut.error.extras
-    assert cut.error.message.endswith("…")
-    assert bounded(cut) == cut, "what was cut is left alone"
-
-
 def test_a_shard_and_a_file_have_small_records_too() -> None:
     error = ErrorInfo("C", WIDE * 100_000, extras={"errors": ["x"] * 100_000})
     codes = {f"{number}{WIDE * 1000}": 1 for number in range(1000)}
@@ -164,11 +152,3 @@ def test_a_record_of_another_version_is_read() -> None:
     read = msgspec.msgpack.decode(encode({**earlier, "lost": ["g1"], "peak_done": 7}), type=JobRecord)
     assert read == replace(record, suspects=(), is_alone=False)
     assert msgspec.msgpack.decode(encode(record), type=JobRecord) == record
-
-
-def test_the_bounds_of_records_are_those_of_the_page() -> None:
-    lines = (Path(__file__).parents[4] / "docs/security.md").read_text("utf-8").splitlines()
-    bounds = {cells[1].strip(): cells[4] for line in lines if len(cells := line.split("|")) == 7}
-    assert f"{MAX_RECORD_BYTES >> 10} KiB of a record" in bounds["jobs and batches"]
-    assert f"{MAX_SPANS:,} of a job" in bounds["parts of jobs that are done"]
-    assert f"{MAX_RECORD_BYTES >> 10} KiB of each" in bounds["parts of jobs that are done"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +21,9 @@ from sie_bulk_jobs.gateway import client as askings
 from sie_bulk_jobs.gateway import segments
 from sie_bulk_jobs.gateway.client import MAX_ROOM, JobClient, JobIdentity, Room, Throttle
 from sie_bulk_jobs.gateway.pace import MIN_LEFT_S, STEP_S, JobPace, forecast, opens_in_s, workers_needed
-from sie_bulk_jobs.gateway.run import window_s
-from sie_bulk_jobs.gateway.segments import CacheSegment, StoredAnswers, pack_row, segment, unpack_row
+from sie_bulk_jobs.gateway.segments import StoredAnswers, segment
 from sie_bulk_jobs.gateway.values import (
     GROUP_BYTES,
-    GROUP_FILES,
     GROUP_ITEMS,
     SHARD_BYTES,
     TOKEN_BYTES,
@@ -42,13 +39,13 @@ from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import LoadOptions, RunDefaults
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import RequestOptions
-from sie_contracts.wire.messages import ChunkRule, Failed, Ok, RunOptions, TextChunks, WorkResult
+from sie_contracts.wire.messages import Failed, Ok, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.answers import space_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
-from sie_gateway.inference.results import FailedRequest, InferRequest
+from sie_gateway.inference.results import InferRequest
 from sie_store.object_stores import opened
 
 
@@ -73,15 +70,6 @@ def at(text: str) -> float:
 )
 def test_a_window_opens(windows: tuple[str, ...], zone: str, now: str, opens: float) -> None:
     assert opens_in_s(windows, zone, at(now)) == opens
-
-
-def test_a_zone_that_there_is_not_is_named() -> None:
-    with pytest.raises(InvalidInput, match="time_zone"):
-        opens_in_s(("22:00-06:00",), "Europe/../Zurich", 0.0)
-
-
-def test_windows_of_completion() -> None:
-    assert [window_s(text) for text in ("90s", "5m", "24h", "7d")] == [90, 300, 86_400, 604_800]
 
 
 def job(deadline: float = 0.0, tokens_per_s: float = 0.0, **fields: object) -> JobRecord:
@@ -145,12 +133,6 @@ def test_groups_have_texts_of_similar_length_and_bounds() -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_groups_of_images_are_bounded_by_the_bytes_of_their_texts_alone() -> None:
-    image = RequestItem(None, modalities=("image",), images=(bytes(GROUP_BYTES + 1),))
-    groups = grouped([ModelInput(image)] * (2 * GROUP_FILES))
-    assert [len(group) for group in groups] == [GROUP_FILES, GROUP_FILES]
-
-
 MANY = {"dense": 1024, "multivector": 128}
 
 
@@ -176,31 +158,6 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
     )
     assert shard_bounds.rows == SHARD_BYTES // bytes_of_row
     assert shard_bounds.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "run", "chunk_tokens", "token_bytes"),
-    [
-        (MANY, RunOptions(("dense",)), 128, 32),
-        (MANY, RunOptions(("dense", "multivector")), 128, 32 + 512),
-        (MANY, RunOptions(("dense",), dimensions=1), 128, 1),
-    ],
-)
-def test_bounds_limit_texts_by_the_vectors_of_their_chunks(
-    outputs: dict[str, int], run: RunOptions, chunk_tokens: int, token_bytes: int
-) -> None:
-    resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
-    lane = Lane("_default", "_default", "default")
-    planned = InferRequest("encode", resolved, (), {}, options=RequestOptions(run), lane=lane)
-    limits = bounds(planned, has_images=False, chunk_tokens=chunk_tokens)
-    assert limits.text_bytes == SHARD_BYTES // token_bytes * TOKEN_BYTES
-
-
-def test_texts_with_other_chunks_are_other_inputs() -> None:
-    rules = [ChunkRule(9), ChunkRule(8), ChunkRule(9, boundary="token")]
-    several = [None, *(TextChunks(rule) for rule in rules), TextChunks(rules[0], context=False), TextChunks(spans=b"s")]
-    once = unique([ModelInput(RequestItem("a", chunks=chunks)) for chunks in several])
-    assert len(once.inputs) == len(several)
 
 
 def test_equal_inputs_are_computed_once() -> None:
@@ -229,13 +186,6 @@ def same(left: RowAnswer, right: RowAnswer) -> bool:
         right.tokens,
         right.truncated,
     )
-
-
-def test_a_segment_gives_back_what_was_kept() -> None:
-    values = {ModelInput(RequestItem(str(number))).digest: value(number) for number in range(100)}
-    read = CacheSegment(segment(values))
-    assert all(same(read.value(row), values[digest]) for row, digest in enumerate(sorted(values)))
-    assert same(unpack_row(pack_row(value(3))), value(3))
 
 
 async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(tmp_path: Path) -> None:
@@ -296,43 +246,6 @@ async def test_a_cache_skips_a_segment_that_was_cut(
     answers = await reader.find(digests)
     assert {3, 4, 5} <= answers.keys() < set(range(6))
     assert "cache/space/cut cannot be read" in caplog.text
-
-
-async def test_a_cached_vector_of_zeros_that_nobody_computed_is_not_returned(tmp_path: Path) -> None:
-    """A power failure may leave zeros in place of bytes that were written."""
-    store = opened(str(tmp_path), "TEST")
-    digests = [ModelInput(RequestItem(str(number))).digest for number in range(2)]
-    whole = segment({digest: value(1) for digest in digests})
-    vector = value(1).arrays["dense"].tobytes()
-    damaged = whole[: whole.rindex(vector)] + bytes(len(vector)) + whole[whole.rindex(vector) + len(vector) :]
-    obstore.put(store, "cache/space/zeros", damaged)
-    reader = StoredAnswers(store, "space")
-    await reader.open()
-    (answer,) = (await reader.find(digests)).values()
-    assert same(answer, value(1))
-
-
-async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> None:
-    """The event loop renews the leases of jobs while a cache is opened and read."""
-    store, count = opened(str(tmp_path), "TEST"), 200_000
-    random = np.random.default_rng(1)
-    digests = [random.bytes(16) for _ in range(count)]
-    values = [segments.checked(pack_row(value(number))) for number in range(5)]
-    packed = [values[digest[0] % 5] for digest in digests]  # unordered, as the answers of many segments are
-    ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
-    obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))
-    twin = digests[7][:8] + bytes(8)  # the first halves of both digests are equal
-    await StoredAnswers(store, "space").keep("twin", {twin: value(3)})
-    cache = StoredAnswers(store, "space")
-    own_s, all_s = time.thread_time(), time.process_time()
-    await cache.open()
-    answers = await cache.find([*digests[:20_000], twin])
-    own_s, all_s = time.thread_time() - own_s, time.process_time() - all_s
-    assert len(cache) == count + 1
-    assert len(answers) == 20_001
-    assert all(same(answers[place], value(digests[place][0] % 5)) for place in range(20))
-    assert same(answers[20_000], value(3))
-    assert own_s < all_s / 3, "the thread of the event loop only waits for what others compute"
 
 
 async def test_there_is_room_for_one_group_at_least_and_more_where_it_is_fast() -> None:
@@ -396,37 +309,6 @@ async def test_a_throttle_returns_what_a_request_that_failed_did_not_use() -> No
     await asyncio.wait_for(throttle.enter(1), 5)
 
 
-async def test_requests_that_waited_for_a_window_start_one_after_the_other() -> None:
-    """The rate earns no tokens for requests that wait for the window."""
-    loop = asyncio.get_running_loop()
-    is_open, waits = asyncio.Event(), asyncio.Event()
-
-    async def until_open() -> None:
-        waits.set()
-        await is_open.wait()
-
-    throttle = Throttle(1000.0, clock=loop.time, until_open=until_open)
-    entered_s: list[float] = []
-
-    async def ask() -> None:
-        expected = await throttle.enter(1)
-        entered_s.append(loop.time())
-        throttle.settle(expected, 1, 100)
-
-    asking = [asyncio.create_task(ask()) for _ in range(3)]
-    await asyncio.wait_for(waits.wait(), 5)
-    assert entered_s == []
-    is_open.set()
-    await asyncio.wait_for(asyncio.gather(*asking), 5)
-    assert entered_s[2] - entered_s[0] >= 0.15
-
-
-async def test_a_throttle_without_a_rate_never_waits() -> None:
-    throttle = Throttle(0.0)
-    for _ in range(3):
-        throttle.settle(await throttle.enter(1000), 1000, 1 << 40)
-
-
 class ItemsClient(JobClient):
     """A client whose inference gives each item its next outcome, and records the items of each request."""
 
@@ -461,19 +343,3 @@ async def test_an_item_whose_error_may_disappear_is_sent_again_alone() -> None:
     assert client.requests[0] == "good late bad never"
     assert client.requests[1:] == ["late", "never", "late", *["never"] * (askings.ATTEMPTS - 2)]
     assert outcomes == {"good": [], "late": [], "bad": [], "never": []}
-
-
-async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(askings, "MAX_PAUSE_S", 0.01)
-    errors: list[SIEError | None] = []
-
-    async def at_once() -> None:
-        pass
-
-    async def attempt() -> None:
-        raise FailedRequest(ResourceExhausted("the device has no memory left"), [])
-
-    asking = JobClient(cast("Inference", None), cast("JobIdentity", None), {}, errors.append, at_once)
-    with pytest.raises(FailedRequest):
-        await asyncio.wait_for(asking.patiently(attempt), 5)
-    assert [error and error.code for error in errors] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]

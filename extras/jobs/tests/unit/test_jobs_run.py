@@ -21,7 +21,7 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_broker.record import LeaderLease, leases_of
 from sie_bulk_jobs.gateway import run as runs
 from sie_bulk_jobs.gateway import scheduler as keepers
-from sie_bulk_jobs.gateway import service, suspects
+from sie_bulk_jobs.gateway import suspects
 from sie_bulk_jobs.gateway.client import Halted
 from sie_bulk_jobs.gateway.ledger import JobLedger
 from sie_bulk_jobs.gateway.records import JobsBucket, OwnerUsage, RecordUse, UseBound
@@ -260,29 +260,6 @@ async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_
     assert set(world.output.parts.values()) == {successor}
 
 
-@virtual
-async def test_a_leader_that_dies_is_replaced_and_every_part_is_written_once(world: World) -> None:
-    world.output.held.set()
-    died: list[int] = []
-
-    def before(number: int) -> None:
-        if number == 4 and not died:
-            died.append(number)
-            world.output.held.clear()
-
-    world.output.before = before
-    ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    await until(lambda: died, "it comes to the fifth shard")
-    await until(lambda: len(world.output.parts) >= 3, "others are written")
-    await world.kill("g1")
-    second = world.gateway("g2")
-    world.output.held.set()
-    job = await state(world, second, "completed")
-    assert (job.done, job.failed) == (60, 6)
-    assert len(world.output.parts) == 6
-
-
 @pytest.mark.parametrize("says", ["pause", "cancel"])
 @virtual
 async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None:
@@ -313,24 +290,6 @@ async def test_what_the_owner_says_while_the_leader_pauses_counts(world: World, 
     world.output.held.set()
     world.output.unwinding.set()
     assert (await state(world, ledger, then)).command == says
-
-
-@virtual
-async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_change(world: World) -> None:
-    world.output.held.set()
-    world.output.closing = asyncio.Event()
-
-    def before(number: int) -> None:
-        if number == 2:
-            raise Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended"))
-
-    world.output.before = before
-    ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    await until(lambda: world.output.closed, "it stops")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="cancel"))
-    world.output.closing.set()
-    assert (await state(world, ledger, "cancelled")).command == "cancel"
 
 
 @pytest.mark.parametrize(
@@ -435,28 +394,9 @@ async def test_a_row_that_ends_gateways_is_found_and_left_out_and_all_others_are
     assert len(world.output.parts) == 6
 
 
-@virtual
-async def test_more_rows_that_end_gateways_than_a_job_leaves_out_pause_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suspects, "MAX_LEFT_OUT", 1)
-    deadly = {3, 5}
-    killing = Killing(world, lambda kind, number: kind == "row" and number in deadly)
-    job = await killing.run()
-    assert (job.state, len(job.left_out), job.leader, job.is_alone) == ("paused", 1, "", False)
-    assert job.error is not None
-    assert (job.error.code, job.error.reason) == ("LEADERS_LOST", "poison")
-    (left,) = deadly.difference(row for _, row in job.left_out)
-    assert f"1 rows of a.jsonl from {left} on" in job.error.message
-    deadly.remove(left)
-    job = await killing.resumed()
-    assert (job.state, job.done, job.codes["LEADERS_LOST"]) == ("completed", 60, 1)
-
-
 @pytest.mark.parametrize("job", [pytest.param(JOB, id="job"), pytest.param(BATCH, id="batch")])
 @pytest.mark.parametrize(
-    ("deadly", "named"),
-    [("plan", "its plan"), ("finish", "its output"), ("joined", "10 rows of a.jsonl from 0 on")],
+    ("deadly", "named"), [("plan", "its plan"), ("finish", "its output"), ("joined", "10 rows of a.jsonl from 0 on")]
 )
 @virtual
 async def test_work_without_pieces_that_ends_gateways_stops_the_job_and_what_is_answered_stays(
@@ -490,24 +430,6 @@ async def test_work_without_pieces_that_ends_gateways_stops_the_job_and_what_is_
 
 
 @virtual
-async def test_deaths_of_gateways_by_other_causes_fail_no_row_and_no_job(world: World) -> None:
-    """Gateways end every seven rows, wherever they are, so none of them answers a shard of ten rows in one run."""
-    steps = 0
-
-    def is_deadly(kind: str, number: int) -> bool:
-        nonlocal steps
-        steps += 1
-        return steps % 7 == 0
-
-    killing = Killing(world, is_deadly)
-    job = await killing.run()
-    assert (job.state, job.done, job.left_out) == ("completed", 60, ())
-    assert "LEADERS_LOST" not in job.codes
-    assert len(killing.deaths) > 10
-    assert len(world.output.parts) == 6
-
-
-@virtual
 async def test_suspects_of_two_jobs_never_run_at_the_same_time_on_a_gateway(world: World) -> None:
     """Both jobs lose their leader. Until the suspects of one are answered, one shard of both is at work."""
     second_job = runs.replace(JOB, id="job-2", created_s=2.0)
@@ -529,22 +451,6 @@ async def test_suspects_of_two_jobs_never_run_at_the_same_time_on_a_gateway(worl
     for job in (JOB, second_job):
         assert (await state(world, second, "completed", job.id)).suspects == ()
     assert sorted(world.output.computed) == sorted([*range(6), *range(6)])
-
-
-@virtual
-async def test_a_suspect_that_waits_for_capacity_lets_those_of_other_jobs_run(world: World) -> None:
-    second_job = runs.replace(JOB, id="job-2", created_s=2.0)
-    first = world.gateway("g1")
-    for job in (JOB, second_job):
-        await first.create(job)
-    await until(lambda: len(world.output.computed) == 2 * runs.SHARDS_AT_ONCE, "it has three shards of each")
-    await world.kill("g1")
-    world.output.computed.clear()
-    world.gateway("g2")
-    await until(lambda: len(world.output.computed) == 1, "one suspect runs, and does not end")
-    await asyncio.sleep(runs.TURN_S + 1)
-    assert len(world.output.computed) == 2
-    world.output.held.set()
 
 
 def suspected(*pieces: Suspect, is_alone: bool = True, **fields: Any) -> JobRecord:
@@ -640,57 +546,6 @@ def test_a_search_leaves_out_the_rows_that_end_gateways_and_answers_all_others(
         assert external, "a sound row or shard is blamed only by ends of other causes in its own runs"
 
 
-@virtual
-async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
-    """Leaders that stop regularly do not count, however often and without any progress."""
-    for number in range(2 * suspects.MAX_ENDED):
-        ledger = world.gateway(f"g{number}")
-        await ledger.create(JOB)
-        begun = len(world.output.computed)
-        await until(lambda: len(world.output.computed) > begun, "it begins")  # noqa: B023  awaited at once
-        await world.leave(f"g{number}")
-    job = await world.job(ledger)
-    assert (job.leader, job.suspects) == ("", ())
-    world.output.held.set()
-    assert (await state(world, world.gateway("last"), "completed")).done == 60
-
-
-@virtual
-async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
-    """A leader whose plan runs alone loses the broker. Its end is charged to the plan once another gateway leads, until
-    its broker is back.
-    """
-    planning, goes_on = list[str](), asyncio.Event()
-
-    async def step(kind: str, number: int) -> None:
-        planning.append(kind)
-        await goes_on.wait()
-
-    world.output.step = step
-    world.output.held.set()
-    ledger = world.gateway("g0")
-    await ledger.create(JOB)
-    await until(lambda: planning, "it plans")
-    await world.kill("g0")
-    world.gateway("g1")
-    await until(lambda: len(planning) == 2, "the next one plans alone")
-    second = world.gateway("g2")
-    world.brokers["g1"].disconnect()
-
-    async def ended() -> bool:
-        return (await world.job(second)).suspects == (Suspect(PLAN, ended=("g1",)),)
-
-    await until_told(ended, "the other one leads")
-    world.brokers["g1"].reconnect()
-
-    async def lives() -> bool:
-        return (await world.job(second)).suspects == (Suspect(PLAN),)
-
-    await until_told(lives, "the first one lives")
-    goes_on.set()
-    await state(world, second, "completed")
-
-
 REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store failed: no space left on device")
 
 
@@ -713,56 +568,6 @@ async def test_what_passes_is_waited_for_and_told(world: World, step: str, state
     assert (job.done, job.trouble) == (60, None)
 
 
-@pytest.mark.parametrize(("says", "ends"), [("pause", "paused"), ("cancel", "cancelled")])
-@virtual
-async def test_a_store_that_refuses_the_end_does_not_hold_its_owner(world: World, says: str, ends: str) -> None:
-    world.output.held.set()
-    world.output.refuses = "finish"
-    ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    await until(lambda: [job for job in ledger if job.trouble], "it says what it waits for")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command=says))
-    job = await state(world, ledger, ends)
-    assert (job.done, job.error) == (60, REFUSED if says == "cancel" else None)
-    assert world.output.finished == []
-
-
-@virtual
-async def test_the_output_of_a_job_that_ends_early_outlasts_a_store_that_fails_for_a_moment(world: World) -> None:
-    world.output.refuses, world.output.refusals = "finish", 2
-    ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    await until(lambda: world.output.computed, "it computes")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="cancel"))
-    job = await state(world, ledger, "cancelled")
-    assert (job.output_file, job.error, job.trouble) == ("there", None, None)
-
-
-@virtual
-async def test_a_run_that_is_cancelled_leaves_no_task_behind(world: World) -> None:
-    ledger = world.gateway("g1", at_once=0)
-    await ledger.create(JOB)
-    await until(lambda: ledger.is_read, "it knows all jobs")
-    before = asyncio.all_tasks()
-    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s, asyncio.Lock()).run())
-    await until(lambda: world.output.computed, "it computes")
-    running.cancel()
-    await asyncio.wait([running], timeout=5)
-    await asyncio.sleep(0)  # a task that is cancelled ends in the next turn of the loop
-    assert asyncio.all_tasks() == before
-
-
-@virtual
-async def test_a_leader_knows_the_fingerprint_of_a_shard_that_the_one_before_did_not_note(world: World) -> None:
-    world.output.held.set()
-    ledger = world.gateway("g1")
-    await until(lambda: ledger.is_read, "it knows all jobs")
-    await ledger.keep_shard(JOB.id, 0, ShardRecord("part-0", 10, fingerprint="first"))
-    await ledger.create(JOB)
-    await state(world, ledger, "completed")
-    assert world.output.fingerprints == {"first"}
-
-
 @virtual
 async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) -> None:
     world.output.held.set()
@@ -780,80 +585,34 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
     assert job.codes["INVALID_INPUT"] == 15
 
 
+@pytest.mark.parametrize("job", [pytest.param(JOB, id="job"), pytest.param(BATCH, id="batch")])
 @pytest.mark.parametrize(
-    ("error", "expected", "code"),
+    ("error", "code"),
     [
-        (ModelNotFound("there is no such model"), "paused", "MODEL_NOT_FOUND"),
-        (Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended")), "paused", "PERMISSION_DENIED"),
-        (ZeroDivisionError("a bug"), "paused", "INTERNAL_ERROR"),
+        (ModelNotFound("there is no such model"), "MODEL_NOT_FOUND"),
+        (Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended")), "PERMISSION_DENIED"),
+        (ZeroDivisionError("a bug"), "INTERNAL_ERROR"),
+        ("finish", "INTERNAL_ERROR"),
     ],
 )
 @virtual
-async def test_what_only_people_can_change_ends_or_pauses_it(
-    world: World, error: Exception, expected: str, code: str
+async def test_what_only_people_can_change_pauses_a_job_and_ends_a_batch_which_nobody_can_resume(
+    world: World, error: Exception | str, code: str, job: JobRecord
 ) -> None:
+    """A shard has the error, or the step of this name has a bug."""
     world.output.held.set()
 
     def before(number: int) -> None:
-        if number == 3:
+        if number == 3 and isinstance(error, Exception):
             raise error
 
     world.output.before = before
+    world.output.breaks = error if isinstance(error, str) else ""
     ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    job = await state(world, ledger, expected)
-    assert job.error is not None
-    assert job.error.code == code
-    assert job.leader == ""
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "finished"),
-    [
-        (Halted(ErrorInfo("PERMISSION_DENIED", "not valid any more")), "PERMISSION_DENIED", ["failed"]),
-        (ModelNotFound("there is no such model"), "MODEL_NOT_FOUND", ["failed"]),
-        (ZeroDivisionError("a bug"), "INTERNAL_ERROR", ["failed"]),
-    ],
-)
-@virtual
-async def test_a_batch_which_nobody_can_resume_ends(
-    world: World, error: Exception, code: str, finished: list[str]
-) -> None:
-    world.output.held.set()
-
-    def before(number: int) -> None:
-        if number == 3:
-            raise error
-
-    world.output.before = before
-    ledger = world.gateway("g1")
-    await ledger.create(
-        runs.replace(
-            JOB, created_s=time.time(), request=None, batch=BatchRequest(input_file_id="f", endpoint="/v1/embeddings")
-        )
-    )
-    job = await state(world, ledger, "failed")
-    assert (job.error and job.error.code, job.leader, world.output.finished) == (code, "", finished)
-
-
-@virtual
-async def test_a_batch_ends_where_its_end_cannot_be_written_by_a_bug(world: World) -> None:
-    world.output.held.set()
-    world.output.breaks = "finish"
-    ledger = world.gateway("g1")
-    batch = BatchRequest(input_file_id="f", endpoint="/v1/embeddings")
-    await ledger.create(runs.replace(JOB, created_s=time.time(), request=None, batch=batch))
-    job = await state(world, ledger, "failed")
-    assert (job.error and job.error.code, job.leader, job.done) == ("INTERNAL_ERROR", "", 60)
-
-
-@virtual
-async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) -> None:
-    ledger = world.gateway("g1")
-    expires = JobRequest(model="m", input=JobInput(file="f"), deadline=1.0, expires=True)
-    await ledger.create(runs.replace(JOB, request=expires))
-    await state(world, ledger, "expired")
-    assert world.output.finished == ["expired"]
+    await ledger.create(job)
+    ended = await state(world, ledger, "paused" if job is JOB else "failed", job.id)
+    assert (ended.error and ended.error.code, ended.leader) == (code, "")
+    assert world.output.finished == (["failed"] if job is BATCH and isinstance(error, Exception) else [])
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
@@ -899,22 +658,6 @@ async def test_an_end_that_a_leader_began_outlives_it(
     assert (job.error and job.error.code) == ("INTERNAL_ERROR" if is_batch else None)
 
 
-@virtual
-async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world: World) -> None:
-    ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    await until(lambda: world.output.computed, "it computes")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="pause"))
-    await state(world, ledger, "paused")
-    world.output.refuses = "all"
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="run", state="queued"))
-    assert (await state(world, ledger, "paused")).error is not None
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="cancel"))
-    job = await state(world, ledger, "cancelled")
-    assert job.error is not None
-    assert job.error.code == "INVALID_INPUT"
-
-
 @pytest.mark.parametrize(("says", "ends"), [("", "completed"), ("pause", "paused"), ("cancel", "cancelled")])
 @virtual
 async def test_a_leader_waits_for_a_place_that_cannot_be_opened_and_hears_the_owner(
@@ -954,15 +697,6 @@ async def test_jobs_expire_by_the_clock_of_the_broker(world: World) -> None:
 
 
 @virtual
-async def test_a_job_that_is_paused_expires_too(world: World) -> None:
-    ledger = world.gateway("g1")
-    expires = JobRequest(model="m", input=JobInput(file="f"), deadline=time.time() + 0.5, expires=True)
-    await ledger.create(runs.replace(JOB, request=expires, state="paused", command="pause"))
-    assert (await state(world, ledger, "expired")).ended_s >= expires.deadline
-    assert world.output.finished == ["expired"]
-
-
-@virtual
 async def test_a_leader_without_a_broker_stops_before_another_begins(world: World) -> None:
     ledger = world.gateway("g1")
     await ledger.create(JOB)
@@ -977,18 +711,6 @@ async def test_a_leader_without_a_broker_stops_before_another_begins(world: Worl
     assert (await state(world, second, "completed")).done == 60
     assert set(world.output.parts.values()) == {"g2"}
     world.brokers["g1"].reconnect()
-
-
-@virtual
-async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: World) -> None:
-    ledger = world.gateway("g1", at_once=1)
-    for number in (3, 1, 2):
-        await ledger.create(runs.replace(JOB, id=f"job-{number}", created_s=float(number)))
-    await until(lambda: world.output.computed, "one runs")
-    assert [job.id for job in ledger if job.state == "running"] == ["job-1"]
-    world.output.held.set()
-    ends = [(await state(world, ledger, "completed", f"job-{number}")).ended_s for number in (1, 2, 3)]
-    assert ends == sorted(ends)
 
 
 def sweeper(world: World, ledger: JobLedger, refused: dict[str, SIEError], *, has_store: bool = True) -> Sweeper:
@@ -1016,90 +738,3 @@ async def test_a_job_that_cannot_be_removed_does_not_hold_the_others(world: Worl
     with pytest.raises(QueueUnavailable):
         await sweeper(world, ledger, {"job-1": QueueUnavailable("the store is away")}).sweep()
     assert [job.id for job in ledger] == ["job-1"]
-
-
-@virtual
-async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
-    ledger = world.gateway("g1", at_once=0)
-    await ledger.create(runs.replace(JOB, state="completed", ended_s=1.0))
-    await until(lambda: ledger.is_read, "it knows all jobs")
-    refused: dict[str, SIEError] = {JOB.id: NotReady("jobs and files need a payload store")}
-    assert await sweeper(world, ledger, refused, has_store=False).sweep() == 0
-    assert len(list(ledger)) == 1
-
-
-@virtual
-async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "EVERY_S", 0.02)
-    refused: dict[str, SIEError] = {JOB.id: NotReady("the records are not read yet")}
-    ledger, stop = world.gateway("g1", at_once=0), Stop()
-    await ledger.create(runs.replace(JOB, state="completed", ended_s=1.0))
-    running = asyncio.create_task(sweeper(world, ledger, refused).run(stop))
-    await until(lambda: len(world.removed) > 1, "it is refused, and tries again")
-    refused.clear()
-    await until(lambda: not list(ledger), "it is forgotten")
-    stop.request()
-    await asyncio.wait_for(running, 5)
-
-
-@virtual
-async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) -> None:
-    """More jobs have other leaders than one round looks at."""
-    job_count = keepers.LOOKS + 2
-    first, second = world.gateway("g1", at_once=job_count), world.gateway("g2", at_once=0)
-    for number in range(job_count):
-        await first.create(runs.replace(JOB, id=f"job-{number:02}", created_s=float(number)))
-    await until(lambda: sum(job.state == "running" for job in second) == job_count, "one gateway leads them")
-    third = world.gateway("g3", at_once=1)
-    await third.create(runs.replace(JOB, id="job-last", created_s=100.0))
-    assert (await state(world, third, "running", "job-last")).leader == "g3"
-    await world.kill("g1")
-    world.output.held.set()
-    for number in range(job_count):
-        await state(world, third, "completed", f"job-{number:02}")
-    assert world.stops["g3"][2]._observed == {}
-
-
-@virtual
-async def test_the_rows_of_a_shard_that_has_its_record_count_once(world: World) -> None:
-    """A cancelled job writes the record of its last shard while the live counts of that shard still exist."""
-    run = JobRun(world.gateway("g1", at_once=0), JOB, "g1", world.output.work("g1"), world.now_s, asyncio.Lock())
-    run._shards = {}
-    run.rows(0, 5, 1)
-    run.rows(1, 2, 0)
-    run._shards[0] = ShardRecord("part", 5, failed=1)
-    fields = run._progress_fields()
-    assert (fields["done"], fields["failed"]) == (7, 1)
-
-
-@virtual
-async def test_the_rate_of_a_job_that_stands_still_falls_to_nothing(world: World) -> None:
-    """The record must not have the rate of better times: the forecast of the end and the number of workers use it."""
-    world.now_s = asyncio.get_running_loop().time
-    progress: list[JobRun] = []
-    work = world.output.work
-
-    def remembered(leader: str) -> Callable[[JobRecord, JobRun], Writing]:
-        def made(job: JobRecord, run: JobRun) -> Writing:
-            progress.append(run)
-            return work(leader)(job, run)
-
-        return made
-
-    world.output.work = remembered  # type: ignore[method-assign]
-    ledger = world.gateway("g1")
-    await ledger.create(JOB)
-    await until(lambda: bool(world.output.computed), "a shard runs")
-    for _ in range(20):
-        progress[0].rows(0, 2, 0)
-        await asyncio.sleep(1.0)
-    fast = (await world.job(ledger)).rows_per_s
-    assert fast == pytest.approx(2.0, rel=0.2)
-    await asyncio.sleep(60.0)
-    assert 0 < (await world.job(ledger)).rows_per_s < fast / 2
-    await asyncio.sleep(300.0)
-    assert (await world.job(ledger)).rows_per_s == 0
-    world.output.held.set()
-    await state(world, ledger, "completed")

@@ -188,31 +188,6 @@ async def test_a_collection_that_was_removed_is_made_again(place: Place, databas
     assert (len(database.rows), place.asked()) == (20, 20)
 
 
-@pytest.mark.parametrize("refused", ["put", "list"])
-async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
-    place: Place, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    """The store refuses to write the answers, or to list older ones."""
-    put_async, listed = obstore.put_async, obstore.list
-
-    async def put(store: Any, path: str, *arguments: Any, **options: Any) -> Any:
-        if refused == "put" and path.startswith("cache/"):
-            raise PermissionError("status code: 403")
-        return await put_async(store, path, *arguments, **options)
-
-    def list_(store: Any, *arguments: Any, **options: Any) -> Any:
-        if refused == "list" and options.get("prefix") == "cache/":
-            raise PermissionError("status code: 403")
-        return listed(store, *arguments, **options)
-
-    monkeypatch.setattr(obstore, "put_async", put)
-    monkeypatch.setattr(obstore, "list", list_)
-    job = (await place.submit(5, cache=True))["id"]
-
-    info = await place.until(job, "completed", "waits")
-    assert (info["state"], info["trouble"], place.asked()) == ("completed", None, 6)  # one for the fingerprint
-
-
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -235,19 +210,6 @@ async def test_what_a_database_cannot_have_is_refused_before_it_is_computed(
     place: Place, more: dict[str, Any], param: str
 ) -> None:
     assert (await place.submit(1, 400, **{"output": OUTPUT, **more}))["param"] == param
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"params": {"output_types": ["dense", "sparse"], "output_dtype": "float16"}},
-        {"params": {"output_types": ["sparse", "multivector"]}},
-        {"params": {"output_types": ["sparse"]}, "output": {**OUTPUT, "sink": "other"}},
-        {"keep": ("_id",), "output": {**OUTPUT, "sink": "other"}},
-    ],
-)
-async def test_what_a_database_can_have_is_taken(place: Place, more: dict[str, Any]) -> None:
-    await place.submit(3, **{"output": OUTPUT, **more})
 
 
 @pytest.mark.parametrize("outputs", [["dense", "sparse", "multivector"], ["sparse"], ["multivector"]])

@@ -6,11 +6,8 @@ import asyncio
 import json
 import re
 import struct
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 
-import numpy as np
 import pytest
 
 from sie_bulk_jobs.datasets.templates import Template
@@ -18,7 +15,7 @@ from sie_bulk_jobs.sinks.live import LiveSource
 from sie_bulk_jobs.sinks.opening import opened, opened_live
 from sie_bulk_jobs.sinks.pgvector import PgvectorSink
 from sie_bulk_jobs.sinks.qdrant import AnswerTooLarge, QdrantSink
-from sie_bulk_jobs.sinks.sink import CollectionMismatch, RowsRefused, SinkRows, SinkUnsuitable
+from sie_bulk_jobs.sinks.sink import CollectionMismatch, SinkUnsuitable
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import RetryPolicy, StoreError
 
@@ -73,23 +70,6 @@ def test_what_names_none_is_refused_without_its_secret(url: str) -> None:
     with pytest.raises(SettingError, match=r"^SIE_JOBS_SINKS: ") as refused:
         opened_live(url, "SIE_JOBS_SINKS", SOURCE)
     assert SECRET not in str(refused.value)
-
-
-def test_no_library_of_a_database_is_imported_before_one_is_opened() -> None:
-    code = (
-        "import sys, sie_bulk_jobs.sinks.opening; print(sorted({'httpx', 'asyncpg', 'pyarrow'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_last_row_of_each_id_is_written() -> None:
-    rows = SinkRows(["a", "b", "a"], np.arange(6, dtype=np.float32).reshape(3, 2), [{"n": 0}, {"n": 1}, {"n": 2}])
-    latest = rows.latest({"dense": 2})
-    assert (latest.ids, latest.payloads) == (["b", "a"], [{"n": 1}, {"n": 2}])
-    assert latest.vectors.tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    with pytest.raises(RowsRefused, match=r"the shape \(3, 3\)"):
-        rows.latest({"dense": 3})
 
 
 async def prepared(url: str, patience: RetryPolicy) -> None:
@@ -179,40 +159,6 @@ async def test_a_qdrant_that_ignores_the_condition_of_a_write_is_not_migrated(ve
     assert SECRET not in str(error)
 
 
-@pytest.mark.parametrize("settings", [5, "x", ["a"], {"size": "x"}], ids=repr)
-@pytest.mark.parametrize("name", ["vectors", "sparse_vectors"])
-async def test_a_collection_with_settings_of_another_form_is_not_migrated(name: str, settings: object) -> None:
-    params = {"vectors": {"": {"size": "x"}}, name: settings}
-    aliases = [{"alias_name": SOURCE.collection, "collection_name": "c"}]
-    reply = {"version": "1.16.0", "result": {"aliases": aliases, "count": 1, "config": {"params": params}}}
-    body = json.dumps(reply).encode()
-    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    error, _ = await refused(head + body, b"", "qdrant://127.0.0.1:{}", opened_alive)
-    assert type(error) in (SinkUnsuitable, CollectionMismatch)
-
-
-@pytest.mark.parametrize("point_id", [7, "5c56c793-69f3-4fbf-87e6-c4bf54c28c26"])
-async def test_a_qdrant_whose_pages_do_not_advance_is_refused(point_id: int | str) -> None:
-    async def scanned(url: str, patience: RetryPolicy) -> None:
-        live = opened_live(url, "SIE_JOBS_SINKS", SOURCE, patience)
-        try:
-            await live.open()
-            async for _ in live.pending("old"):
-                pass
-        finally:
-            await live.close()
-
-    aliases = [{"alias_name": SOURCE.collection, "collection_name": "c"}]
-    points = {"points": [{"id": point_id, "payload": {"body": "a"}}], "next_page_offset": point_id}
-    params = {"vectors": {"size": 2, "distance": "Cosine"}}
-    result = {"aliases": aliases, "count": 1, "config": {"params": params}, **points}
-    body = json.dumps({"version": "1.16.0", "result": result}).encode()
-    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with asyncio.timeout(20):
-        error, _ = await refused(head + body, b"", "qdrant://127.0.0.1:{}", scanned)
-    assert type(error) is SinkUnsuitable
-
-
 @pytest.mark.parametrize("encoding", [b"", b"Content-Encoding: gzip\r\n"], ids=["plain", "compressed"])
 async def test_an_answer_of_qdrant_has_a_bound(encoding: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + encoding + b"\r\n"
@@ -240,11 +186,3 @@ async def test_a_server_that_is_not_postgresql_is_named_in_our_words(answer: byt
     error, _ = await refused(answer, b"", f"postgresql://me:{SECRET}@127.0.0.1:{{}}/vectors")
     assert len(str(error)) < 200
     assert SECRET not in str(error)
-
-
-@pytest.mark.parametrize("options", ["sslmode=verify-full&sslrootcert=/missing/ca.crt", "sslmode=unknown"])
-async def test_a_url_of_postgresql_whose_options_cannot_be_used_is_refused_with_the_fix(options: str) -> None:
-    sink = opened(f"postgresql://me:{SECRET}@127.0.0.1:1/vectors?{options}", "SIE_JOBS_SINKS", RetryPolicy(5.0, 1))
-    with pytest.raises(SinkUnsuitable, match=r"options.*sslmode.*sslrootcert") as refused:
-        await sink.prepare("docs", {"dense": 3}, {})
-    assert SECRET not in str(refused.value)

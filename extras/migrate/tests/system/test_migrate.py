@@ -132,50 +132,6 @@ class Client(threading.Thread):
         assert not self.is_alive()
 
 
-def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: Path) -> None:
-    """The new model has random weights: it finds other neighbours."""
-    alias(cluster, "strict", OLD)
-    result = sie(cluster, *migration("strict", OTHER, corpus), status=1)
-    assert "the widths differ" in result.stdout
-    assert "is below --min-agreement 0.5; the alias was not changed" in result.stderr
-    assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
-    assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
-    for arguments, why in (
-        (migration("strict", "test/gone", corpus), "no model named 'test/gone'"),
-        (migration(OLD, NEW, corpus), "is a model: clients have to ask for an alias"),
-        (migration("strict", NEW, corpus, "--sink", "none", "--collection", "c"), "output.sink"),
-        (migration("strict", NEW, corpus.with_name("none")), "there is no such file"),
-        (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "has no column 'titel'"),
-        (["migrate", "strict", "--step", "back"], "there is no earlier target to go back to"),
-    ):
-        refused = sie(cluster, *arguments, status=1)
-        assert why in refused.stderr, refused.stderr
-    assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
-
-
-def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
-    """Each query is its document without the first word. `--step check` changes nothing."""
-    alias(cluster, "judged", OLD)
-    (tmp_path / "qrels").mkdir()
-    documents = sentences(60)
-    (tmp_path / "corpus.jsonl").write_text(
-        "\n".join(json.dumps({"_id": f"d{number}", "text": text}) for number, text in enumerate(documents))
-    )
-    (tmp_path / "queries.jsonl").write_text(
-        "\n".join(json.dumps({"_id": f"q{number}", "text": documents[number][4:]}) for number in range(10))
-    )
-    (tmp_path / "qrels" / "test.tsv").write_text(
-        "query-id\tcorpus-id\tscore\n" + "\n".join(f"q{number}\td{number}\t1" for number in range(10))
-    )
-    result = sie(cluster, *migration("judged", NEW, corpus, "--step", "check", "--queries", tmp_path, "--json"))
-    quality = json.loads(result.stdout)["quality"]
-    assert 0.8 < quality["ndcg"]["old"] <= 1
-    assert 0.8 < quality["ndcg"]["new"] <= 1
-    assert 0.5 < quality["rank_correlation"] < 1
-    assert len(history(cluster, "judged")) == 1
-    assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
-
-
 def test_an_index_never_gets_vectors_of_two_models(
     cluster: Cluster, corpus: Path, qdrant: QdrantServer, tmp_path: Path
 ) -> None:

@@ -18,19 +18,7 @@ from inprocess import InProcess
 from sie_cli.cluster import GATEWAY
 from sie_client.errors import SIEError
 from sie_migrate import compare as comparing
-from sie_migrate.compare import (
-    MAX_TEXTS,
-    Agreement,
-    ComparisonSample,
-    agreement_at,
-    compare,
-    figures,
-    lines,
-    nearest,
-    read,
-    similarities,
-    svg,
-)
+from sie_migrate.compare import MAX_TEXTS, ComparisonSample, agreement_at, compare, nearest, read, similarities
 
 TEXTS = [f"text number {number}" for number in range(30)]
 
@@ -85,27 +73,6 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
     file.write_bytes(b'{"query": "q", "documents": ["a", "b", "c", "d"]}')
     with pytest.raises(click.ClickException, match="line 1: 4 documents, expected at most 3"):
         read(file, 3)
-
-
-def test_what_is_told_and_drawn() -> None:
-    same = Agreement(("a", "b"), (4, 4), ("x", "y"), [0.5, -0.2, 1.0], [0.5, 0.75], [0.5, 1.0], notes=["mind <this>"])
-    assert lines(same) == [
-        "a: 4 wide, fingerprint x",
-        "b: 4 wide, fingerprint y",
-        "cosine of 3: mean 0.4333, median 0.5000, p5 -0.1300, min -0.2000",
-        "recall@1: 0.5000 (by chance 0.5000)",
-        "note: mind <this>",
-    ]
-    assert figures(same)["recall"] == {"1": 0.5, "2": 0.75}
-    ranked = Agreement(("a", "<b>"), ranks=[1.0, 0.5])
-    assert lines(ranked)[-1] == "rank correlation of 2: mean 0.7500, median 0.7500, p5 0.5250, min 0.5000"
-    narrow = Agreement(("a", "b"), (4, 8), ("x", "y"), [], [1.0], [1.0])
-    assert figures(narrow)["cosine"] is None
-    for agreement, panels, bars in ((same, 2, comparing.BINS), (ranked, 1, comparing.BINS), (narrow, 1, 0)):
-        root = ET.fromstring(svg(agreement))
-        space = "{http://www.w3.org/2000/svg}"
-        assert len(root.findall(f"{space}g")) == panels
-        assert len(root.findall(f".//{space}g/{space}rect")) == bars
 
 
 @pytest.fixture
@@ -178,13 +145,7 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
         (admin | auth, ()),
     ):
         CliRunner().invoke(compare, ["a", "b", "--sample", str(sample), *arguments], env=environ)
-    assert calls == [
-        (here, "admin"),
-        (there, None),
-        (GATEWAY, None),
-        (there, "auth"),
-        (GATEWAY, "auth"),
-    ]
+    assert calls == [(here, "admin"), (there, None), (GATEWAY, None), (there, "auth"), (GATEWAY, "auth")]
 
 
 class Client:

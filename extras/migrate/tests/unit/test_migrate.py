@@ -26,9 +26,8 @@ from sie_cli.refusal import CommandRefused
 from sie_client import SIEClient
 from sie_client.jobs import JobInfo
 from sie_migrate import live
-from sie_migrate.compare import Agreement
 from sie_migrate.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
-from sie_migrate.live import GAP_IDS, LiveMigration, LiveModel, LivePlan, LiveUntil, Scan, progress_line
+from sie_migrate.live import LiveMigration, LiveModel, LivePlan, LiveUntil
 from sie_migrate.migration import (
     KEY,
     STEPS,
@@ -46,9 +45,8 @@ from sie_migrate.migration import (
     merged,
     remaining_steps,
     shadow_line,
-    shadow_since_s,
 )
-from sie_migrate.quality import QualityMeasurement, QuerySet
+from sie_migrate.quality import QuerySet
 
 # ---- the remaining steps
 
@@ -122,24 +120,6 @@ def test_the_former_target_is_that_before_the_last_flip(before: Any) -> None:
         AliasRevision,
     )
     assert former_target([revision(4, "$.shadow"), flip, revision(2, "$.alias")]) == "old/m"
-
-
-def test_a_history_without_a_former_target_is_refused() -> None:
-    for changes in ((), ("$.shadow",)):
-        with pytest.raises(click.ClickException, match="does not say which model"):
-            former_target([revision(2, *changes)])
-
-
-def test_the_progress_of_a_scan_has_its_rate_and_the_remaining_time() -> None:
-    line = progress_line(Scan(scanned=1500, embedded=1200), 6000, 10.0)
-    assert line == "  1,500 of 6,000 rows, 1,200 embedded, 150 rows/s, 0:30 left"
-    assert progress_line(Scan(), 6000, 0.0).endswith("0 rows/s, 0:00 left")
-
-
-def test_a_shadow_is_as_old_as_its_last_change() -> None:
-    create, shadow = revision(1, operation="create"), revision(7, "$.shadow.share")
-    assert shadow_since_s([revision(9, "$.description"), shadow, create]) == 1893456007.0
-    assert shadow_since_s([revision(9, "$.description"), create]) == 1893456001.0
 
 
 # ---- the job
@@ -254,66 +234,7 @@ def test_a_sample_of_a_folder_reads_some_of_its_objects(tmp_path: Path) -> None:
     assert asyncio.run(corpus.digest()) != before
 
 
-def test_rows_without_a_text_are_told(tmp_path: Path) -> None:
-    docs = tmp_path / "docs.jsonl"
-    docs.write_text('{"a": "x"}\n{"a": null}\n{"a": null}\nnot json\n')
-    assert (
-        sampled(Corpus.from_source(str(docs), "{a}", "", None), 10).trouble
-        == "3 of 4 rows have no text: column 'a' is null"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "why"),
-    [
-        ("none.jsonl", "{a}", "there is no such file"),
-        ("docs.jsonl", "{a", "the braces of the template do not match"),
-        ("docs.jsonl", "a", "names no column"),
-    ],
-)
-def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
-    (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
-    with pytest.raises(click.ClickException, match=why):
-        Corpus.from_source(str(tmp_path / name), text, "", None)
-
-
-def test_a_corpus_may_be_a_link_to_a_file_in_another_folder(tmp_path: Path) -> None:
-    for folder in ("files", "links"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "files/1f2e").write_text('{"a": "x"}\n')
-    (tmp_path / "links/docs.jsonl").symlink_to("../files/1f2e")
-    assert sampled(Corpus.from_source(str(tmp_path / "links/docs.jsonl"), "{a}", "", None), 10).texts == ["x"]
-
-
-def test_a_corpus_may_be_a_file_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    assert sampled(Corpus.from_source("../docs.jsonl", "{a}", "", None), 10).texts == ["x"]
-
-
-@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/"])
-def test_a_corpus_may_be_a_whole_bucket(url: str) -> None:
-    place = Corpus.from_source(url, "{a}", "", None).place
-    assert (place.is_folder, place.folder) == (True, "")
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(click.ClickException, match="there is nothing to read"):
-        asyncio.run(Corpus.from_source(f"file://{tmp_path}/", "{a}", "", None).digest())
-
-
 # ---- what is measured
-
-
-def test_the_agreement_is_that_of_ten_neighbours_or_of_all() -> None:
-    recall = [0.1 * k for k in range(1, 13)]
-    quality = QualityMeasurement(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
-    assert (quality.neighbours, quality.overlap, quality.rank) == (10, pytest.approx(1.0), 0.75)
-    few = QualityMeasurement(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
-    assert (few.neighbours, few.overlap, few.rank) == (2, 0.25, None)
-    assert few.line() == "the models share 0.250 of 2 neighbours (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
-    assert few.figures()["ndcg"] == {"old": 0.5, "new": 0.75}
 
 
 def test_queries_are_lines_or_a_folder_with_judgements(tmp_path: Path) -> None:
@@ -453,23 +374,6 @@ def test_few_multivectors_are_in_memory_at_a_time(output: Output, counts: list[i
     assert len(store.vectors) == 70
     asyncio.run(steps.compare())
     assert steps._encoder.counts == counts * 3
-
-
-def test_reported_ids_of_rows_without_a_vector_are_bounded_and_printable() -> None:
-    scan = Scan()
-    for number in range(3 * GAP_IDS):
-        scan.add_gap(f"{number}\x1b" + "x" * 1000, "refused")
-    assert len(scan.gap_ids) == GAP_IDS
-    assert scan.gaps_text.startswith("60 rows: refused (ids 0?x")
-    assert scan.gaps_text.endswith(", …)")
-    assert len(scan.gaps_text) < 3000
-
-
-def test_queries_that_a_model_refuses_are_left_out_of_the_comparison() -> None:
-    steps, _, report = live_steps([])
-    asyncio.run(steps.compare())
-    assert report.facts["quality"]["queries"] == 1
-    assert report.facts["quality"]["recall"] == 1.0
 
 
 class AliasService:
@@ -659,20 +563,6 @@ def test_the_index_is_not_switched_if_the_alias_cannot_follow(
     with pytest.raises(CommandRefused, match="a names third now" if cause == "moved" else "may not write configs"):
         run.run(monkeypatch, until)
     assert not [event for event in run.events if event.startswith(("index", "alias"))]
-
-
-@pytest.mark.parametrize(
-    ("until", "target", "state", "model"), [("flip", "old", BEFORE, "new"), ("back", "new", AFTER, "old")]
-)
-def test_a_refusal_of_the_alias_after_the_switch_says_where_the_index_is(
-    monkeypatch: pytest.MonkeyPatch, until: LiveUntil, target: str, state: LiveState, model: str
-) -> None:
-    run = LiveRun(target, state)
-    run.collection.on_switch = lambda: run.service.set_target(target)
-    with pytest.raises(
-        CommandRefused, match=f"searches of docs already use the vectors of {model}: run the same command again"
-    ):
-        run.run(monkeypatch, until)
 
 
 @pytest.mark.parametrize("until", ["check", "flip", "back", "clean-up"])

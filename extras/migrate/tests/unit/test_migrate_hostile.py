@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from job_server import Handler, JobServer
-from selection import long_but
 
 from sie_cli.main import main
 
 WIDTH = 4
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e\nError: forged"
 CREATED = "2026-01-01T00:00:00+00:00"
-VALUES: tuple[Any, ...] = (None, -1, 1 << 70, 1.5, "", ESCAPE, [], {}, [None], {"a": None}, True, "x" * 100_000)
 CHECKED = ("alias", "history", "status", "write", "model", "aliased", "encode", "listing", "submitted", "job")
 
 
@@ -196,30 +194,19 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return value
 
 
-def replaced_by(kind: str, path: tuple[Any, ...], new: Any) -> Callable[[str, Any], Any]:
-    return lambda sent, value: put(value, path, new) if sent == kind else value
-
-
-@pytest.mark.parametrize(
-    ("kind", "every"),
-    long_but([(kind, every) for kind in CHECKED for every in (False, True)], [(kind, False) for kind in CHECKED]),
-)
-@pytest.mark.timeout(900)
-def test_a_reply_of_another_form_ends_in_lines(server: MigrationServer, corpus: Path, kind: str, every: bool) -> None:
-    """Each place of a reply of this kind gets one wrong value, or with `every` all of them, and is left out too."""
+@pytest.mark.parametrize("kind", CHECKED)
+def test_a_reply_of_another_form_ends_in_lines(server: MigrationServer, corpus: Path, kind: str) -> None:
+    """Each place of a reply of this kind gets one wrong value, or is left out."""
     assert migrated(server, corpus, "--sample", "0").exit_code == 0
     value, turn = copy.deepcopy(server.kinds[kind]), itertools.cycle((ESCAPE, None, -1, [], ...))
     cases = 0
-    for path in places(value):
-        for new in (*VALUES, ...) if every else (next(turn),):
-            if (new is ... and not path) or (path == ("state",) and isinstance(new, str)):
-                continue  # a job in a state of a newer server is followed until it has ended
-            if kind == "encode" and new == 1 << 70:
-                continue  # msgpack has no number of this size
-            server.begin()
-            server.mutate = replaced_by(kind, path, new)
-            check_end(migrated(server, corpus, "--sample", "0"), (kind, path, str(new)[:20]))
-            cases += 1
+    for path, new in zip(places(value), turn, strict=False):
+        if (new is ... and not path) or (path == ("state",) and isinstance(new, str)):
+            continue  # a job in a state of a newer server is followed until it has ended
+        server.begin()
+        server.mutate = lambda sent, value, path=path, new=new: put(value, path, new) if sent == kind else value  # type: ignore[misc]
+        check_end(migrated(server, corpus, "--sample", "0"), (kind, path, new))
+        cases += 1
     assert cases >= 2
 
 
@@ -281,22 +268,6 @@ def test_a_corpus_that_changes_is_another_migration_and_one_that_shrinks_is_refu
     done = migrated(server, corpus)
     check_end(done, "empty")
     assert (done.exit_code, server.target) == (1, "old/m")
-
-
-def test_texts_of_a_corpus_that_a_terminal_would_obey_are_only_shown(server: MigrationServer, corpus: Path) -> None:
-    for text in (json.dumps({"t": ESCAPE}), ESCAPE, '{"t": "' + "x" * 500_000 + '"}', "{" * 100_000, "\0" * 1000):
-        corpus.write_text("\n".join([text] * 60))
-        server.begin()
-        check_end(migrated(server, corpus), text[:30])
-
-
-def test_the_way_back_to_a_name_that_a_terminal_would_obey_ends_in_lines(server: MigrationServer, corpus: Path) -> None:
-    changes = {"alias": (("alias", 0), ESCAPE), "history": (("revisions", 0, "changes", 0, "path"), "$.alias")}
-    server.revision = 2
-    server.mutate = lambda kind, value: put(value, *changes[kind]) if kind in changes else value
-    done = migrated(server, corpus, "--step", "back")
-    check_end(done, "back")
-    assert done.exit_code == 0, done.output
 
 
 def test_a_migration_runs_to_its_end(server: MigrationServer, corpus: Path) -> None:

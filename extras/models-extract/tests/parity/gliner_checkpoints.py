@@ -6,7 +6,6 @@ Weights are scaled up from their initial values, so that scores differ from text
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import json
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import torch
 from oracle import WORDS
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFast
+from transformers import DebertaV2Config, PreTrainedTokenizerFast
 
 from sie_contracts.models.entries import ModelEntry, parse_entry
 
@@ -151,10 +150,7 @@ def gliner_folder(
         (labels / "config.json").write_text(json.dumps(label_config))
         config |= {"labels_encoder": str(labels), "labels_encoder_config": label_config}
     if kind == "relations":
-        config |= {
-            "relations_layer": relations_layer,
-            "rel_token_index": tokenizer.convert_tokens_to_ids("<<REL>>"),
-        }
+        config |= {"relations_layer": relations_layer, "rel_token_index": tokenizer.convert_tokens_to_ids("<<REL>>")}
     torch.manual_seed(0)
     plain = GLiNERConfig(**copy.deepcopy(config))
     kind_class = GLiNER._get_gliner_class(plain)
@@ -256,60 +252,8 @@ def gliner2_boundary_folder(folder: Path, *, seed: int = 2, **settings: Any) -> 
     return folder
 
 
-def glirel_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """A folder that the package loads too, beside that of its backbone."""
-    from glirel import GLiREL
-
-    backbone = folder.with_name(f"{folder.name}-backbone")
-    tokenizer = copy.deepcopy(_wrapped("unigram"))
-    tokenizer.save_pretrained(backbone)
-    described = {name: value for name, value in DEBERTA.items() if name != "model_type"}
-    DebertaV2Model(DebertaV2Config(**described, vocab_size=len(tokenizer))).save_pretrained(backbone)
-    settings: dict[str, Any] = {
-        "model_name": str(backbone),
-        "hidden_size": 64,
-        "max_width": 12,
-        "max_len": 60,
-        "dropout": 0.1,
-        "fine_tune": True,
-        "subtoken_pooling": "first",
-        "span_marker_mode": "markerv1",
-        "rel_mode": "marker",
-        "label_embed_strategy": "label",
-        "max_entity_pair_distance": None,
-        "scorer": "dot",
-        "fixed_relation_types": True,
-        "num_train_rel_types": 15,
-        "refine_relation": True,
-        "refine_prompt": True,
-        "ffn_mul": 4,
-        "coref_classifier": False,
-        "add_entity_markers": False,
-        "random_drop": False,
-        "loss_func": "binary_cross_entropy_loss",
-        "eval_every": 0,
-        "name": "toy",
-        "device": "cpu",
-    }
-    torch.manual_seed(0)
-    model = GLiREL(argparse.Namespace(**settings))
-    _shake(model, seed)
-    for parameter in model.refine_prompt.output.parameters():
-        parameter.data *= 0.02  # else all scores are 0 or 1
-    model.save_pretrained(folder)
-    if config:
-        file = folder / "glirel_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    return folder
-
-
 def entry_of(
-    folder: Path,
-    family: str,
-    *,
-    max_tokens: int = 512,
-    parameters: dict[str, Any] | None = None,
-    output: str = "",
+    folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None, output: str = ""
 ) -> ModelEntry:
     """A catalogue entry for a folder. An empty `output` means that of the family."""
     output = output or {"gliclass": "classifications", "glirel": "relations"}.get(family, "entities")

@@ -7,8 +7,6 @@ import json
 import pickle
 import random
 import shutil
-import statistics
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ import pytest
 import torch
 from gliner import GLiNER
 from oracle import WORDS, ragged_texts
-from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
+from parity.device import on_device
 from parity.extraction import Entities, assert_equal, failed
 from parity.gliner_checkpoints import GlinerKind, entry_of, gliner_folder
 from parity.table import ParityTable, Scores, path_of
@@ -29,7 +27,6 @@ from selection import long_but
 from sie_adapter.families import extraction
 from sie_adapter.families.extraction import ExtractOptions, LabelVectors
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
-from sie_contracts.wire.ipc import Rows
 from sie_models_extract import gliner as family
 from sie_models_extract.extraction import TextWindow
 from sie_models_extract.gliner import GlinerModel, WindowResult
@@ -166,25 +163,6 @@ def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kin
         assert_equal(together[item]["entities"], alone["entities"])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("kind", ["span", "bi"])
-def test_labels_keep_the_order_and_the_case_of_the_client(
-    models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind
-) -> None:
-    """With one encoder the prompt depends on the order of labels. With two encoders the label vectors do not."""
-    text = ragged_texts(1, seed=6)[0]
-    orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
-    results = [
-        result["entities"] for result in models[kind].extract([text] * 3, [options(kind, order) for order in orders])
-    ]  # type: ignore[index]
-    for order, entities in zip(orders, results, strict=True):
-        assert_equal(entities, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
-    if kind == "bi":
-        assert_equal(results[0], results[1])
-    else:
-        assert results[0] != results[1]
-        assert results[0] != results[2]
-
-
 def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(
     models: dict[str, GlinerModel], oracles: dict[str, Any]
 ) -> None:
@@ -210,19 +188,6 @@ def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(
     )
 
 
-@pytest.mark.parametrize("kind", ["span", "token"])
-def test_windows_join_without_doubles_or_overlaps(tmp_path: Path, kind: GlinerKind) -> None:
-    model = load(gliner_folder(tmp_path / kind, kind, max_len=20))
-    texts = [" ".join(random.Random(seed).choices(WORDS, k=37 + 23 * seed)) for seed in range(12)]
-    long, late = 0, 0
-    for text, entities in zip(texts, extract(model, texts, options(kind, threshold=0.2)), strict=True):
-        for entity, following in itertools.pairwise(entities):
-            assert entity["end"] <= following["start"]
-        long += sum(" " in entity["text"] for entity in entities)
-        late += sum(entity["start"] > 0.8 * len(text) for entity in entities)
-    assert min(long, late) > 20
-
-
 def test_where_two_windows_disagree_the_better_span_stays(models: dict[str, GlinerModel]) -> None:
     request = models["span"]._request(options("span"), list(LABELS))
     windows = [(TextWindow(0, 0, 20), [(0, 0, "a", 0.9), (14, 17, "a", 0.6), (18, 19, "a", 0.8)])]
@@ -232,98 +197,9 @@ def test_where_two_windows_disagree_the_better_span_stays(models: dict[str, Glin
     assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (14, 17, "a", 0.75), (20, 21, "b", 0.5)]
 
 
-def test_windows_also_end_where_the_encoder_has_no_more_positions(
-    models: dict[str, GlinerModel], oracles: dict[str, Any]
-) -> None:
-    """The package reads past the position table here: 384 words of these are more than 1024 tokens."""
-    rng = random.Random(8)
-    text = " ".join("".join(rng.choices("acdeghiklmnoprstu", k=9)) for _ in range(400))
-    words = models["bi"]._words(text)
-    *_, (before, _), (last, stop) = models["bi"]._windows(words.sizes, 1022)
-    assert (sum(words.sizes[:384]) > 1100, before < last, stop) == (True, True, 400)
-    [entities] = extract(models["bi"], [text], options("bi", threshold=0.1))
-    shift, clear = words.starts[last], words.starts[last + 20]
-    theirs = oracles["bi"].inference([text[shift:]], list(LABELS), threshold=0.1)[0]
-    expected = [{**entity, "start": entity["start"] + shift, "end": entity["end"] + shift} for entity in theirs]
-    assert len(expected) > 10
-    assert_equal(
-        [entity for entity in entities if entity["start"] >= clear],
-        [entity for entity in expected if entity["start"] >= clear],
-    )
-
-
-def test_a_text_of_long_words_is_one_window_as_in_the_package(
-    models: dict[str, GlinerModel], oracles: dict[str, Any]
-) -> None:
-    text = "Ada Lovelace lived in London. " * 60
-    request = options("span", ("person", "city"), 0.05)
-    words = models["span"]._words(text)
-    assert (len(words.sizes), sum(words.sizes), models["span"].max_tokens) == (360, 1860, 3072)
-    [entities] = extract(models["span"], [text], request)
-    [expected] = oracles["span"].inference([text], list(request.labels), threshold=0.05)
-    assert len(expected) > 20
-    assert_equal(entities, expected)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_without_words_has_no_entities(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
     assert extract(models[kind], ["", " \n\t ", "queue"], options(kind, threshold=0.0))[:2] == [[], []]
-
-
-def test_characters_without_tokens_do_not_shift_offsets(
-    models: dict[str, GlinerModel], oracles: dict[str, Any]
-) -> None:
-    """Joiners, direction marks and variation selectors are words for the splitter, but the tokenizer has no
-    tokens for them.
-    """
-    parts = [
-        "👍🏽",
-        "search",
-        "\u200f",
-        "שלום",
-        "queue",
-        "❤\ufe0f",
-        "\u200d",
-        "index",
-        "مدينة",
-        "\u202e",
-        "engine",
-        "東京",
-        "Zürich",
-    ]
-    text, plain = " ".join(parts), " ".join(part.strip("\u200f\ufe0f\u200d\u202e") for part in parts)
-    [entities] = extract(models["bi"], [text], options("bi", threshold=0.05))
-    theirs = oracles["bi"].inference([plain], list(LABELS), threshold=0.05)[0]
-    assert len(theirs) > 3
-    assert [(entity["text"].split(), entity["label"]) for entity in entities] != []
-    bare = [
-        entity["text"].translate(dict.fromkeys(map(ord, "\u200f\ufe0f\u200d\u202e"))).split() for entity in entities
-    ]
-    assert bare == [entity["text"].split() for entity in theirs]
-    assert [entity["score"] for entity in entities] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
-    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
-    assert extract(models["bi"], ["\u200d\u200f"], options("bi", threshold=0.0)) == [[]]
-
-
-def test_a_megabyte_without_spaces_is_one_word(models: dict[str, GlinerModel]) -> None:
-    for kind in ("span", "bi"):
-        text = "searchindex" * 100_000
-        [entities, mate] = extract(models[kind], [text, "queue"], options(kind, threshold=0.0))
-        assert [(entity["start"], entity["end"]) for entity in entities] == [(0, len(text))]
-        assert mate
-
-
-@pytest.mark.long
-def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(models: dict[str, GlinerModel]) -> None:
-    text = " ".join(WORDS * 8)
-    for kind in KINDS:
-        [entities] = extract(models[kind], [text], options(kind, threshold=-1.0))
-        assert 0 < len(entities) <= len(WORDS) * 8
-        assert entities[-1]["end"] > len(text) / 2
-    [everything] = extract(models["span"], [text], options("span", threshold=0.0, flat_ner=False, multi_label=True))
-    [some] = extract(models["span"], [text], options("span", threshold=0.9, flat_ner=False, multi_label=True))
-    assert len(some) < len(everything) <= family._CANDIDATES
-    assert all(entity in everything for entity in some)
 
 
 def test_neighbours_of_one_label_are_merged_on_request(models: dict[str, GlinerModel]) -> None:
@@ -406,13 +282,6 @@ def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, Gli
         assert text in failed(result, InvalidInput).message
 
 
-def test_a_label_without_a_token_would_shift_the_words_and_is_refused(tmp_path: Path) -> None:
-    model = load(gliner_folder(tmp_path / "wordpiece", wordpiece=True))
-    good, bare = model.extract(["search index"] * 2, [options("span"), options("span", ("person", "\u200d"))])
-    assert isinstance(good, dict)
-    assert "is empty after tokenisation" in failed(bare, InvalidInput).message
-
-
 @contextmanager
 def forward_hook(model: GlinerModel, hook: Callable[..., Any]) -> Iterator[None]:
     handle = model._gliner.model.register_forward_hook(hook, with_kwargs=True)
@@ -461,53 +330,6 @@ def test_out_of_memory_is_left_to_the_caller(models: dict[str, GlinerModel]) -> 
         models["span"].extract(["queue", "worker"], [options("span")] * 2)
 
 
-def test_two_threads_give_what_one_gives(models: dict[str, GlinerModel]) -> None:
-    texts = ragged_texts(12, seed=11)
-    for kind in ("span", "bi"):
-        jobs = [(kind, options(kind, LABELS)), (kind, options(kind, LABELS[::-1]))]
-        expected = [extract(models[kind], texts, settings) for kind, settings in jobs]
-        runs: dict[int, list[list[Entities]]] = {0: [], 1: []}
-
-        def work(number: int, kind: str, settings: ExtractOptions, outputs: dict[int, list[list[Entities]]]) -> None:
-            for _ in range(4):
-                outputs[number].append(extract(models[kind], texts, settings))
-
-        threads = [threading.Thread(target=work, args=(number, *job, runs)) for number, job in enumerate(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for number in range(2):
-            assert len(runs[number]) == 4
-            for run in runs[number]:
-                for ours, alone in zip(run, expected[number], strict=True):
-                    assert_equal(ours, alone)
-
-
-def test_16_bit_weights_give_near_scores(folders: dict[str, Path], oracles: dict[str, Any]) -> None:
-    """The median of all spans above 0.05 is compared, because random weights amplify the rounding of single spans."""
-    entry = entry_of(folders["span"], "gliner")
-    model = GlinerModel(folders["span"], entry, entry.load, on_device(SIXTEEN_TYPE))
-    texts = ragged_texts(6, seed=12, longest=40)
-    assert model.precision == SIXTEEN
-    free = {"flat_ner": False, "multi_label": True}  # fewer spans exclude each other
-    differences: list[float] = []
-    spans = 0
-    for entities, expected in zip(
-        extract(model, texts, options("span", threshold=0.05, **free)),
-        oracles["span"].inference(texts, list(LABELS), threshold=0.05, **free),
-        strict=True,
-    ):
-        ours, theirs = (
-            {(entity["start"], entity["end"], entity["label"]): entity["score"] for entity in some}
-            for some in (entities, expected)
-        )
-        differences += [abs(ours[span] - theirs[span]) for span in ours.keys() & theirs.keys()]
-        spans += len(theirs)
-    assert len(differences) > 0.8 * spans > 200
-    assert 0 < statistics.median(differences) < 0.02
-
-
 def test_folders_without_a_description_of_their_backbone_take_it_from_below(
     models: dict[str, GlinerModel], tmp_path: Path
 ) -> None:
@@ -524,10 +346,6 @@ def test_folders_without_a_description_of_their_backbone_take_it_from_below(
     with pytest.raises(ModelLoadFailed, match="its backbone no/backbone is neither in the hub cache") as caught:
         load(folder)
     assert caught.value.extras["error_class"] == "NOT_FOUND"
-
-
-def test_the_entry_may_set_the_words_of_a_window(folders: dict[str, Path]) -> None:
-    assert load(folders["span"], parameters={"max_len": 2048})._max_words == 2048
 
 
 @pytest.mark.parametrize(
@@ -577,26 +395,3 @@ def test_neither_weights_nor_configurations_run_code(folders: dict[str, Path], t
     with pytest.raises(ModelLoadFailed, match="contains objects other than tensors"):
         load(folder)
     assert not marker.exists()
-
-
-def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["span"], tmp_path / "copy")
-    config = json.loads((folder / "gliner_config.json").read_text())
-    for change, message in (
-        ({"relations_layer": "dot"}, "its family is gliner-relations"),
-        ({"encoder_config": {"model_type": "none"}}, "no encoder none"),
-    ):
-        (folder / "gliner_config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelLoadFailed, match=message):
-            load(folder)
-
-
-def test_what_a_loaded_model_tells_about_itself(models: dict[str, GlinerModel]) -> None:
-    model = models["bi"]
-    assert model.rows == {"extract": Rows("raw")}
-    assert (model.precision, model.attention, model.max_tokens) == ("float32", "sdpa padded", 1024)
-    assert json.loads(model.tokenizer)["truncation"] is None
-    assert json.loads(model.tokenizer)["padding"] is None
-    weights = sum(parameter.nbytes for parameter in model._gliner.model.parameters())
-    assert weights <= model.memory_bytes < 1.1 * weights
-    assert not any(parameter.requires_grad for parameter in model._gliner.model.parameters())

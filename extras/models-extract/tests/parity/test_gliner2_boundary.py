@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from gliner2 import AutoExtractor
-from oracle import WORDS, ragged_texts
+from oracle import ragged_texts
 from parity.device import on_device
 from parity.gliner_checkpoints import entry_of, gliner2_boundary_folder
 from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_contracts.models.output_schemas import parts_of_schema
 from sie_models_extract import gliner2_boundary
 from sie_models_extract.extraction import TextWindow
 from sie_models_extract.gliner2 import Gliner2Model
@@ -92,19 +88,6 @@ def test_classes_equal_those_of_the_package(multi_label: bool, tmp_path: Path, t
         table.record("gliner2 boundary, classes", path_of(model.attention), model.precision, Scores(difference))
 
 
-def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
-    """The second half of the text has entities too. Entities of one label do not overlap."""
-    model = load(gliner2_boundary_folder(tmp_path / "model"), max_tokens=96)
-    text = " ".join(WORDS * 8)
-    [result] = model.extract([text], [ExtractOptions(LABELS, 0.3)])
-    assert isinstance(result, dict)
-    entities = result["entities"]
-    assert max(row["start"] for row in entities) > len(text) // 2
-    for label in LABELS:
-        own = [(row["start"], row["end"]) for row in entities if row["label"] == label]
-        assert all(span[1] <= following[0] for span, following in itertools.pairwise(own))
-
-
 def test_overlaps_are_resolved_over_all_windows_of_a_text() -> None:
     """The set of spans with the largest sum of scores stays: two short spans instead of a long span with a better
     score.
@@ -142,26 +125,3 @@ def test_overlapping_spans_are_bounded_and_the_best_are_compared(policy: str, mo
     assert [sorted(own.start for own in spans) for spans in compared] == [[26, 27, 28, 29], [50]]
     assert (29, 32, "x", chain[-1].score) in rows(entities)
     assert (50, 51, "x", 0.001) in rows(entities)
-
-
-def test_a_schema_has_decisions_alone(tmp_path: Path) -> None:
-    model = load(gliner2_boundary_folder(tmp_path / "model"))
-    schemas = (
-        {"mood": {"enum": ["calm", "angry"]}, "is_late": {"type": "boolean"}},
-        {"buyer": {"type": "string"}},
-    )
-    parts = [
-        parts_of_schema("s", {"type": "object", "properties": own}, "test/model", finds_spans=True) for own in schemas
-    ]
-    decided, refused = model.extract(TEXTS[:2], [ExtractOptions((), parts=own) for own in parts])
-    assert isinstance(decided, dict)
-    assert set(decided["data"]) == {"mood", "is_late"}
-    assert isinstance(refused, InvalidInput)
-    assert (refused.reason, refused.param) == ("unsupported_output", "output_schema")
-
-
-def test_an_entry_with_relations_is_refused(tmp_path: Path) -> None:
-    folder = gliner2_boundary_folder(tmp_path / "model")
-    entry = msgspec.structs.replace(entry_of(folder, "gliner2"), outputs={"entities": 0, "relations": 0})
-    with pytest.raises(ModelLoadFailed, match="relations are not supported"):
-        Gliner2Model(folder, entry, entry.load, on_device())

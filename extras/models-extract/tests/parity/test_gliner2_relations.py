@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from parity.gliner_checkpoints import entry_of, gliner2_folder
 from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InvalidInput
-from sie_contracts.models.output_schemas import parts_of_schema
 from sie_models_extract.gliner2 import Gliner2Model
 
 LABELS = ("person", "river mountain")
@@ -117,22 +114,3 @@ def test_a_long_text_has_the_relations_of_its_windows(folder: Path) -> None:
     parts = model.extract(windows, [options(least=0.4)] * len(windows))
     expected = {row[:3] for part in parts for row in rows(part)}
     assert {row[:3] for row in rows(result)} == expected
-
-
-def test_relations_beside_a_schema(model: Gliner2Model) -> None:
-    schema = {"type": "object", "properties": {"mood": {"enum": ["calm", "angry"]}}}
-    parts = parts_of_schema("output_schema", schema, "test/model", finds_spans=True)
-    text = f"{ragged_texts(1, seed=3, longest=60)[0]}."
-    with_schema = dataclasses.replace(options(), parts=parts)
-    both, alone = model.extract([text] * 2, [with_schema, options()])
-    assert isinstance(both, dict)
-    assert both["data"]["mood"] in ("calm", "angry")
-    assert both["relations"] == alone["relations"]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("label", ["[E]", "[SEP_TEXT]", "\u200d[R]"])
-def test_a_relation_that_the_prompt_cannot_hold_fails_its_text_alone(model: Gliner2Model, label: str) -> None:
-    fine, failed = model.extract(["queue worker."] * 2, [options(), options(relations=("owns", label))])
-    assert isinstance(fine, dict)
-    assert isinstance(failed, InvalidInput)
-    assert failed.param == "relation_labels"

@@ -8,8 +8,6 @@ only.
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_models_extract import gliner_relations as family
 from sie_models_extract.gliner_relations import GlinerRelationModel
 
@@ -141,61 +138,6 @@ def test_relations_equal_those_of_the_package(
     assert count > 30
 
 
-def test_relations_equal_inference_where_it_numbers_entities_as_the_model_does(
-    model: GlinerRelationModel, folders: dict[str, Path]
-) -> None:
-    package = GLiNER.from_pretrained(str(folders["gcn"]))
-    # In a text of two words, spans contain each other or are apart, so none is left out.
-    texts = [f"{first} {second}" for first, second in itertools.pairwise(WORDS[:20])]
-    entities, relations = package.inference(
-        texts, list(LABELS), list(RELATIONS), threshold=0.5, relation_threshold=0.3, flat_ner=False
-    )
-    compared = 0
-    for text, own, related in zip(texts, entities, relations, strict=True):
-        assert len(pairs_of_package(package, text.split(), 0.5)[0]) == len(own)
-        if own != sorted(own, key=lambda entity: (entity["start"], entity["end"])):
-            continue
-        [result] = model.extract([text], [options()])
-        assert isinstance(result, dict)
-        assert [(entity["start"], entity["end"], entity["label"]) for entity in result["entities"]] == [
-            (entity["start"], entity["end"], entity["label"]) for entity in own
-        ]
-        assert_equal(
-            rows(result["relations"]),
-            [(row["head"]["text"], row["tail"]["text"], row["relation"], row["score"]) for row in related],
-        )
-        compared += len(related)
-    assert compared > 5
-
-
-def test_an_item_is_independent_of_its_batch(model: GlinerRelationModel) -> None:
-    texts = [*ragged_texts(12, seed=5, longest=20), "", "queue"]
-    chosen = [options(), options(0.6, RELATIONS[::-1]), options(0.5, ())]
-    requests = [chosen[index % 3] for index in range(len(texts))]
-    together = model.extract(texts, requests)
-    for text, option, result in zip(texts, requests, together, strict=True):
-        [alone] = model.extract([text], [option])
-        assert isinstance(alone, dict)
-        assert isinstance(result, dict)
-        assert_equal(rows(result["relations"]), rows(alone["relations"]))
-        assert [entity["start"] for entity in result["entities"]] == [entity["start"] for entity in alone["entities"]]
-
-
-def test_entities_without_relation_labels_equal_those_of_the_package(
-    model: GlinerRelationModel, folders: dict[str, Path]
-) -> None:
-    texts = ragged_texts(6, seed=6, longest=20)
-    expected = GLiNER.from_pretrained(str(folders["gcn"])).inference(
-        texts, list(LABELS), [], threshold=0.5, return_relations=False
-    )
-    for result, own in zip(model.extract(texts, [options(relations=(), flat_ner=True)] * 6), expected, strict=True):
-        assert isinstance(result, dict)
-        assert [(entity["start"], entity["end"], entity["label"]) for entity in result["entities"]] == [
-            (entity["start"], entity["end"], entity["label"]) for entity in own
-        ]
-        assert result["relations"] == []
-
-
 def test_relations_of_a_long_text_are_those_of_its_windows(tmp_path: Path) -> None:
     """Windows of 20 words share eight. Each entity appears once. A relation of two windows has the better score."""
     model = load(gliner_folder(tmp_path / "short", "relations", max_len=20))
@@ -230,39 +172,3 @@ def test_candidates_and_relations_of_a_window_have_a_limit(
     [fewer] = model.extract([text], [options(0.0, relation_threshold=0.0)])
     assert isinstance(fewer, dict)
     assert len(fewer["relations"]) <= 2
-
-
-def test_labels_that_the_model_cannot_read_are_refused(model: GlinerRelationModel) -> None:
-    for relations, message in (
-        (("<<REL>>",), "which the model reserves"),
-        (tuple(f"relation number {number}" for number in range(1000)), "too few for the text"),
-    ):
-        [result] = model.extract(["queue worker"], [options(relations=relations)])
-        assert isinstance(result, InvalidInput)
-        assert message in result.message
-
-
-def test_scores_that_are_not_finite_fail_their_item(
-    model: GlinerRelationModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [text] = ragged_texts(1, seed=3, longest=20)
-    original = model._gliner.model.pair_rep_layer.forward
-    monkeypatch.setattr(model._gliner.model.pair_rep_layer, "forward", lambda pairs: original(pairs) * torch.nan)
-    [result] = model.extract([text], [options()])
-    assert isinstance(result, InferenceFailed)
-    assert result.reason == "non_finite"
-
-
-def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["gcn"], tmp_path / "copy")
-    config = json.loads((folder / "gliner_config.json").read_text())
-    for change, message in (
-        ({"relations_layer": None}, "if and only if its family is gliner-relations"),
-        ({"span_mode": "token_level"}, "between tokens"),
-        ({"triples_layer": "distmult"}, "by triples"),
-        ({"labels_decoder": "gpt2"}, "generates labels"),
-    ):
-        (folder / "gliner_config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelLoadFailed, match=message) as caught:
-            load(folder)
-        assert caught.value.extras["error_class"] == "INCOMPATIBLE"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import statistics
-import string
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,13 @@ from laya import Agent
 from laya.structured import decide
 from oracle import WORDS, ragged_texts
 from parity.decision_checkpoints import laya_folder
-from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
+from parity.device import on_device
 from parity.gliner_checkpoints import entry_of
 from parity.table import ParityTable, Scores, path_of
 from parity.toys import edit_weights
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_contracts.models.output_schemas import parts_of_schema
 from sie_models_extract.laya import LayaModel
 
@@ -73,10 +71,7 @@ QUESTIONS: dict[str, tuple[Question, ExtractOptions]] = {
         ExtractOptions(LABELS, instruction=QUESTION, parameters={"task": "score"}),
     ),
     # So many options are each cut, and their temperature is below the least one of the package.
-    "choice of many": (
-        choice(tuple(WORDS[:8])),
-        ExtractOptions(tuple(WORDS[:8]), instruction=QUESTION),
-    ),
+    "choice of many": (choice(tuple(WORDS[:8])), ExtractOptions(tuple(WORDS[:8]), instruction=QUESTION)),
     "choice of long labels": (
         choice(tuple(f"{word} {' '.join(WORDS[:25])}" for word in WORDS[:4])),
         ExtractOptions(tuple(f"{word} {' '.join(WORDS[:25])}" for word in WORDS[:4]), instruction=QUESTION),
@@ -152,39 +147,6 @@ def test_a_schema_is_answered_as_the_package_answers_it(model: LayaModel, packag
     assert len(values) > 3
 
 
-def test_a_list_of_choices_has_those_that_apply(model: LayaModel) -> None:
-    schema = {"type": "object", "properties": {"topics": {"type": "array", "items": {"enum": ["river", "engine"]}}}}
-    parts = parts_of_schema("output_schema", schema, "test/model", finds_spans=False, reads_scales=True)
-    results = model.extract(TEXTS, [ExtractOptions((), parts=parts)] * len(TEXTS))
-    alone = model.extract(
-        TEXTS, [ExtractOptions(("river", "engine"), 0.5, {"multi_label": True}, instruction="topics:")] * len(TEXTS)
-    )
-    for result, expected in zip(results, alone, strict=True):
-        assert isinstance(result, dict)
-        assert set(result["data"]["topics"]) == set(probabilities(expected))
-
-
-def test_one_batch_may_have_questions_of_all_types(model: LayaModel) -> None:
-    all_options = [options for _, options in QUESTIONS.values()]
-    all_options.append(ExtractOptions(LABELS, parameters={"multi_label": True}))
-    texts = TEXTS[: len(all_options)]
-    for text, options, result in zip(texts, all_options, model.extract(texts, all_options), strict=True):
-        [alone] = model.extract([text], [options])
-        assert probabilities(result) == pytest.approx(probabilities(alone), abs=1e-5)
-
-
-def test_labels_that_cannot_be_told_apart_fail_their_text_alone(model: LayaModel) -> None:
-    alike = tuple(f"{' '.join(WORDS[:30])} {number}" for number in range(20))
-    crowded = tuple(f"{first}{second}" for first in "abc" for second in string.ascii_lowercase)
-    all_options = [QUESTIONS["choice"][1], ExtractOptions(()), ExtractOptions(alike), ExtractOptions(crowded)]
-    fine, none, same, many = model.extract(["queue"] * 4, all_options)
-    assert isinstance(fine, dict)
-    for result, text in ((none, "at least one"), (same, "begin alike"), (many, "too few for the text")):
-        assert isinstance(result, InvalidInput)
-        assert text in result.message
-        assert result.param == "labels"
-
-
 def test_a_statement_is_whole_or_refused(tmp_path: Path) -> None:
     """The package cuts off the label of a long statement, so all labels would have one score."""
     model = load(laya_folder(tmp_path / "model", head_max_len=192, max_len=512), max_tokens=512)
@@ -205,70 +167,12 @@ def test_a_statement_is_whole_or_refused(tmp_path: Path) -> None:
     assert isinstance(asked(room // tokens + 2), InvalidInput)
     schema = {
         "type": "object",
-        "properties": {
-            "topics": {"type": "array", "items": {"enum": list(labels)}, "description": "y " * 499},
-        },
+        "properties": {"topics": {"type": "array", "items": {"enum": list(labels)}, "description": "y " * 499}},
     }
     parts = parts_of_schema("s", schema, "test/model", finds_spans=False, reads_scales=True)
     [error] = model.extract(["queue"], [ExtractOptions((), parts=parts)])
     assert isinstance(error, InvalidInput)
     assert error.message.startswith("topics: instruction: ")
-
-
-def test_labels_that_are_equal_after_the_cut_are_refused(tmp_path: Path) -> None:
-    model = load(laya_folder(tmp_path / "model", head_max_len=192, max_len=512), max_tokens=512)
-    begin = " ".join(string.ascii_lowercase * 4)
-    [error] = model.extract(["queue"], [ExtractOptions((f"{begin} paid", f"{begin} not paid"))])
-    assert isinstance(error, InvalidInput)
-    assert "48 tokens" in error.message
-    assert "begin alike" in error.message
-
-
-def test_a_label_that_is_named_twice_counts_once(model: LayaModel) -> None:
-    for parameters in ({}, {"multi_label": True}):
-        twice, once = model.extract(
-            ["queue"] * 2, [ExtractOptions(labels, None, parameters) for labels in ((*LABELS, LABELS[0]), LABELS)]
-        )
-        assert len(twice["classifications"]) == len(LABELS)  # type: ignore[index]
-        assert probabilities(twice) == pytest.approx(probabilities(once), abs=1e-5)
-
-
-def test_a_text_of_white_space_has_no_class(model: LayaModel) -> None:
-    assert model.extract([" \n"], [QUESTIONS["choice"][1]]) == [{"classifications": []}]
-
-
-def test_logits_that_are_not_finite_fail_their_text_alone(model: LayaModel) -> None:
-    options = QUESTIONS["choice"][1]
-    expected = model.extract(["queue"], [options])
-
-    def poison(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.masked_fill(torch.arange(len(output))[:, None, None] == len(output) - 1, float("nan"))
-
-    handle = model._model.scorer.register_forward_hook(poison)
-    first, second = model.extract(["queue", "river"], [options] * 2)
-    handle.remove()
-    assert isinstance(second, InferenceFailed)
-    assert probabilities(first) == pytest.approx(probabilities(expected[0]), abs=1e-5)
-
-
-def test_16_bit_weights_give_probabilities_as_near_as_those_of_the_package(folder: Path, model: LayaModel) -> None:
-    """Nearness is the root mean square of the differences from the probabilities in float32."""
-    entry = entry_of(folder, "laya", output="classifications", max_tokens=256)
-    near = LayaModel(folder, entry, entry.load, on_device(SIXTEEN_TYPE))
-    assert near.precision == SIXTEEN
-    package = agent(folder)
-    package.model.to(SIXTEEN_TYPE)
-    question, options = QUESTIONS["choice"]
-    exact, own = ([*map(probabilities, some.extract(TEXTS, [options] * len(TEXTS)))] for some in (model, near))
-    answers = [package.predict(text, {"q": question})["answers"]["q"]["probabilities"] for text in TEXTS]
-    theirs = [dict(zip(options.labels, answer.values(), strict=True)) for answer in answers]
-
-    def distance(rows: list[dict[str, float]]) -> float:
-        differences = [row[label] - right[label] for row, right in zip(rows, exact, strict=True) for label in right]
-        return statistics.fmean(difference**2 for difference in differences) ** 0.5
-
-    assert 0 < distance(theirs) < 0.1
-    assert distance(own) <= 1.5 * distance(theirs)
 
 
 def test_folders_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -291,21 +195,3 @@ def test_folders_that_the_family_does_not_run_are_refused(folder: Path, tmp_path
     edit_weights(copied, lambda weights: weights.update(extra=torch.zeros(1)))
     with pytest.raises(ModelLoadFailed, match="1 unexpected keys: extra"):
         load(copied)
-
-
-def test_a_loaded_model_describes_itself(model: LayaModel) -> None:
-    weights = sum(parameter.nbytes for parameter in model._model.parameters())
-    assert weights <= model.memory_bytes < 2.5 * weights
-    assert not model.attention.endswith("padded")
-    assert model.max_tokens == 256
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings_is_a_fault(folder: Path, tmp_path: Path) -> None:
-    entry = entry_of(folder, "laya", output="classifications", max_tokens=256)
-    assert LayaModel.fault_of_files(folder, entry) == ""
-    copied = shutil.copytree(folder, tmp_path / "copy")
-    name = "encoder.embeddings.tok_embeddings.weight"
-    edit_weights(copied, lambda weights: weights.update({name: weights[name][:40].clone()}))
-    config = json.loads((copied / "encoder" / "config.json").read_text())
-    (copied / "encoder" / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
-    assert "ids up to" in LayaModel.fault_of_files(copied, entry)

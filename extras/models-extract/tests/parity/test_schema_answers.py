@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from gliner2 import GLiNER2
-from gliner2.inference.schema import RegexValidator
-from oracle import WORDS, ragged_texts
+from oracle import ragged_texts
 from parity.device import on_device
 from parity.gliner_checkpoints import entry_of, gliclass_folder, gliner2_folder
 from parity.table import ParityTable, Scores, path_of
@@ -52,10 +48,7 @@ DECISIONS = {
     "properties": {name: SCHEMA["properties"][name] for name in ("mood", "topics", "is_late")},  # type: ignore[index]
 }
 GROUPS = {"urgency": ["low", "high"], "mood": ["calm", "very angry", "mixed"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "count_lstm_v2": {},
-    "mean of tokens": {"pooling": "mean"},
-}
+KINDS: dict[str, dict[str, Any]] = {"count_lstm_v2": {}, "mean of tokens": {"pooling": "mean"}}
 
 
 def options_of(schema: dict[str, Any], *, finds_spans: bool = True, **options: Any) -> ExtractOptions:
@@ -168,52 +161,6 @@ def test_records_equal_the_structures_of_the_package(kind: str, tmp_path: Path, 
     table.record(f"gliner2 records, {kind}", path_of(model.attention), model.precision, Scores(difference))
 
 
-def test_values_of_the_answer_itself_equal_a_structure_of_the_package(model: Gliner2Model, package: Any) -> None:
-    texts = texts_with_stops(4)
-    schema = {
-        "type": "object",
-        "title": "journey",
-        "properties": {n: SCHEMA["properties"][n] for n in ("person", "towns")},
-    }  # type: ignore[index]
-    compared = 0
-    for text, result in zip(texts, model.extract(texts, [options_of(schema)] * len(texts)), strict=True):
-        assert isinstance(result, dict)
-        [expected, *_] = structures(package, text, "journey", schema) or [{"person": [], "towns": []}]
-        for name, rows in expected.items():
-            assert_property(text, result, name, result["data"].get(name), rows)
-            compared += len(rows)
-    assert compared > 5
-
-
-def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, package: Any) -> None:
-    """Validators of the package keep the same spans."""
-    rng = random.Random(8)
-    texts = [" ".join(rng.choices([*WORDS[:20], "7", "12", "250", "3"], k=30)) + "." for _ in range(12)]
-    schema = {
-        "type": "object",
-        "title": "order",
-        "properties": {
-            "count": {"type": "integer", "minimum": 10, "maximum": 100},
-            "prices": {"type": "array", "items": {"type": "number", "exclusiveMaximum": 12}},
-        },
-    }
-    expressions = {"count": r"\D*\b12\b\D*", "prices": r"\D*\b(7|3)\b\D*"}
-    validators = {name: [RegexValidator(expression)] for name, expression in expressions.items()}
-    counts = dict.fromkeys(expressions, 0)
-    for text, result in zip(texts, model.extract(texts, [options_of(schema)] * len(texts)), strict=True):
-        assert isinstance(result, dict)
-        records = structures(package, text, "order", schema, **validators)
-        if len(records) == 0:
-            continue
-        for name, rows in records[0].items():
-            evident = {row["text"]: row["score"] for row in evidence(result, name)}
-            assert evident == pytest.approx({row["text"]: row["confidence"] for row in rows}, abs=1e-5)
-            counts[name] += len(rows)
-        assert result["data"].get("count") in (12, None)
-        assert set(result["data"]["prices"]) <= {7.0, 3.0}
-    assert min(counts.values()) > 0, counts
-
-
 def test_decisions_equal_the_classes_of_the_package(model: Gliner2Model, package: Any, table: ParityTable) -> None:
     texts = texts_with_stops(5)
     options = options_of(DECISIONS)
@@ -295,78 +242,6 @@ def test_decisions_and_groups_of_gliclass_equal_those_of_its_package(
         assert decided["data"]["is_late"] is (truth >= 0.5)
 
 
-def test_examples_of_a_group_are_read_with_that_group(classifier: tuple[GliclassModel, Path]) -> None:
-    model, folder = classifier
-    examples = [{"text": "Go now!", "labels": ["urgency.high", "calm"]}, {"text": "Whenever.", "labels": ["low"]}]
-    parts = parts_of_groups("label_groups", GROUPS, is_many=False)
-    [result] = model.extract(["search index"], [ExtractOptions((), None, {"examples": examples}, parts=parts)])
-    assert isinstance(result, dict)
-    read = [{"text": "Go now!", "labels": ["high"]}, {"text": "Whenever.", "labels": ["low"]}]
-    expected = class_scores(folder, "search index", GROUPS["urgency"], is_many=False, examples=read)
-    own = {row["label"].removeprefix("urgency."): row["score"] for row in evidence(result, "urgency")}
-    assert own == pytest.approx(expected, abs=1e-5)
-
-
-def test_an_answer_is_independent_of_its_batch(model: Gliner2Model, classifier: tuple[GliclassModel, Path]) -> None:
-    """One prepared batch has ragged texts with schemas, groups and labels. Each text gives the same alone."""
-    texts = [*ragged_texts(9, seed=7, longest=60), "", "queue", " ".join(WORDS)]
-    decided = parts_of_schema("output_schema", DECISIONS, "test/model", finds_spans=False)
-    grouped = parts_of_groups("label_groups", GROUPS, is_many=True)
-    own_model, _ = classifier
-    for family, kinds in (
-        (model, [options_of(SCHEMA), options_of(PLACE, threshold=0.3), ExtractOptions(("person",), 0.4)]),
-        (own_model, [ExtractOptions((), parts=decided), ExtractOptions(("person", "x"), parts=grouped)]),
-    ):
-        options = [kinds[index % len(kinds)] for index in range(len(texts))]
-        together = family.extract(texts, options, family.prepare(texts, options))
-        for result, text, own in zip(together, texts, options, strict=True):
-            [alone] = family.extract([text], [own])
-            assert isinstance(result, dict)
-            assert isinstance(alone, dict)
-            assert result.get("data") == alone.get("data")
-            for name in ("entities", "classifications"):
-                rows, lone_rows = result.get(name, []), alone.get(name, [])
-                assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in lone_rows]
-                assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in lone_rows], abs=1e-5)
-
-
-def test_labels_beside_a_schema_are_answered_too(model: Gliner2Model) -> None:
-    text = texts_with_stops(9, 1)[0]
-    both = replace(options_of(DECISIONS), labels=("person", "Engine"))
-    result, labelled, decided = model.extract(
-        [text] * 3, [both, ExtractOptions(both.labels, THRESHOLD), options_of(DECISIONS)]
-    )
-    assert isinstance(result, dict)
-    assert isinstance(labelled, dict)
-    assert isinstance(decided, dict)
-    assert result["entities"] == labelled["entities"] != []
-    assert (result["data"], result["classifications"]) == (decided["data"], decided["classifications"])
-
-
-def test_a_long_text_is_read_to_its_end(folder: Path) -> None:
-    """Lists have values of all windows. The values of a list do not overlap."""
-    model = gliner2(folder, max_tokens=96)
-    text = " ".join(random.Random(3).choices(WORDS, k=250)) + "."
-    towns = {"type": "array", "items": {"type": "string"}}
-    stops = {"type": "array", "items": {"type": "object", "properties": {"river": {"type": "string"}}}}
-    schema = {"type": "object", "properties": {"towns": towns, "stops": stops}}
-    [result] = model.extract([text], [options_of(schema, threshold=0.3)])
-    assert isinstance(result, dict)
-    rows = [row for row in result["entities"] if row["label"].startswith("towns[")]
-    assert [row["text"] for row in rows] == result["data"]["towns"]
-    assert all(row["end"] <= following["start"] for row, following in itertools.pairwise(rows))
-    ends = [row["end"] for row in result["entities"] if row["label"].startswith("stops[")]
-    assert len(result["data"]["stops"]) > 2
-    assert rows[-1]["start"] > len(text) // 2 < max(ends)
-
-
-def test_a_schema_that_leaves_no_room_for_the_text_names_its_part(folder: Path) -> None:
-    model = gliner2(folder, max_tokens=64)
-    [refused] = model.extract(["queue"], [options_of(SCHEMA)])
-    assert isinstance(refused, InvalidInput)
-    assert refused.message.startswith("mood: labels: they use ")
-
-
 @pytest.mark.parametrize(
     "field",
     [
@@ -382,18 +257,3 @@ def test_a_reserved_token_in_a_schema_fails_its_text_alone(model: Gliner2Model, 
     assert isinstance(refused, InvalidInput)
     assert "reserves" in refused.message
     assert isinstance(answered, dict)
-
-
-def test_thresholds_of_labels_equal_those_of_the_package(model: Gliner2Model, package: Any) -> None:
-    text = texts_with_stops(10, 1)[0]
-    least = {"person": 0.3, "Engine": 0.7}
-    [result] = model.extract([text], [ExtractOptions(tuple(least), THRESHOLD, {"label_thresholds": least})])
-    assert isinstance(result, dict)
-    kinds = {label: {"threshold": value} for label, value in least.items()}
-    theirs = package.extract_entities(text, kinds, threshold=THRESHOLD, include_confidence=True, include_spans=True)
-    expected = {(label, row["start"], row["end"]) for label, rows in theirs["entities"].items() for row in rows}
-    own = {(row["label"], row["start"], row["end"]) for row in result["entities"]}
-    assert own == expected
-    [plain] = model.extract([text], [ExtractOptions(tuple(least), THRESHOLD)])
-    assert isinstance(plain, dict)
-    assert own != {(row["label"], row["start"], row["end"]) for row in plain["entities"]}

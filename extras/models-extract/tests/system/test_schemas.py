@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import datetime
 import enum
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import httpx
 import msgspec
 import pydantic
 import pytest
 import shared
-from cluster import Cluster, until
+from cluster import Cluster
 from local_models import LocalModels
-from pages import DOCS, ROOT, blocks, run
+from pages import ROOT
 from parity.gliner_checkpoints import gliclass_folder, gliner2_folder
 
-from sie_client import InvalidInputError, SIEClient
+from sie_client import SIEClient
 
 SPANS, CLASSES, NLI = "test/spans", "test/gliclass", "test/zero-shot"
-OF_THE_PAGE = "fastino/gliner2-base-v1"
-LIMIT = 250  # by which this entry differs from the packaged one
+LIMIT = 250
 TEXT = "search engine queue worker stream index vector river mountain at 12 o'clock."
 MOOD = {"enum": ["calm", "very angry"]}
 pytestmark = shared.OPEN
@@ -40,19 +38,9 @@ def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Cl
         "max_tokens": LIMIT,
     }
     open_models.add("spans", entry)
-    open_models.add("spans-of-the-page", {**entry, "id": OF_THE_PAGE})
     gliclass_folder(open_models.weights / "gliclass")
     open_models.add("gliclass", {"family": "gliclass", "outputs": {"classifications": 0}, "max_tokens": LIMIT})
     shared.wait_until_served(open_cluster, SPANS, CLASSES)
-    until(
-        lambda: all(
-            httpx.get(f"{url}/v1/models/{OF_THE_PAGE}", timeout=10).json()["max_sequence_length"] == LIMIT
-            for url in open_cluster.urls
-        ),
-        shared.SERVED_S,
-        f"{OF_THE_PAGE} to be replaced",
-        open_cluster.log,
-    )
     with httpx.Client(base_url=open_cluster.url, timeout=60) as client:
         yield client
 
@@ -110,59 +98,6 @@ class Colour(enum.Enum):
     BLUE = "blue"
 
 
-class Restricted(pydantic.BaseModel):
-    """Fields that a model cannot obey, and that the class checks itself."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    buyer: Annotated[str, pydantic.Field(min_length=1, max_length=99, alias="buyerName", description="the machine")]
-    hour: int = pydantic.Field(ge=0, le=24, multiple_of=1)
-    colours: set[Colour]
-    mood: Colour = Colour.RED
-    day: datetime.date | None = None
-
-
-@pydantic.dataclasses.dataclass
-class Hour:
-    hour: int = pydantic.Field(ge=0)
-
-
-class MsgspecHour(msgspec.Struct, rename="camel"):
-    at_hour: Annotated[int, msgspec.Meta(ge=0, multiple_of=4)]
-    colour: Colour
-    buyer: Annotated[str, msgspec.Meta(max_length=500)] | None = None
-
-
-def test_restrictions_that_no_model_obeys_are_checked_by_the_class(sie: SIEClient) -> None:
-    text = "queue worker 12 river"
-    result = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
-    assert "day" in result["error"]["message"]  # a word of the text is no date
-    instance = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
-    assert isinstance(instance, Restricted)
-    assert (instance.hour, instance.day, instance.buyer in text, instance.colours <= set(Colour)) == (
-        12,
-        None,
-        True,
-        True,
-    )
-    assert sie.extract(SPANS, text, schema=Hour, threshold=0.0)["data"] == Hour(12)
-    msgspec_hour = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
-    assert (msgspec_hour.at_hour, msgspec_hour.colour in Colour) == (12, True)
-
-
-class Impossible(msgspec.Struct):
-    age: int
-
-
-def test_an_item_without_a_value_that_the_class_needs_fails(sie: SIEClient) -> None:
-    failed, mate = sie.extract(SPANS, ["queue worker", TEXT], schema=Impossible, threshold=0.0)
-    assert failed["error"]["code"] == "INVALID_INPUT"
-    assert "items[0]: its values do not fit Impossible" in failed["error"]["message"]
-    assert mate["data"] == Impossible(12)
-    with pytest.raises(InvalidInputError, match="age"):
-        sie.extract(SPANS, "queue worker", schema=Impossible)
-
-
 def test_a_fault_of_a_schema_has_its_json_path(client: httpx.Client) -> None:
     deep = {"a": {"type": "object", "properties": {"b": {"type": "object", "properties": {"c": MOOD}}}}}
     for model, properties, reason, place in (
@@ -176,23 +111,6 @@ def test_a_fault_of_a_schema_has_its_json_path(client: httpx.Client) -> None:
         answer = client.post(f"/v1/extract/{model}", json=body)
         error = answer.json()["error"]
         assert (answer.status_code, error["reason"], error["param"]) == (400, reason, f"params.output_schema{place}")
-
-
-def test_an_answer_does_not_depend_on_the_other_items(client: httpx.Client) -> None:
-    schema = msgspec.json.schema(Order)
-    texts = [TEXT, "queue", TEXT * 3, "", "river mountain"]
-
-    def answers(items: list[str]) -> list[Any]:
-        body = {"items": items, "params": {"output_schema": schema, "threshold": 0.3}}
-        return [item["data"] for item in client.post(f"/v1/extract/{SPANS}", json=body).json()["items"]]
-
-    assert answers(texts) == [answers([text])[0] for text in texts]
-
-
-def test_the_example_of_the_page_prints_values(client: httpx.Client, open_cluster: Cluster) -> None:
-    (example,) = blocks(DOCS / "schemas.md", "python")
-    [printed] = run(example.code, open_cluster)
-    assert "[Line(" in printed
 
 
 PUBLIC = """

@@ -14,8 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import sound_checkpoints
-from parity.device import SIXTEEN, SIXTEEN_TYPE
-from parity.page_engine import Served, at_once, served_by
+from parity.page_engine import Served, served_by
 from parity.sound_checkpoints import PARAKEET_BINS, reader_entry
 from parity.table import ParityTable, Texts
 from sound_files import encoded, tone
@@ -178,12 +177,7 @@ def firsts(reader: ParakeetReader, recordings: Sequence[Samples]) -> list[Sample
     return rows
 
 
-def test_a_sound_alone_is_written_as_beside_others(served: Served, expected: list[Written]) -> None:
-    reader = served.weights
-    assert [written(reader, [prompt])[0] for prompt in windows(reader, SOUNDS)] == expected
-
-
-@pytest.mark.parametrize("bad", range(len(SOUNDS)))
+@pytest.mark.parametrize("bad", [0, len(SOUNDS) - 1])
 def test_a_sound_with_scores_that_are_not_finite_fails_alone(
     bad: int, served: Served, expected: list[Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,30 +192,6 @@ def test_a_sound_with_scores_that_are_not_finite_fails_alone(
     ]
     texts = [prompt.sound.texts for number, prompt in enumerate(prompts) if number != bad]
     assert texts == [[row.text] for number, row in enumerate(expected) if number != bad]
-
-
-def test_scores_beyond_the_end_of_a_sound_do_not_count(served: Served, expected: list[Written]) -> None:
-    reader = served.weights
-    calls, steps = 0, []
-
-    def spoil(_: object, __: object, scores: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if len(scores) == len(SOUNDS):
-            scores[[number for number, most in enumerate(steps) if calls > most]] = torch.nan
-        return scores
-
-    handle = reader._model.joint.register_forward_hook(spoil)
-    try:
-        for prompt in windows(reader, SOUNDS):
-            calls = 0
-            written(reader, [prompt])
-            steps.append(calls)
-        calls = 0
-        assert written(reader, windows(reader, SOUNDS)) == expected
-    finally:
-        handle.remove()
-    assert len(set(steps)) > 2
 
 
 def test_results_have_words_and_sentences_with_their_times(served: Served, oracle: Oracle) -> None:
@@ -285,43 +255,6 @@ def test_a_window_ends_at_its_quietest_moment(served: Served) -> None:
     assert 410 <= prompt.stop <= 430
 
 
-def test_two_threads_write_the_same(served: Served) -> None:
-    files = [encoded(sound, rate=RATE) for sound in SOUNDS]
-    expected = served.run("extract", files)
-    assert all(answer == expected for answer in at_once(lambda: served.run("extract", files), 2))
-
-
-def test_a_limit_cuts_each_window(served: Served, expected: list[Written]) -> None:
-    (result,) = served.run("extract", [encoded(SOUNDS[1], rate=RATE, subtype="FLOAT")], max_new_tokens=3)
-    assert (result["data"]["completion_tokens"], result["data"]["finish_reason"]) == (3, "length")
-
-
-def test_in_16_bits(cpu_engine: AdapterEngine, folder: Path, table: ParityTable) -> None:
-    """Texts and first scores are about as near to float32 as those of the library in the same precision."""
-    served, oracle, plain = (
-        served_by(cpu_engine, reader_entry(POSITIONS, "sixteen", folder, load={"precision": SIXTEEN})),
-        Oracle(folder, SIXTEEN_TYPE),
-        Oracle(folder),
-    )
-    reader = served.weights
-    features = [plain.features(sound) for sound in SOUNDS]
-    references = [Reference(plain.written(sound).tokens, plain.first(sound)) for sound in features]
-    own = Texts.of(
-        [row.tokens for row in written(reader, windows(reader, SOUNDS))],  # type: ignore[arg-type]
-        firsts(reader, SOUNDS),
-        references,
-    )
-    stock = Texts.of(
-        [oracle.written(sound).tokens for sound in features],  # type: ignore[arg-type]
-        [oracle.first(sound) for sound in features],
-        references,
-    )
-    table.record("sound-reader parakeet", "padded", SIXTEEN, own)
-    table.record("sound-reader parakeet", "stock", SIXTEEN, stock)
-    assert own.other <= stock.other + 2
-    assert own.first.mean_distance <= 1.5 * stock.first.mean_distance
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"language": "de"}, "language"), ({"task": "translate"}, "task"), ({"instruction": "names"}, "schema")],
@@ -335,19 +268,11 @@ def test_what_the_model_cannot_be_told_is_refused_by_name(options: dict[str, str
     assert refused.value.reason == reason
 
 
-def test_a_sound_of_one_frame_is_refused(served: Served) -> None:
-    with pytest.raises(InvalidInput, match="the sound has 319 samples, the model needs 320 or more"):
-        served.run("extract", [encoded(tone(319 / RATE, rate=RATE), rate=RATE)])
-
-
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
         ({"decoder_start_token_id": None}, "generation_config.json has no decoder_start_token_id"),
-        ({"max_new_tokens": 9}, "generation_config.json sets max_new_tokens"),
-        ({"eos_token_id": 3}, "generation_config.json sets eos_token_id"),
         ({"suppress_tokens": [5]}, "changes the scores of tokens"),
-        ({"repetition_penalty": 1.2}, "changes the scores of tokens"),
         ({"sequence_bias": [[[3], 1.0]]}, "generation_config.json sets sequence_bias"),
     ],
 )
@@ -357,8 +282,3 @@ def test_rules_that_change_tokens_are_refused(
     folder = sound_checkpoints.parakeet(tmp_path / "model", **rules)
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure("hear/ruled", reader_entry(POSITIONS, "ruled", folder))
-
-
-def test_more_positions_than_the_encoder_has_are_refused(cpu_engine: AdapterEngine, folder: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match="max_tokens is 501, the model has 500 positions"):
-        cpu_engine.residency.ensure("hear/long", reader_entry(501, "long", folder))

@@ -15,12 +15,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import reader_checkpoints
-from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE, on_device
-from parity.page_engine import Served, at_once, served_by
+from parity.device import DEVICE, on_device
+from parity.page_engine import Served, served_by
 from parity.table import ParityTable, Texts
 from parity.toys import image, png, prepared
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
@@ -32,7 +31,6 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import RunOptions
 from sie_models_readers import florence2
 from sie_models_readers.document_reader import DocumentReader
-from sie_models_readers.folders import described
 
 PAGES = [
     image(width, height, seed)
@@ -197,10 +195,7 @@ TOLD = {
     "GlmOcrForConditionalGeneration": {"ocr": "Text Recognition:", "table": "Table Recognition:"},
     "PaddleOCRVLForConditionalGeneration": {"ocr": "OCR:", "chart": "Chart Recognition:"},
 }
-FLORENCE_ENTRY = {
-    "max_tokens": reader_checkpoints.FLORENCE_TOKENS,
-    "outputs": {"entities": 0, "objects": 0, "data": 0},
-}
+FLORENCE_ENTRY = {"max_tokens": reader_checkpoints.FLORENCE_TOKENS, "outputs": {"entities": 0, "objects": 0, "data": 0}}
 KINDS = {
     "donut": Kind(
         reader_checkpoints.donut,
@@ -354,74 +349,10 @@ def test_a_page_that_joins_between_steps_changes_no_id(
     assert [row.ids for row in rows] == [text.ids for text in expected(name)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
-def test_two_callers_at_once_get_the_same(
-    name: str, load: Callable[[str], Reader], expected: Callable[[str], list[Expected]]
-) -> None:
-    served = load(name)
-    prompts = served.prompts(KINDS[name])
-    runs = at_once(lambda: served.read(prompts), 1)
-    assert [[text.ids for text in part] for part in runs] == [[reference.ids for reference in expected(name)]] * 2
-
-
-@pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
-def test_half_the_bits_write_something(name: str, load: Callable[[str], Reader]) -> None:
-    """The tokens of a random model have close scores, so its texts differ in bfloat16. The scores of the first token
-    are compared.
-    """
-    served = load(name)
-    entry = _entry(name, served.folder)
-    half: Any = DocumentReader(served.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
-    assert half.precision == SIXTEEN
-    for page in PAGES[:3]:
-        with torch.inference_mode():
-            left, right = (
-                kind.begin([kind.prompt(served.shown(page), KINDS[name].asked[0])])[0].logits.float()
-                for kind in (served.kind, half._kind)
-            )
-        assert torch.cosine_similarity(left, right, 0) > 0.99
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", KINDS)
-def test_half_the_bits_are_as_near_as_the_librarys(
-    name: str, load: Callable[[str], Reader], expected: Callable[[str], list[Expected]], table: ParityTable
-) -> None:
-    """Texts differ in bfloat16, also those of the library. The scores of their first tokens are at most 1.5 times as
-    far from those in float32 as the library's own.
-    """
-    served = load(name)
-    entry = _entry(name, served.folder)
-    half: Any = DocumentReader(served.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
-    prompts = served.prompts(KINDS[name])
-    with torch.inference_mode():
-        stock = [
-            KINDS[name].oracle(served.folder, SIXTEEN_TYPE)(page, options)
-            for page in PAGES
-            for options in KINDS[name].asked
-        ]
-    ours = Texts.of(_written(half._kind, prompts), _firsts(half._kind, prompts), expected(name))
-    librarys = Texts.of([text.ids for text in stock], [text.first for text in stock], expected(name))
-    table.record(f"document-reader {name}", "padded", SIXTEEN, ours)
-    table.record(f"document-reader {name}", "stock", SIXTEEN, librarys)
-    assert ours.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
-
-
 def _firsts(kind: Any, prompts: Sequence[Any]) -> list[NDArray[np.float32]]:
     """The scores of the first token after each prompt, [vocabulary] each."""
     with torch.inference_mode():
         return [kind.begin([prompt])[0].logits.float().cpu().numpy() for prompt in prompts]
-
-
-def _written(kind: Any, prompts: Sequence[Any]) -> list[list[int]]:
-    rows = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts]
-    loop = _Loop(kind, torch.device(DEVICE))
-    loop.waiting.extend(rows)
-    with torch.inference_mode():
-        while not loop.is_idle:
-            loop.turn()
-    return [row.ids for row in rows]
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
@@ -459,17 +390,6 @@ def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Reader]) -> No
     assert result["data"] == {"document": tree}
     leaves = [("menu.nm", "river"), ("menu.price", "3"), ("menu.nm", "queue"), ("menu.price", "4")]
     assert leaves_of(result) == leaves
-
-
-def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Reader]) -> None:
-    result = written(load("donut"), "<s_cord-v2>", "<s_menu><s_nm>river</s_nm>", "length")
-    assert result["data"]["text"].replace(" ", "") == "<s_menu><s_nm>river</s_nm>"
-
-
-def test_an_answer_is_told_without_its_question(load: Callable[[str], Reader]) -> None:
-    result = written(load("donut"), "<s_docvqa>", "river</s_answer>")
-    assert leaves_of(result) == [("answer", "river")]
-    assert result["data"]["document"] == {"question": "where", "answer": "river"}
 
 
 def test_a_class_is_an_entity(load: Callable[[str], Reader]) -> None:
@@ -547,14 +467,6 @@ def test_lines_have_the_rectangle_around_their_quadrangle(load: Callable[[str], 
     assert (line["text"], line["label"], line["bbox"]) == ("Zürich 東京", "text", [3, 2, 267, 70])
 
 
-def test_a_caption_is_an_entity(load: Callable[[str], Reader]) -> None:
-    for task, label in (("<CAPTION>", "caption"), ("<OCR>", "text"), ("<DocVQA>", "answer")):
-        result = florence(load("florence2"), task, "a photo of a river")
-        assert [(entity["text"], entity["label"], entity["bbox"]) for entity in result["entities"]] == [
-            ("a photo of a river", label, None)
-        ]
-
-
 def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
     """A region in a question is made of tokens of the model."""
     served = load("florence2")
@@ -566,14 +478,6 @@ def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
         encoder_ids = served.kind.prompt(served.shown(PAGES[1]), asks(task, argument)).encoder_ids
         ids = processor(text=[task + argument], images=[PAGES[1]], return_tensors="pt").input_ids[0]
         assert encoder_ids == ids[ids != processor.image_token_id].tolist(), task
-
-
-def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> None:
-    """The model may write the region again behind the answer."""
-    region = "<loc_100><loc_200><loc_500><loc_999>"
-    for task, label in (("CATEGORY", "category"), ("DESCRIPTION", "description"), ("OCR", "text")):
-        (entity,) = florence(load("florence2"), f"<REGION_TO_{task}>", f"a réd car{region}", region)["entities"]
-        assert (entity["text"], entity["label"], entity["bbox"]) == ("a réd car", label, [30, 24, 120, 95])
 
 
 @pytest.mark.parametrize(
@@ -599,53 +503,6 @@ def test_outlines_are_the_librarys(task: str, argument: str, text: str, load: Ca
     for entry, outline in zip(result["objects"], result["data"]["polygons"], strict=True):
         across, down = ([number for polygon in outline for number in polygon[axis::2]] for axis in (0, 1))
         assert entry["bbox"] == [min(across), min(down), max(across) - min(across), max(down) - min(down)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"language_model.final_logits_bias": torch.ones(1, 4)}, "final_logits_bias is not 0"),
-        ({"language_model.lm_head.weight": torch.ones(4, 4)}, "its tables of embeddings differ"),
-        ({"image_projection": None}, "Missing key"),
-        ({"vision_tower.head.weight": torch.ones(4, 4)}, "Unexpected key"),
-        ({"image_feature_source": ["temporal_avg_pool"]}, "image_feature_source is"),
-        ({"image_pos_embed": {"type": "sine"}}, "image_pos_embed is sine"),
-        ({"dim_embed": None}, "config.json has no dim_embed"),
-        ({"generation_config.json": None}, "has no generation_config.json"),
-        ({"tokenizer.json": None}, "has no tokenizer.json"),
-    ],
-    ids=["bias", "tables", "missing", "unexpected", "features", "positions", "stages", "rules", "tokenizer"],
-)
-def test_published_files_that_are_another_model_are_refused(
-    change: dict[str, Any], message: str, load: Callable[[str], Reader], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(load("florence2 as published").folder, tmp_path / "florence")
-    ((name, value),) = change.items()
-    config = json.loads((folder / "config.json").read_text())
-    if name.endswith(".json"):
-        (folder / name).unlink()
-    elif name in config["vision_config"]:
-        config["vision_config"] |= change
-        if value is None:
-            del config["vision_config"][name]
-        (folder / "config.json").write_text(json.dumps(config))
-    else:
-        weights = load_file(folder / "model.safetensors") | change
-        save_file({key: tensor for key, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
-    entry = _entry("florence2 as published", folder)
-    with pytest.raises(ModelLoadFailed, match=message):
-        DocumentReader(folder, entry, entry.load, on_device(torch.float32))
-
-
-@pytest.mark.long
-def test_published_files_alone_prove_the_model(load: Callable[[str], Reader]) -> None:
-    """An entry is made from the files too. The code beside them is not run."""
-    folder = load("florence2 as published").folder
-    assert DocumentReader.fault_of_files(folder, _entry("florence2 as published", folder)) == ""
-    description = described(folder, json.loads((folder / "config.json").read_text()))
-    assert description is not None
-    assert (description.entry["family"], description.entry["max_tokens"]) == ("document-reader", 256)
 
 
 @pytest.mark.parametrize(
@@ -676,16 +533,6 @@ def test_what_florence_cannot_be_asked_is_refused(
 # language models
 
 
-@pytest.mark.parametrize(("name", "task"), [("glm", "table"), ("paddle", "seal")])
-def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Callable[[str], Reader]) -> None:
-    served = load(name)
-    for task_name, label in (("", "markdown"), (task, task)):
-        prompt = served.kind.prompt(served.shown(PAGES[0]), asks(task_name))
-        ids = [*served.kind.tokenizer.encode("# A river", add_special_tokens=False).ids, *prompt.rules.ends]
-        (entity,) = served.kind.result(prompt, GeneratedText(ids, "stop"))["entities"]
-        assert (entity["text"], entity["label"]) == ("# A river", label)
-
-
 @pytest.mark.parametrize("name", ["lighton", "glm", "paddle"])
 def test_a_prompt_of_a_client_cannot_name_an_image(name: str, load: Callable[[str], Reader]) -> None:
     served = load(name)
@@ -709,15 +556,3 @@ def test_paddle_is_refused_in_float16(load: Callable[[str], Reader]) -> None:
     entry = _entry("paddle", folder)
     with pytest.raises(ModelLoadFailed, match="float16"):
         DocumentReader(folder, entry, entry.load, on_device(torch.float16))
-
-
-def test_the_pixel_bounds_of_a_profile_bound_the_pages(load: Callable[[str], Reader]) -> None:
-    served = load("glm")
-    bounds = {"precision": "float32", "max_pixels": served.kind.recipe.max_pixels}
-    bounded = _entry("glm", served.folder, load=bounds)
-    of_entry, of_profile = (
-        DocumentReader(served.folder, entry, bounded.load, on_device(torch.float32)).rows["extract"].images
-        for entry in (bounded, _entry("glm", served.folder))
-    )
-    assert of_profile == of_entry
-    assert of_profile.max_pixels < served.kind.recipe.max_pixels

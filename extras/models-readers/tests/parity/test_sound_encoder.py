@@ -13,7 +13,7 @@ import soundfile
 import torch
 from parity.device import SIXTEEN
 from parity.heads_checkpoints import texts
-from parity.page_engine import Load, Vectors, at_once, pairs
+from parity.page_engine import Load, Vectors, pairs
 from parity.table import Agreement, ParityTable
 from sound_files import encoded, tone
 
@@ -107,13 +107,6 @@ def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle],
     assert pair.served.path == "packed"
 
 
-def test_sounds_differ_where_they_are_different(load: Load[Oracle]) -> None:
-    """The toy model is not constant: the vector depends on the sound."""
-    vectors = np.stack(load("clap").served.run("encode", [SOUNDS[1], SOUNDS[3], SOUNDS[6]]))
-    cosines = (vectors @ vectors.T)[np.triu_indices(3, 1)]
-    assert cosines.max() < 0.999
-
-
 @pytest.mark.parametrize("kind", ["clap", pytest.param("clap fused", marks=pytest.mark.long)])
 def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Load[Oracle]) -> None:
     served = load(kind).served
@@ -121,40 +114,6 @@ def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Load[Oracl
     for source, vector in zip(sources, served.run("encode", sources), strict=True):
         (alone,) = served.run("encode", [source])
         assert np.abs(alone - vector).max() <= 2e-6
-
-
-@pytest.mark.long
-def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
-    served = load("clap").served
-    sources = _mixed()
-    expected = np.stack(served.run("encode", sources))
-    runs = at_once(lambda: np.stack(served.run("encode", sources)), 3)
-    assert all(np.array_equal(vectors, expected) for vectors in runs)
-
-
-def test_a_sound_costs_the_patches_of_the_last_stage(load: Load[Oracle]) -> None:
-    """The cost is the number of its chunks of samples."""
-    recipe = load("clap").served.weights.rows["encode"].sounds
-    assert recipe is not None
-    assert (recipe.window, recipe.chunk, recipe.tokens) == (RATE, 250, 64)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the vectors of the model are 24 wide"),
-        ({"max_tokens": TOKENS + 1}, "max_tokens is 121, the text tower has 120 positions"),
-    ],
-    ids=["width", "positions"],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
-) -> None:
-    from parity import sound_checkpoints
-
-    entry = entry_of("wrong", sound_checkpoints.clap(tmp_path / "clap"), **change)
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure(entry.id, entry)
 
 
 def test_features_that_the_model_does_not_read_are_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:

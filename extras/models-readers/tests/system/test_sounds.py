@@ -15,7 +15,7 @@ import pytest
 import shared
 import soundfile
 import torch
-from cluster import Cluster, running, until
+from cluster import Cluster, until
 from local_models import LocalModels
 from numpy.typing import NDArray
 from pages import ROOT, blocks, run
@@ -79,22 +79,6 @@ def test_infinitys_modality_and_the_samples_of_the_client_give_the_same(
     with SIEClient(open_cluster.url) as client:
         reply = client.encode(CLAP, {"audio": {"data": samples, "sample_rate": RATE}})
     assert np.abs(np.asarray(reply["dense"]) - library[0][0]).max() <= 2e-6
-
-
-def test_sounds_are_found_by_words(
-    open_cluster: Cluster,
-    library: tuple[NDArray[np.float32], NDArray[np.float32]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, data in {**FILES, "broken.mp3": b"no sound"}.items():
-        (tmp_path / name).write_bytes(data)
-    monkeypatch.chdir(tmp_path)
-    scores = library[0] @ library[1]
-    names = list(FILES)
-    expected = [f"{names[place]} {scores[place]:.2f}" for place in np.argsort(-scores)[:3]]
-    block, *_ = blocks(ROOT / "extras/models-readers/sounds.md", "python")
-    assert run(block.code, open_cluster) == expected
 
 
 def replace(cluster: Cluster, models: LocalModels, name: str, entry: dict[str, Any]) -> None:
@@ -169,54 +153,6 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # OpenAI's client raises it
-def test_parakeet_writes_words_with_their_times_as_the_library_does(
-    open_cluster: Cluster, open_models: LocalModels
-) -> None:
-    """A recording of one window goes to the native route and to OpenAI's, whose reply names no language. OpenAI's
-    client gets the words of the native route.
-    """
-    import openai
-    from parity import sound_checkpoints
-    from parity.test_parakeet import Oracle
-
-    model, positions = "nvidia/parakeet-tdt-0.6b-v3", 60
-    folder = sound_checkpoints.parakeet(open_models.weights / "parakeet")
-    outputs = {"entities": 0, "data": 0}
-    entry = {"id": model, "family": "sound-reader", "inputs": ["audio"], "outputs": outputs, "max_tokens": positions}
-    replace(open_cluster, open_models, "parakeet", entry)
-    recording = encoded(tone(2.6, rate=RATE, seed=1), "FLAC", rate=RATE)
-    oracle = Oracle(folder)
-    expected = oracle.written(oracle.features(soundfile.read(io.BytesIO(recording), dtype="float32")[0]))
-    body = {"items": [{"audio": base64.b64encode(recording).decode()}]}
-    (written,) = httpx.post(f"{open_cluster.url}/v1/extract/{model}", json=body, timeout=60).json()["items"]
-    assert written["data"]["text"] == expected.text
-    assert expected.text
-    assert " ".join(word["text"] for word in written["data"]["words"]).split() == expected.text.split()
-    form = {"model": model, "response_format": "verbose_json"}
-    files = {"file": ("a.flac", recording)}
-    spoken = httpx.post(f"{open_cluster.url}/v1/audio/transcriptions", data=form, files=files, timeout=60).json()
-    assert (spoken["text"], spoken["language"]) == (expected.text, "und")
-    refused = httpx.post(
-        f"{open_cluster.url}/v1/audio/transcriptions", data={**form, "language": "de"}, files=files, timeout=60
-    )
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "language"
-    assert "the model recognises the language itself" in refused.json()["error"]["message"]
-    with openai.OpenAI(base_url=f"{open_cluster.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
-        reply = api.audio.transcriptions.create(
-            model=model,
-            file=("a.flac", recording),
-            response_format="verbose_json",
-            timestamp_granularities=["word"],
-        )
-    assert [(word.word, [word.start, word.end]) for word in reply.words] == [
-        (word["text"], [round(second, 2) for second in word["seconds"]]) for word in written["data"]["words"]
-    ]
-    assert reply.words
-    assert reply.segments is None
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # OpenAI's client raises it
 def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
     open_cluster: Cluster, whisper: Path
 ) -> None:
@@ -267,36 +203,3 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
             create(model=WHISPER, file=b"no sound")
         with pytest.raises(openai.NotFoundError, match="no model named"):
             create(model="openai/whisper-smal", file=recording)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_recording_of_more_than_one_part_is_read_to_its_end(tmp_path: Path) -> None:
-    """The request has the longest budget: on two cores, the 320 windows of the small model take minutes."""
-    import openai
-    from parity import sound_checkpoints
-
-    models = LocalModels(tmp_path / "models", tmp_path / "weights")
-    models.folder.mkdir()
-    sound_checkpoints.whisper(models.weights / "whisper")
-    outputs = {"entities": 0, "data": 0}
-    models.add("whisper", {"family": "sound-reader", "inputs": ["audio"], "outputs": outputs, "max_tokens": 12})
-    seconds = 640.0
-    recording = encoded(tone(seconds, rate=8000, seed=3), "FLAC", rate=8000)
-    budget = {"SIE_GATEWAY_REQUEST_TIMEOUT": "600"}
-    with (
-        running(tmp_path / "data", *models.arguments, environ=budget) as cluster,
-        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=0, timeout=600) as api,
-    ):
-        transcript = api.audio.transcriptions.create(
-            model="test/whisper", file=("long.flac", recording), response_format="verbose_json"
-        )
-    assert transcript.duration == seconds
-    assert transcript.segments is not None
-    ends = [segment.end for segment in transcript.segments]
-    assert ends == sorted(ends)
-    assert all(segment.start <= segment.end <= seconds + 2 for segment in transcript.segments)
-    assert any(570 <= segment.start <= 600 for segment in transcript.segments), (
-        "the second part begins where the first was whole"
-    )
-    assert ends[-1] > seconds - 10

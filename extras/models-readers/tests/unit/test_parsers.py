@@ -173,24 +173,3 @@ def test_a_process_that_is_killed_after_its_answer_gets_no_other_document(monkey
         (document,) = stays.result(DEADLINE_S)
     assert isinstance(document, Parsed)
     own.close()
-
-
-def test_a_process_that_is_late_with_its_answer_gets_no_other_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline comes between an answer and the end of its timer; another document is next."""
-    own = Parsers(1, deadline_s=DEADLINE_S, memory_bytes=MEMORY_BYTES, module="fake_parser")
-    cancelled = []
-
-    class LateTimer(threading.Timer):
-        def cancel(self) -> None:
-            if not cancelled:
-                self.function()
-            cancelled.append(self)
-            super().cancel()
-
-    monkeypatch.setattr("threading.Timer", LateTimer)
-    monkeypatch.setattr(_ParserProcess, "runs", True)  # as before the kernel has ended the process
-    late, following = parsed(own, "first", "second")
-    assert isinstance(following, Parsed)
-    assert isinstance(late, InvalidInput)
-    assert late.message.startswith("timeout: ")
-    own.close()

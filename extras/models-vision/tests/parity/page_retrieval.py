@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity.page_engine import Given, Served, Vectors, at_once
+from parity.page_engine import Given, Served, Vectors
 from parity.table import Agreement
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -89,14 +89,3 @@ def check_alone(served: Served, sources: Sequence[Given]) -> None:
     for source, beside in zip(sources, served.run("encode", sources), strict=True):
         (alone,) = served.run("encode", [source])
         assert np.abs(alone - beside).max() <= 5e-6
-
-
-def check_equal(served: Served, reference: Served, sources: Sequence[Given]) -> None:
-    for vectors, expected in zip(served.run("encode", sources), reference.run("encode", sources), strict=True):
-        assert np.abs(vectors - expected).max() <= 5e-6
-
-
-def check_two_threads(served: Served, sources: Sequence[Given]) -> None:
-    expected = np.concatenate(served.run("encode", sources))
-    answers = at_once(lambda: np.concatenate(served.run("encode", sources)), 3)
-    assert all(np.array_equal(answer, expected) for answer in answers)

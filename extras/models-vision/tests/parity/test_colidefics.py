@@ -15,18 +15,10 @@ import torch.nn.functional as F
 from parity import tiled_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.page_engine import Given, Served, Vectors, served_by
-from parity.page_retrieval import (
-    agreement_with,
-    check_alone,
-    check_scores,
-    check_two_threads,
-    in_turns,
-    merged,
-    page_entry,
-)
+from parity.page_retrieval import agreement_with, in_turns, merged, page_entry
 from parity.table import ParityTable
 from parity.tiled_checkpoints import END, LONGEST, TILE, TOKENS, WIDTH
-from parity.toys import image, png, seen
+from parity.toys import image
 from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
@@ -52,13 +44,7 @@ class Oracle:
     """The library's model and processor, one input at a time, with weights to which the LoRA was added."""
 
     def __init__(self, folder: Path, lora: Path | None, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import (
-            AutoConfig,
-            AutoTokenizer,
-            Idefics3ImageProcessorPil,
-            Idefics3Model,
-            Idefics3Processor,
-        )
+        from transformers import AutoConfig, AutoTokenizer, Idefics3ImageProcessorPil, Idefics3Model, Idefics3Processor
 
         weights = merged(folder, lora)
         self._dtype = dtype
@@ -128,25 +114,6 @@ def test_token_vectors_equal_the_oracle(
         assert agreement.mean_distance <= 1.5 * own.mean_distance
 
 
-def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
-    base = Oracle(folder, None)
-    agreement = agreement_with(base, load(plain=True).run("encode", SOURCES), SOURCES)
-    assert agreement.difference <= MAX_DIFFERENCE["float32"]
-    assert agreement_with(base, load().run("encode", SOURCES), SOURCES).cosine < 0.9
-
-
-def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
-    check_scores(load(), oracle, TEXTS[0], PAGES)
-
-
-def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
-    check_alone(load(), SOURCES)
-
-
-def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    check_two_threads(load(), SOURCES)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[f"{page.width}x{page.height}" for page in PAGES])
 def test_the_row_of_a_page_is_the_processors(page: Any, load: Callable[..., Served], oracle: Oracle) -> None:
     """The row costs more than its tokens, because the tower reads the tiles of the page."""
@@ -155,42 +122,6 @@ def test_the_row_of_a_page_is_the_processors(page: Any, load: Callable[..., Serv
     assert row.ids.tolist() == expected.input_ids[0].tolist()
     tiles = expected.pixel_values.shape[1]
     assert row.cost == len(row.ids) + 1 + tiles * (TILE // 16) ** 2 // 4
-
-
-def test_the_largest_page_has_as_many_tokens_as_the_model_says(load: Callable[..., Served]) -> None:
-    from sie_contracts.media.images import max_ids
-
-    served = load()
-    layout = served.weights.rows["encode"]
-    (row,) = served.rows("encode", [image(LONGEST, LONGEST)]).rows
-    assert len(row.ids) == max_ids(layout.images, layout.image_tokens)
-    assert seen_pixels(served) == [((LONGEST // TILE) ** 2 + 1) * TILE, TILE]
-
-
-def seen_pixels(served: Served) -> list[int]:
-    from sie_contracts.wire.messages import Input
-
-    (shown,) = seen([Input(images=(png(image(LONGEST, LONGEST)),))], served.weights.rows["encode"])[0]
-    return [shown.height, shown.width]
-
-
-def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Served]) -> None:
-    rows = load().rows("encode", ["a <image> of a river", "a river"])
-    assert {index: error.reason for index, error in rows.unfit.items()} == {0: "reserved_token"}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the vectors of the model are 24 wide"),
-        ({"max_tokens": 90}, "max_tokens is 90, one image needs 138 tokens"),
-    ],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
-) -> None:
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure("tiles/wrong", entry_of(folder, "tiles/wrong", **change))
 
 
 @pytest.mark.parametrize(

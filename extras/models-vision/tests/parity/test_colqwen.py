@@ -8,35 +8,21 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from parity import qwen_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.page_engine import Given, Served, Vectors, served_by
-from parity.page_retrieval import (
-    agreement_with,
-    check_alone,
-    check_equal,
-    check_scores,
-    check_two_threads,
-    in_turns,
-    merged,
-    page_entry,
-)
-from parity.qwen_checkpoints import BLOCK, LEAST, MOST, SPECIALS, WIDTH
+from parity.page_retrieval import agreement_with, check_scores, in_turns, merged, page_entry
+from parity.qwen_checkpoints import LEAST, MOST, SPECIALS, WIDTH
 from parity.table import ParityTable
 from parity.toys import image, png
 from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.packed.packing import PackedBatch
-from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.wire.messages import Input
-from sie_models_vision.qwen_vl import axes_of
 
 MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 8e-2}
 MAX_TOKENS = 200
@@ -118,13 +104,7 @@ def oracle(folder: Path, lora: Path) -> Oracle:
 
 @pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_token_vectors_equal_the_oracle(
-    precision: str,
-    kind: str,
-    load: Callable[..., Served],
-    folder: Path,
-    lora: Path,
-    oracle: Oracle,
-    table: ParityTable,
+    precision: str, kind: str, load: Callable[..., Served], folder: Path, lora: Path, oracle: Oracle, table: ParityTable
 ) -> None:
     """Questions and pages of many sizes in one batch, against the library one by one."""
     served = load(precision)
@@ -139,35 +119,8 @@ def test_token_vectors_equal_the_oracle(
         assert agreement.mean_distance <= 1.5 * own.mean_distance
 
 
-@pytest.mark.long
-def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
-    """The vectors with the LoRA differ from those of the base."""
-    base = Oracle(folder, None)
-    agreement = agreement_with(base, load(plain=True).run("encode", SOURCES), SOURCES)
-    assert agreement.difference <= MAX_DIFFERENCE["float32"]
-    assert agreement_with(base, load().run("encode", SOURCES), SOURCES).cosine < 0.9
-
-
 def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
     check_scores(load(), oracle, TEXTS[0], PAGES)
-
-
-def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
-    check_alone(load(), SOURCES)
-
-
-@pytest.mark.long
-def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
-    """The padded path is that of an architecture whose packed states would be wrong."""
-    entry = entry_of(folder, f"{folder.parent.name}/padded", load={"min_pixels": LEAST, "max_pixels": MOST})
-    padded = served_by(cpu_engine, entry)
-    padded.weights.backbone.run_padded()
-    check_equal(padded, load(plain=True), SOURCES)
-
-
-@pytest.mark.long
-def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    check_two_threads(load(), SOURCES)
 
 
 def test_rows_and_their_costs_follow_the_sizes_of_the_pages(load: Callable[..., Served], oracle: Oracle) -> None:
@@ -189,30 +142,3 @@ def test_a_text_with_the_token_of_images_and_a_second_image_are_refused_alone(lo
         0: "reserved_token",
         2: "unsupported_modality",
     }
-
-
-def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
-    """The adapter raises the error itself, so a batch that does not fit together gives no vectors."""
-    ids = np.array([1, 5, 5, 2], np.int64)
-    packed = PackedBatch(ids, np.arange(4), np.array([0, 4], np.int32), np.array([[0, 1, 4, 4]]), np.zeros(1, np.int64))
-    assert axes_of(packed, 5, [[(1, 2)]]).tolist() == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
-    with pytest.raises(InternalFailure, match="2 image tokens, but its 1 images"):
-        axes_of(packed, 5, [[(2, 2)]])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"outputs": {"multivector": WIDTH + 1}, "load": {"max_pixels": MOST, "min_pixels": LEAST}},
-            "outputs.multivector is 25, the vectors of the model are 24 wide",
-        ),
-        ({"max_tokens": 30}, "max_tokens is 30, one image needs"),
-        ({"load": {"max_pixels": MOST, "min_pixels": BLOCK**2}, "max_tokens": 20}, "max_tokens is 20, one image"),
-    ],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
-) -> None:
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

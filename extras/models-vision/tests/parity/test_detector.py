@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +13,8 @@ import torch
 from image_files import turned
 from numpy.typing import NDArray
 from parity import detector_checkpoints
-from parity.detector_checkpoints import LABEL_TOKENS, LONGEST, PROMPT_TOKENS, SIDE
-from parity.device import SIXTEEN, SIXTEEN_TYPE, on_device
-from parity.page_engine import Load, Pair, Served, at_once, pairs, served_by
+from parity.detector_checkpoints import LABEL_TOKENS, PROMPT_TOKENS, SIDE
+from parity.page_engine import Load, Served, pairs, served_by
 from parity.table import ParityTable, Scores
 from parity.toys import image, png, prepared
 from PIL import Image
@@ -30,14 +28,11 @@ from transformers import (
 )
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.families import extraction
-from sie_adapter.families.extraction import LabelVectors
 from sie_adapter.packed.packing import Shown
 from sie_client import draw
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import RunOptions
-from sie_models_vision import owlv2
 from sie_models_vision.detector import Detector
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
@@ -238,28 +233,6 @@ def test_objects_do_not_depend_on_batch_mates(kind: str, load: Load[Any]) -> Non
         )
 
 
-def test_owlv2_in_half_the_bits(load: Load[Any], table: ParityTable) -> None:
-    """The towers compute in 16 bits, boxes and scores in float32."""
-    pair = load("owlv2")
-    entry = _entry("owlv2", pair.folder)
-    half = Detector(pair.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
-    assert half.precision == SIXTEEN
-    worst = max(
-        float(abs(_scores(half, shown, LABELS) - pair.oracle(shown, LABELS).scores).max()) for shown in PICTURES
-    )
-    table.record("detector owlv2", "padded", SIXTEEN, Scores(worst))
-    assert worst <= 3e-2
-
-
-def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Load[Any]) -> None:
-    pair = load("grounding-dino")
-    entry = _entry("grounding-dino", pair.folder)
-    detector = Detector(pair.folder, entry, entry.load, on_device(torch.float16))
-    assert detector.precision == "float32"
-    expected = _scores(pair.served.weights, PICTURES[1], LABELS)
-    assert np.array_equal(_scores(detector, PICTURES[1], LABELS), expected)
-
-
 # the patches at which objects begin, by the size of the upright image; a patch is a sixth of the longer edge
 PLACES = {(96, 96): [(2, 3)], (192, 96): [(0, 1), (1, 4)], (90, 180): [(3, 1)], (600, 402): [(0, 0), (2, 3)]}
 # the transposition of an upright image into the one that a camera stores, by the EXIF orientation
@@ -309,33 +282,6 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
             line = max(1, round(max(size) / 400))
             inside = different[top + edge : bottom + 1 - line, left + edge : right + 1 - line]
             assert not inside.any(), "beyond the label, nothing is drawn within a frame"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_two_threads_find_the_same(kind: str, load: Load[Any]) -> None:
-    served = load(kind).served
-    requests = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
-    expected = find(served, *requests)
-    runs = at_once(lambda: find(served, *requests), 3)
-    assert all(run == expected for run in runs)
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) -> None:
-    """The file has a turned image and its EXIF orientation. It is far larger than the model's size."""
-    pair = load(kind)
-    upright = image(300, 130, 9)
-    written, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
-    upright.transpose(Image.Transpose.ROTATE_90).save(written, "PNG", exif=exif)
-    turned, plain = find(pair.served, Asked([written.getvalue()]), Asked([png(upright)]))
-    assert turned == plain
-    assert max(detection["bbox"][0] + detection["bbox"][2] for detection in plain) > 200
-    if kind == "grounding-dino":  # OWLv2 gets fewer pixels than its oracle
-        score, corner = _differences(plain, pair.oracle(upright, LABELS), LABELS, upright.size)
-        assert score <= CLOSE
-        assert corner <= ROUNDED
 
 
 @pytest.mark.parametrize(
@@ -414,85 +360,7 @@ def test_labels_that_grounding_dino_cannot_read_are_refused(
     assert message in error.message
 
 
-def test_a_strip_has_too_few_places_for_grounding_dino(load: Load[Any]) -> None:
-    strip, detections = find(load("grounding-dino").served, Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
-    assert (strip.code, strip.reason) == ("INVALID_INPUT", "invalid_media")
-    assert strip.message.startswith("aspect: the image is 300 x 2 pixels")
-    assert isinstance(detections, list)
-
-
-def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Load[Any]) -> None:
-    """The oracle cuts the label in the same way, because the library fails on a longer one."""
-    pair = load("owlv2")
-    labels = ("river " * 40, "vector")
-    (detections,) = find(pair.served, Asked([png(PICTURES[1])], labels))
-    score, corner = _differences(detections, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
-    assert score <= CLOSE
-    assert corner <= ROUNDED
-
-
-def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Load[Any]) -> None:
-    """The batch has lists of different lengths. The library fills the shorter list with a query of its own."""
-    files = [png(shown) for shown in PICTURES[:2]]
-    several, single = find(load("owlv2").served, Asked(files[:1]), Asked(files[1:], ("queue",)))
-    assert {detection["label"] for detection in several} <= set(LABELS)
-    assert {detection["label"] for detection in single} == {"queue"}
-    assert len(single) > 5
-
-
-def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least recently used vector is dropped first. The vector of a label does not depend on when it was made."""
-    served = load("owlv2").served
-    kind: Any = served.weights._kind
-    calls: list[Sequence[str]] = []
-    vectors = LabelVectors(lambda labels: calls.append(tuple(labels)) or kind._vectors(labels))
-    monkeypatch.setattr(kind, "_label_vectors", vectors)
-    monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
-    file = png(PICTURES[0])
-    outputs = [
-        find(served, Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))
-    ]
-    assert calls == [("a", "b"), ("c",), ("a",)]
-    assert outputs[0] == outputs[3]
-
-
-# the pixels of OWLv2
-
-
-@pytest.mark.parametrize("size", [(96, 96), (190, 90), (60, 171), (40, 31), (97, 288), (192, 1), (1, 1)])
-def test_pixels_of_owlv2_are_the_librarys(size: tuple[int, int], load: Load[Any]) -> None:
-    """Up to three times the model's size, normalised values differ by at most 2e-6."""
-    pair = load("owlv2")
-    assert _pixel_gap(pair, image(*size, 3)) <= 2e-6
-
-
-def _pixel_gap(pair: Pair[Any], shown: Image.Image, of: Callable[[NDArray[np.float32]], Any] = np.max) -> float:
-    layout, kind = pair.served.weights.rows["extract"], pair.served.weights._kind
-    assert isinstance(kind, owlv2.Owlv2)
-    assert layout.images is not None
-    picture = prepared(png(shown), layout.images)
-    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)
-    square = (kind._square(Shown(pixels, *picture.upright)) - kind._mean) / kind._std
-    expected = pair.oracle.processor.image_processor(images=[shown], return_tensors="np")["pixel_values"][0]
-    return float(of(abs(square.numpy() - expected)))
-
-
-@pytest.mark.parametrize("size", [(300, 200), (400, 300), pytest.param((500, 960), marks=pytest.mark.long)])
-def test_pixels_of_larger_images_are_near_the_librarys(size: tuple[int, int], load: Load[Any]) -> None:
-    """Larger images are first scaled down to three times the model's size."""
-    pair = load("owlv2")
-    shown = image(*size, 4)
-    assert _pixel_gap(pair, shown, np.mean) <= 0.02
-    assert _pixel_gap(pair, shown) <= 0.2
-
-
 # what a load refuses
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_files_alone_prove_a_model(kind: str, tmp_path: Path) -> None:
-    folder = FOLDERS[kind](tmp_path / kind)
-    assert Detector.fault_of_files(folder, _entry(kind, folder)) == ""
 
 
 def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
@@ -502,54 +370,3 @@ def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: AdapterEngine, tmp_pa
     assert "the model expects . 1012" in Detector.fault_of_files(folder, entry)
     with pytest.raises(ModelLoadFailed, match=r"the model expects \. 1012"):
         cpu_engine.residency.ensure("detector/other", entry)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_an_entry_that_does_not_fit_is_refused(kind: str, cpu_engine: AdapterEngine, tmp_path: Path) -> None:
-    folder = FOLDERS[kind](tmp_path / kind)
-    entry = _entry(kind, folder, id="detector/long", max_tokens=MAX_TOKENS[kind] + 1)
-    with pytest.raises(ModelLoadFailed, match=f"the model reads at most {MAX_TOKENS[kind]} tokens of labels"):
-        cpu_engine.residency.ensure(entry.id, entry)
-    (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(ModelLoadFailed, match="says how images become pixels"):
-        cpu_engine.residency.ensure("detector/blind", _entry(kind, folder, id="detector/blind"))
-
-
-def test_a_model_of_another_type_is_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ModelLoadFailed, match="family detector needs grounding-dino or owlv2"):
-        Detector.fault_of_files(folder, _entry("owlv2", folder))
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_numbers_that_are_not_finite_fail_their_input(
-    kind: str, load: Load[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = load(kind).served
-    detector: Any = served.weights._kind
-    original = detector.detect
-
-    def detect(shown: Any, prompt: Any) -> Any:
-        sight = original(shown, prompt)
-        if shown[0].height == 90:
-            sight.scores[:, 0] = float("nan")
-        return sight
-
-    monkeypatch.setattr(detector, "detect", detect)
-    broken, good = find(served, Asked([png(PICTURES[1])]), Asked([png(PICTURES[0])]))
-    assert (broken.code, broken.reason) == ("INFERENCE_ERROR", "non_finite")
-    assert isinstance(good, list)
-
-
-def test_the_cost_of_an_image_bounds_a_batch(load: Load[Any]) -> None:
-    """Grounding DINO costs a quarter of the places of the largest image, OWLv2 its patches."""
-    costs = {}
-    for kind in FOLDERS:
-        recipe = load(kind).served.weights.rows["extract"].images
-        assert recipe is not None
-        costs[kind] = recipe.tokens
-    places = sum(-(-96 // stride) * -(-LONGEST // stride) for stride in (8, 16, 32, 64))
-    assert costs == {"grounding-dino": places // 4, "owlv2": (SIDE // 16) ** 2}

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from parity import qwen_checkpoints
 from parity.device import SIXTEEN
-from parity.page_engine import Served, at_once, served_by
+from parity.page_engine import Served, served_by
 from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.table import Agreement, ParityTable, Scores
 from parity.toys import image, png
@@ -21,7 +21,6 @@ from PIL import Image
 from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
 
@@ -75,11 +74,7 @@ def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
             "inputs": ["text", "image"],
             "outputs": {"dense": 48},
             "max_tokens": MAX_TOKENS,
-            "prompts": {
-                "query": BEFORE + "{text}",
-                "document": BEFORE + "{text}",
-                "default_instruction": TASK,
-            },
+            "prompts": {"query": BEFORE + "{text}", "document": BEFORE + "{text}", "default_instruction": TASK},
             "load": BOUNDS,
             **changed,
         }
@@ -162,32 +157,6 @@ def test_vectors_equal_the_oracle(
     assert served.path == "packed"
 
 
-@pytest.mark.long
-def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
-    served = load()
-    for source, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
-        (alone,) = served.run("encode", [source])
-        assert np.abs(alone - beside).max() <= 2e-6
-
-
-@pytest.mark.long
-def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
-    """The first layers add the features of images on the padded path too."""
-    entry = entry_of(folder, "seen/padded")
-    padded = served_by(cpu_engine, entry)
-    padded.weights.backbone.run_padded()
-    vectors, expected = (model.run("encode", inputs_of(GIVEN)) for model in (padded, load()))
-    assert np.abs(np.stack(vectors) - np.stack(expected)).max() <= 2e-6
-
-
-@pytest.mark.long
-def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    served = load()
-    expected = np.stack(served.run("encode", inputs_of(GIVEN)))
-    runs = at_once(lambda: np.stack(served.run("encode", inputs_of(GIVEN))), 3)
-    assert all(np.array_equal(vectors, expected) for vectors in runs)
-
-
 INSTRUCTIONS = [("Find it", "Find it."), ("Find it!", "Find it!"), (" Find it ", "Find it.")]
 
 
@@ -245,16 +214,6 @@ def test_scores_equal_the_oracle(
     assert served.path == "packed"
 
 
-@pytest.mark.long
-def test_an_output_layer_of_its_own_is_read(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
-    folder = qwen_checkpoints.qwen3_vl(tmp_path / "untied", tied=False)
-    entry = reranker_of(folder, "seen/untied")
-    scores, oracle = served_by(cpu_engine, entry).run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
-    assert (
-        np.abs(np.array(scores) - [oracle.score(("a town", []), shown(source)) for source in GIVEN[:3]]).max() <= 2e-6
-    )
-
-
 def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[..., Served]) -> None:
     served = load(ranks=True)
     row = served.rows("score", [Input("word " * 900, images=(FILES[1],))], Input("sea", images=(FILES[0],))).rows[0]
@@ -263,24 +222,3 @@ def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[
     assert row.ids[-len(end) :].tolist() == end
     assert [picture.upright for picture in row.images] == [(64, 64), (50, 200)]
     assert row.truncated
-
-
-def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served]) -> None:
-    batch = load(ranks=True).rows("score", [Input("a"), Input("b")], Input("sea", images=(b"no image",)))
-    assert batch.error is not None
-    assert batch.error.reason == "invalid_media"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pair": []}, "multimodal-reranker needs `pair`, `head.yes_token` and `head.no_token`"),
-        ({"head": {"yes_token": "yes and", "no_token": NO}}, "'yes and' in yes_token or no_token is not one token"),
-        ({"family": "vision-language"}, "the weights have no custom_text_proj.weight"),
-    ],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
-) -> None:
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure("seen/wrong", reranker_of(folder, "seen/wrong", **change))

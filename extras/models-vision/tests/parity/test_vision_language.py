@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from parity import dual_checkpoints
 from parity.device import SIXTEEN
-from parity.dual_checkpoints import PAGE, PATCH, WIDTH
+from parity.dual_checkpoints import PAGE, WIDTH
 from parity.page_engine import Given, Served, Vectors, served_by
-from parity.page_retrieval import agreement_with, check_alone, check_equal, check_two_threads, in_turns, page_entry
+from parity.page_retrieval import agreement_with, check_alone, in_turns, page_entry
 from parity.table import ParityTable
-from parity.toys import image, png, seen
+from parity.toys import image
 from transformers import AutoProcessor, ColPaliForRetrieval
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.options import run_options
 from sie_contracts.wire.messages import Input
@@ -104,18 +102,6 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
     check_alone(load(), SOURCES)
 
 
-def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
-    """The padded path is that of an architecture whose packed states would be wrong."""
-    entry = entry_of(folder, "pages/padded")
-    padded = served_by(cpu_engine, entry)
-    padded.weights.backbone.run_padded()
-    check_equal(padded, load(), SOURCES)
-
-
-def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    check_two_threads(load(), SOURCES)
-
-
 def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Served]) -> None:
     served = load()
     layout = served.weights.rows["encode"]
@@ -124,32 +110,3 @@ def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Se
     work = WorkItemInput([Input("a <image> of a river"), Input("a river")], None, options.run)
     (batch,) = layouts.make(served.tokenizer, layout, [work])
     assert {index: error.reason for index, error in batch.unfit.items()} == {0: "reserved_token"}
-
-
-def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle: Oracle) -> None:
-    """The row costs more than its tokens, because the tower reads the pixels of the page."""
-    served = load()
-    layout = served.weights.rows["encode"]
-    assert layout.images is not None
-    resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
-    _, options = run_options(resolved, {}, "encode")
-    inputs = [Input(images=(png(PAGES[0]),))]
-    work = WorkItemInput(inputs, None, options.run, seen(inputs, layout))
-    (batch,) = layouts.make(served.tokenizer, layout, [work])
-    expected = oracle.processor.process_images([PAGES[0]]).input_ids[0].tolist()
-    assert batch.rows[0].ids.tolist() == expected
-    assert batch.rows[0].cost == len(expected) + (PAGE // PATCH) ** 2 // 4
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the vectors of the model are 24 wide"),
-        ({"max_tokens": 12}, "max_tokens is 12, one image needs"),
-    ],
-)
-def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
-) -> None:
-    with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

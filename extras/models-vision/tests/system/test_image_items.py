@@ -15,14 +15,11 @@ import numpy as np
 import pytest
 import shared
 import torch
-from click.testing import CliRunner
 from cluster import Cluster
 from local_models import LocalModels
 from parity.toys import image, png
-from PIL import Image
 from transformers import AutoImageProcessor, CLIPModel
 
-from sie_cli.main import main
 from sie_client import SIEClient
 
 CLIP = "test/clip"
@@ -84,12 +81,6 @@ def test_vectors_equal_the_library_in_json_and_in_msgpack(client: httpx.Client, 
     assert np.array_equal(np.stack([vector(item) for item in answer.json()["items"]]), vectors[:4])
 
 
-def test_several_images_of_an_item_are_one_vector(client: httpx.Client, expected: np.ndarray) -> None:
-    (item,) = encoded(client, [{"images": [in_base64(png(picture)) for picture in PICTURES]}])
-    mean = expected.mean(0)
-    assert np.abs(vector(item) - mean / np.linalg.norm(mean)).max() <= 2e-6
-
-
 def test_a_file_that_is_no_image_costs_its_own_slot(client: httpx.Client, expected: np.ndarray) -> None:
     good = in_base64(png(PICTURES[0]))
     cut = in_base64(png(PICTURES[1])[:400])
@@ -103,17 +94,6 @@ def test_a_file_that_is_no_image_costs_its_own_slot(client: httpx.Client, expect
         assert f"images[{place}]" in item["error"]["message"]
 
 
-def test_a_model_of_texts_says_which_models_take_images(client: httpx.Client) -> None:
-    image_result, text_result = encoded(
-        client, [{"images": [in_base64(png(PICTURES[0]))]}, {"text": "a harbour"}], "test/dense"
-    )
-    vector(text_result)
-    assert image_result["error"]["reason"] == "unsupported_modality"
-    message = image_result["error"]["message"]
-    assert message.startswith("test/dense takes text, not image; models that take it: ")
-    assert "Marqo/marqo-ecommerce-embeddings-B" in message
-
-
 def test_the_sdk_takes_files_bytes_images_and_arrays(
     open_cluster: Cluster, expected: np.ndarray, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -124,28 +104,3 @@ def test_the_sdk_takes_files_bytes_images_and_arrays(
         results = client.encode(CLIP, [{"images": [picture]} for picture in pictures])
     for result in results:
         assert np.abs(np.asarray(result["dense"]) - expected[0]).max() <= 2e-6
-
-
-def test_a_rotated_photograph_is_seen_upright(client: httpx.Client) -> None:
-    """EXIF says how a camera was held; the vector is that of the upright image."""
-    turned = io.BytesIO()
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    PICTURES[1].rotate(90, expand=True).save(turned, "PNG", exif=exif)
-    upright, rotated = encoded(
-        client, [{"images": [in_base64(png(PICTURES[1]))]}, {"images": [in_base64(turned.getvalue())]}]
-    )
-    assert np.abs(vector(rotated) - vector(upright)).max() <= 2e-6
-
-
-def test_sie_try_compares_an_image_with_a_text(open_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("tried") / "red.png"
-    path.write_bytes(png(PICTURES[0]))
-
-    def answered(*options: str) -> str:
-        result = CliRunner().invoke(main, ["try", CLIP, f"@{path}", "red", *options, "--url", open_cluster.url])
-        assert result.exit_code == 0, result.output
-        return result.stdout
-
-    image, text = (vector(slot) for slot in msgspec.json.decode(answered("--json"))["items"])
-    assert f"{image @ text / np.linalg.norm(image) / np.linalg.norm(text):.3f}" in answered()

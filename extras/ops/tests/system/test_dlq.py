@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from cluster import SIE
-from direct import ENTRY, DeadlyAdapter, is_right, reasons
-from inprocess import Source, free_port, settings_of, until
+from click.testing import CliRunner
+from direct import ENTRY, DeadlyAdapter
+from inprocess import Source, free_port, settings_of
 from nats_server import NatsServer
 
 from sie_broker import Broker, CoreMessage
 from sie_broker.dead_letters import Letters
 from sie_broker.nats import connect
+from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Confirmation, DeadLetter, Input, RunOptions, WorkItem, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_ops.dlq import replayed
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve
 
@@ -68,60 +67,27 @@ async def sidecar(nats: NatsServer, broker: Broker, adapter: DeadlyAdapter) -> A
     await own.close()
 
 
-async def answered(broker: Broker, *texts: str) -> tuple[WorkItem, WorkResult]:
-    """Send work and collect its result."""
-    future: asyncio.Future[WorkResult] = asyncio.get_running_loop().create_future()
+async def answered(broker: Broker, *texts: str) -> None:
+    """Send work and wait for its result."""
+    result: asyncio.Future[WorkResult] = asyncio.get_running_loop().create_future()
 
     async def take(message: CoreMessage) -> None:
         await broker.send(message.reply, messages.encode(Confirmation("taken")))
-        if not future.done():
-            future.set_result(messages.decode_result(message.data))
+        if not result.done():
+            result.set_result(messages.decode_result(message.data))
 
     await broker.subscribe("inbox", take)
     item = WorkItem(
         "r", 3, ENTRY.id, ENTRY.revision, "encode", tuple(map(Input, texts)), RunOptions(), "inbox", 60_000, first=12
     )
     await broker.publish(topology.work_subject(LANE, "interactive", ENTRY.id), messages.encode(item), "r.3")
-    return item, await asyncio.wait_for(future, 30)
+    await asyncio.wait_for(result, 30)
 
 
 async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
-    argv = [SIE, "dlq", "--nats-url", nats.url, *arguments]
-    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return str(done.stdout + done.stderr)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("sidecar")
-async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
-    nats: NatsServer, broker: Broker, adapter: DeadlyAdapter
-) -> None:
-    """An input ends three adapters, and its work becomes a dead letter. The broker is killed and restarted. A replay
-    with the fault fails again and keeps the letter. A replay without the fault gives the original answer and removes
-    the letter.
-    """
-    item, result = await answered(broker, "before", SECRET)
-    assert reasons(result) == ["", "INFERENCE_ERROR poison"]
-    letters = Letters(broker, "_default")
-    await asyncio.wait_for(first_of(letters), 30)
-    await asyncio.to_thread(nats.kill)
-    await asyncio.to_thread(nats.start)
-    await until(lambda: broker.connected, "a connection again")
-
-    listed = await sie(nats, "list")
-    (name,) = [line.split()[0] for line in listed.splitlines()[1:]]
-    assert "INFERENCE_ERROR poison" in listed
-    shown = await sie(nats, "show", name)
-    assert SECRET not in listed + shown
-    assert SECRET in await sie(nats, "show", name, "--with-input")
-
-    assert "INFERENCE_ERROR poison" in await sie(nats, "replay", name, status=1)
-    assert len(adapter.deaths) == 6
-    adapter.deadly.clear()
-    again = await replayed(broker, settings_of(), name, 30.0)
-    assert all(is_right(again, item, index) for index in range(2))
-    assert name not in [entry.letter.id async for entry in letters.all()]
+    done = await asyncio.to_thread(CliRunner().invoke, main, ["dlq", "--nats-url", nats.url, *arguments])
+    assert done.exit_code == status, done.output
+    return done.output
 
 
 @pytest.mark.usefixtures("sidecar")
@@ -174,8 +140,3 @@ async def first_of(letters: Letters) -> str:
     while True:
         async for entry in letters.all():
             return entry.letter.id
-
-
-async def test_without_a_broker_it_says_so(nats: NatsServer) -> None:
-    nats.stop()
-    assert "no broker at" in await sie(nats, "list", status=2)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import http.server
-import os
 import socket
-import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import httpx
-import msgspec
 import pytest
 from click.testing import CliRunner
-from cluster import SIE, until
-from diagnosis import ADMIN, BEATS, TOKEN, Examined, environ_of, health
-from fake_adapter import toy_entry
+from cluster import until
+from diagnosis import ADMIN, BEATS, TOKEN, Examined, environ_of, health, ran
 from inprocess import settings_of
 from nats_server import NatsServer
-from stack import Part, Plan, Stack
+from stack import Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo, stream_config
@@ -35,61 +28,13 @@ from sie_gateway.streams.publish import work_spec
 from sie_ops.doctor import probe
 
 PLAN = Plan(environ={"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS})
-CLUSTER = (
-    "gateway",
-    "broker",
-    "streams",
-    "damage",
-    "config",
-    "loads",
-    "refusals",
-    "queue",
-    "clock",
-    "versions",
-)
-AHEAD_S = 90
-SITE = """
-import time
-import sie_contracts
-
-def _shift(now_s=time.time, now_ns=time.time_ns):
-    time.time = lambda: now_s() + {ahead_s}
-    time.time_ns = lambda: now_ns() + {ahead_s} * 1_000_000_000
-
-_shift()
-sie_contracts.__version__ = "{version}"
-"""
+CLUSTER = ["gateway", "broker", "streams", "damage", "config", "loads", "refusals", "queue", "clock", "versions"]
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as started:
         yield started
-
-
-@contextlib.contextmanager
-def restarted(part: Part, environ: dict[str, str]) -> Iterator[None]:
-    """Restart a process with a changed environment, and in the end with its own again."""
-    own = part.environ
-
-    def restart(environ: dict[str, str]) -> None:
-        part.stop()
-        part.environ = environ
-        part.start()
-        part.wait_ready()
-
-    try:
-        restart({**own, **environ})
-        yield
-    finally:
-        restart(own)
-
-
-def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[str, str]:
-    """Return the environment of a process with another wall clock or another version."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE.format(ahead_s=ahead_s, version=version))
-    return {"PYTHONPATH": str(folder)}
 
 
 # ---- a cluster
@@ -142,51 +87,6 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
         until(lambda: not health(stack)["unhealthy_workers"], 60, "the gateway notices")
 
 
-@pytest.mark.long
-def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_are_named(
-    stack: Stack, tmp_path: Path
-) -> None:
-    (gateway,), (worker,) = stack.gateways, stack.workers
-    old = altered(tmp_path / "old", ahead_s=-AHEAD_S, version="0.0.9")
-    deaf = {"SIE_NATS_CONFIG_TRUSTED_PRODUCERS": "nobody", "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "600000"}
-    with restarted(gateway, altered(tmp_path / "ahead", ahead_s=AHEAD_S)), restarted(worker.sidecar, {**old, **deaf}):
-        written = httpx.post(
-            f"{stack.config_url}/v1/configs/models",
-            json=msgspec.to_builtins(toy_entry("toy/new")),
-            timeout=30,
-            trust_env=False,
-            headers={"authorization": f"Bearer {ADMIN}"},
-        )
-        assert written.is_success, written.text
-        report = Examined(tmp_path, environ_of(stack))
-    report.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
-    report.named(
-        "clock",
-        f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's",
-        "for a pod: its node) with `timedatectl set-ntp true`",
-    )
-    report.named("versions", "sidecar w0: version 0.0.9, the newest is 0.1.0", "pip install 'sie-cluster==0.1.0'")
-    report.named("config", "worker w0 uses an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
-    assert [len(report.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], report.output
-
-
-@pytest.mark.long
-def test_a_config_service_whose_clock_is_off_is_named(stack: Stack, tmp_path: Path) -> None:
-    with restarted(stack.config, altered(tmp_path / "ahead", ahead_s=AHEAD_S)):
-        report = Examined(tmp_path, environ_of(stack))
-    report.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
-
-
-def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) -> None:
-    stack.config.kill()
-    try:
-        report = Examined(tmp_path, environ_of(stack))
-    finally:
-        stack.config.start()
-        stack.config.wait_ready()
-    report.named("config", f"no config service answers at {stack.config_url}", "start it (`sie config`)")
-
-
 # ---- a broker
 
 
@@ -215,12 +115,6 @@ def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path)
         assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
 
 
-def test_a_broker_without_jetstream_is_named(tmp_path: Path) -> None:
-    with NatsServer(tmp_path / "nats", extra="jetstream: disabled") as server:
-        report = Examined(tmp_path, {}, "--nats-url", server.url)
-    report.named("broker", "has no JetStream", "-js")
-
-
 def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     server: NatsServer, tmp_path: Path
 ) -> None:
@@ -246,45 +140,14 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     assert any(
         "is missing: its subject holds messages" in finding["wrong"] for finding in report.findings["streams"]
     ), report.output
-    report.named(
-        "streams",
-        f"stream {topology.dead_letter_stream('_default', replicas=1).name} is missing",
-        migrate,
-    )
+    report.named("streams", f"stream {topology.dead_letter_stream('_default', replicas=1).name} is missing", migrate)
     pasted = {finding["fix"].split("`")[1] for finding in report.findings["streams"]}  # as a reader would paste it
     assert pasted == {migrate}
-    environ = {**os.environ, "PATH": f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", *pasted], env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*pasted)
     assert Examined(tmp_path, {}, "--nats-url", server.url).findings["streams"] == []
 
 
 # ---- this machine
-
-
-def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
-    environ = {
-        "SIE_MAX_BATCH_COST": "plenty",
-        "SIE_PRELOAD_MODEL": "x",
-        "SIE_WHATEVER": "1",
-        "SIE_ADAPTIVE_MIN_QUANTUM_MS": "50",
-        "SIE_AUTH_TOKENS": ",",
-        "SIE_MAX_BATCH_WAIT_MS": "3",
-    }
-    report = Examined(tmp_path, environ)
-    report.named(
-        "settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1"
-    )
-    report.named("settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?")
-    report.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    report.named(
-        "settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two"
-    )
-    report.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
-    report.named(
-        "settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS"
-    )
-    assert len(report.findings["settings"]) == 6
 
 
 def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_path: Path) -> None:
@@ -296,59 +159,6 @@ def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_pat
         path.chmod(0o666)
         report = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
     report.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
-
-
-def test_a_disk_above_the_threshold_is_named(tmp_path: Path) -> None:
-    """The test moves the threshold and leaves the disk as it is."""
-    report = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
-    report.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
-    room = os.statvfs(tmp_path)
-    (tmp_path / "data" / "nats").mkdir(parents=True)
-    report = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
-    report.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
-
-
-@pytest.mark.debian
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], check=True)
-    try:
-        (folder / "weights").write_bytes(bytes(30 << 20))
-        store = {
-            "SIE_LOCAL_CACHE": str(folder),
-            "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "85",
-            "SIE_PAYLOAD_STORE_URL": str(folder),
-        }
-        report = Examined(tmp_path, store)
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-    report.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
-    report.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
-
-
-def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as http_server:
-        serving = threading.Thread(target=http_server.serve_forever)
-        serving.start()
-        try:
-            port = http_server.server_address[1]
-            environ = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}"}
-            report = Examined(tmp_path, {**environ, "SIE_GATEWAY_METRICS_PORT": "0"})
-        finally:
-            http_server.shutdown()
-            serving.join()
-    report.named(
-        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is used by a program", "--worker-metrics-port"
-    )
-    report.named("gateway", "is no gateway of SIE", "--url")
-
-
-@pytest.mark.long
-def test_a_gpu_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
-    """No machine has a hundredth GPU. The reason that is named depends on the machine."""
-    report = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
-    report.named("gpu", "", "SIE_DEVICE")
 
 
 def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import httpx
 import oracle
 import pytest
 from cgroups import MemoryGroup
-from cluster import MODEL, SIE, Cluster, free_ports, running, until
+from cluster import MODEL, SIE, free_ports, running, until
 from diagnosis import Examined
 from load import TEXTS
 
@@ -135,58 +135,6 @@ def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(sma
         until(lambda: cluster.encode(["after"], **{"x-sie-timeout-ms": "3000"}).status_code == 200, 60, "serving again")
 
 
-@pytest.mark.timeout(180)
-async def test_a_disk_full_of_files_or_of_payloads_stops_neither_inference_nor_the_other_one(tmp_path: Path) -> None:
-    """Files are refused first, then payloads; the queue has the rest. Room that is freed is used again at once."""
-    arguments = ("--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20))
-    with mounted(tmp_path / "disk", "240m") as disk, running(disk / "data", *arguments) as cluster:
-        assert cluster.encode(["warm"]).status_code == 200
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60, trust_env=False) as client:
-
-            async def upload() -> httpx.Response:
-                file = {"file": ("rows.jsonl", bytes(8 << 20))}
-                return await client.post("/v1/files", files=file, data={"purpose": "batch"})
-
-            async def large(number: int) -> httpx.Response:
-                """A request with one text of 9 MiB, which no message of the queue can hold."""
-                items = [f"{number} " + "large " * ((9 << 20) // 6)]
-                path, headers = f"/v1/encode/{MODEL}", {"x-sie-timeout-ms": "50000"}
-                return await client.post(path, content=json.dumps({"items": items}), headers=headers)
-
-            async def small_ones_are_answered() -> None:
-                texts = [f"{number} " + "words " * 200 for number in range(64)]
-                answers = [await client.post(f"/v1/encode/{MODEL}", json={"items": [text]}) for text in texts]
-                assert {answer.status_code for answer in answers} == {200}
-
-            files = []
-            while (answer := await upload()).status_code == 200:
-                files.append(answer.json()["id"])
-                assert len(files) < 30
-            refusal = (answer.status_code, answer.json()["code"], answer.json()["error"]["reason"])
-            assert refusal == (503, "RESOURCE_EXHAUSTED", "store_full")
-            assert len(files) > 10
-            await small_ones_are_answered()
-            (sidecar,) = cluster.pids("sidecar")
-            cluster.signal(sidecar, signal.SIGSTOP)  # then nothing removes a payload
-            try:
-                sent = [asyncio.create_task(large(number)) for number in range(4)]
-                done, waiting = await asyncio.wait(sent, timeout=45, return_when=asyncio.FIRST_COMPLETED)
-                refused = [task.result() for task in done]
-                assert {(answer.status_code, answer.json()["error"]["reason"]) for answer in refused} == {
-                    (503, "store_full")
-                }
-                assert shutil.disk_usage(disk).free > 8 << 20, "the queue has room for all that it may hold"
-            finally:
-                cluster.signal(sidecar, signal.SIGCONT)
-            answers = await asyncio.gather(*waiting)
-            assert [answer for answer in answers if answer.status_code != 503], "payloads had the room that files left"
-            await small_ones_are_answered()
-            for name in files:
-                assert (await client.delete(f"/v1/files/{name}")).status_code == 200
-            assert (await upload()).status_code == 200
-            assert (await large(9)).status_code != 503
-
-
 def test_a_disk_that_the_queue_does_not_fit_on_is_refused_with_a_queue_that_does(small_disk: Path) -> None:
     """The start is refused before a process runs. The size that the line suggests then serves."""
     argv = [SIE, "serve", "--data-dir", str(small_disk / "data"), "--port", str(free_ports(1)[0])]
@@ -244,30 +192,3 @@ sys.exit(serve.wait(20))
     assert done.returncode == 0, done.stderr[-3000:]
     values = json.loads(done.stdout)["items"][0]["dense"]["values"]
     assert float(oracle.cosines(values, oracle.encode(["Hello"])[0])) >= 0.999
-
-
-def test_wrk_sees_no_error(tmp_path: Path) -> None:
-    """A foreign load generator keeps 32 connections alive, and each reply is a 200."""
-    script = tmp_path / "post.lua"
-    script.write_text('wrk.method = "POST"\nwrk.body = \'{"items": [{"text": "What is deep learning?"}]}\'\n')
-    with running(tmp_path / "data", "--preload", MODEL, "--no-spare") as cluster:
-        printed = run_wrk(cluster, script)
-    assert "Non-2xx" not in printed
-    assert "Socket errors" not in printed
-    assert int(re.search(r"(\d+) requests in", printed)[1]) > 100  # type: ignore[index]
-
-
-def run_wrk(cluster: Cluster, script: Path) -> str:
-    command = [
-        "wrk",
-        "-t1",
-        "-c32",
-        "-d5s",
-        "--latency",
-        "--timeout",
-        "20s",
-        "-s",
-        str(script),
-        f"{cluster.url}/v1/encode/{MODEL}",
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -186,33 +186,3 @@ def test_a_newer_topology_is_left_alone(server: NatsServer) -> None:
     done = sie(server, "migrate", "--yes")
     assert done.exit_code == 1
     assert "is newer than this version's" in done.stdout
-
-
-def test_a_consumer_that_sie_did_not_make_is_told(server: NatsServer) -> None:
-    make(server, WANTED, ConsumerSpec(WANTED.name, "spy", "sie.work._default.*.*.*.*"))
-    checked = sie(server, "check")
-    assert checked.exit_code == 1
-    assert "refuse consumer spy: not created by SIE" in checked.stdout
-
-
-def test_an_empty_broker_lacks_its_stream_and_migrate_makes_it(server: NatsServer) -> None:
-    assert "create stream WORK__default" in sie(server, "check").stdout
-    assert sie(server, "migrate", "--yes").exit_code == 0
-    assert sie(server, "check").exit_code == 0
-
-
-def test_a_broker_that_is_not_there_is_status_two(server: NatsServer) -> None:
-    server.kill()
-    result = sie(server, "check")
-    assert result.exit_code == 2
-    assert "no broker at" in result.output
-    unnamed = CliRunner().invoke(main, ["topology", "check"], env={"SIE_NATS_URL": None})
-    assert unnamed.exit_code == 2
-    assert "SIE_NATS_URL" in unnamed.output
-
-
-def test_every_command_explains_itself() -> None:
-    text = CliRunner().invoke(main, ["topology", "--help"]).output
-    assert all(name in text for name in ("show", "check", "migrate"))
-    for name in ("show", "check", "migrate"):
-        assert "--nats-url" in CliRunner().invoke(main, ["topology", name, "--help"]).output

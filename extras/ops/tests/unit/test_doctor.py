@@ -15,24 +15,15 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from sie_cli import access
-from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_contracts.settings import load
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_ops.doctor import command
-from sie_ops.doctor.checks import config, drift, gateway, loads, models, queue, refusals, restored, skew, versions
+from sie_ops.doctor.checks import config, drift, gateway, loads, queue, refusals, skew, versions
 from sie_ops.doctor.command import BLIND, FINE, WRONG, faults_of, status_of
-from sie_ops.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, ports, sockets
-from sie_ops.doctor.probe import (
-    AdapterSocket,
-    CheckSkipped,
-    ClusterProbe,
-    Heartbeats,
-    NotApplicable,
-    probe_socket,
-)
+from sie_ops.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, sockets
+from sie_ops.doctor.probe import CheckSkipped, ClusterProbe, Heartbeats, NotApplicable
 from sie_ops.doctor.report import DoctorCheck
 from sie_ops.doctor.report import DoctorFinding as Finding
 
@@ -81,49 +72,26 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
     }
 
 
+CPU_BUILD, BUILD, SEEN = (
+    TorchBuild("2.13+cpu", "", False, 0),
+    TorchBuild("2.13", "13.0", False, 0),
+    TorchBuild("2.13", "12.8", True, 2),
+)
+
+
 @pytest.mark.parametrize(
-    ("device", "torch", "driver", "wrong", "fix"),
+    ("device", "torch", "driver", "wrong"),
     [
-        (
-            "cuda",
-            TorchBuild("2.13+cpu", "", False, 0),
-            DRIVER,
-            "built without CUDA, but SIE_DEVICE=cuda",
-            "SIE_DEVICE=cpu",
-        ),
-        (
-            "auto",
-            TorchBuild("2.13+cpu", "", False, 0),
-            DRIVER,
-            "built without CUDA",
-            "install the build for this driver",
-        ),
-        ("cuda", TorchBuild("2.13", "13.0", False, 0), None, "no NVIDIA driver answers: not found", "nvidia-smi"),
-        (
-            "auto",
-            TorchBuild("2.13", "13.0", False, 0),
-            DRIVER,
-            "built for CUDA 13.0, newer than driver 570.1 (CUDA 12.8)",
-            "a torch for CUDA 12",
-        ),
-        (
-            "cuda:2",
-            TorchBuild("2.13", "12.8", True, 2),
-            DRIVER,
-            "SIE_DEVICE=cuda:2, but this machine has only cuda:0, cuda:1",
-            "set SIE_DEVICE",
-        ),
+        ("cuda", CPU_BUILD, DRIVER, "built without CUDA, but SIE_DEVICE=cuda"),
+        ("auto", CPU_BUILD, DRIVER, "built without CUDA"),
+        ("cuda", BUILD, None, "no NVIDIA driver answers: not found"),
+        ("auto", BUILD, DRIVER, "newer than driver 570.1 (CUDA 12.8)"),
+        ("cuda:2", SEEN, DRIVER, "only cuda:0, cuda:1"),
     ],
 )
-def test_what_a_gpu_lacks(device: str, torch: TorchBuild, driver: GpuDriver | None, wrong: str, fix: str) -> None:
+def test_what_a_gpu_lacks(device: str, torch: TorchBuild, driver: GpuDriver | None, wrong: str) -> None:
     (finding,) = gpu_faults(device, torch, driver, "not found")
     assert wrong in finding.wrong
-    assert fix in finding.fix
-
-
-def test_a_driver_that_was_updated_without_a_restart_is_told_so() -> None:
-    (finding,) = gpu_faults("auto", TorchBuild("2.13", "13.0", False, 0), None, "Driver/library version mismatch")
-    assert "restart the machine" in finding.fix
 
 
 def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
@@ -135,14 +103,6 @@ def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
     (tmp_path / "1" / "vendor").write_text("0x10de\n")
     assert has_nvidia_card(tmp_path)
     assert not has_nvidia_card(tmp_path / "absent")
-
-
-def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_faults("auto", TorchBuild("2.13", "12.8", True, 1), DRIVER, "") == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (finding,) = gpu_faults("cuda", TorchBuild("2.13", "12.8", False, 0), DRIVER, "")
-    assert "CUDA_VISIBLE_DEVICES" in finding.wrong
-    assert "unset" in finding.fix
 
 
 def test_faults_of_settings_leave_the_rest_readable() -> None:
@@ -157,17 +117,6 @@ def test_faults_of_settings_leave_the_rest_readable() -> None:
 def test_the_variables_of_clients_are_no_faults_of_settings() -> None:
     environ = {"SIE_API_KEY": "key", "SIE_BASE_URL": "http://gateway:1"}
     assert faults_of({}, environ) == ([], {}, environ)
-
-
-def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None:
-    faults, flags, environ = faults_of(
-        {"SIE_HEARTBEAT_TIMEOUT_MS": "10"}, {"SIE_ADAPTIVE_MAX_QUANTUM_MS": "1", "SIE_POOL": "p"}
-    )
-    assert sorted(fault.wrong.partition(":")[0] for fault in faults) == [
-        "SIE_ADAPTIVE_MIN_QUANTUM_MS",
-        "SIE_HEALTH_PUBLISH_INTERVAL_MS",
-    ]
-    assert (flags, environ) == ({}, {"SIE_POOL": "p"})
 
 
 def test_the_status_is_that_of_the_worst_report() -> None:
@@ -200,29 +149,6 @@ async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
     ]
 
 
-@pytest.mark.parametrize(
-    ("fix", "is_own"),
-    [
-        ("mend it, then `sie models load a`; or `sie keys list`", False),
-        ("mend it, then `sie models load a{option}`; or `sie keys list{option}`", True),
-        ("`sie doctor{option}` tests the broker, `sie sidecar` and `nvidia-smi` have no such option", True),
-        ("`sie keys create NAME --url nats://a:1` and `sie serve --data-dir elsewhere` are complete", True),
-    ],
-)
-async def test_commands_of_remedies_name_the_data_directory_of_the_cluster(
-    fix: str, is_own: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def wrong(probe: ClusterProbe) -> tuple[str, list[Finding]]:
-        return "", [Finding("bad", fix.format(option=""))]
-
-    monkeypatch.setattr(command, "CHECKS", {"wrong": wrong})
-    monkeypatch.setattr(command.Cluster, "local", lambda self: Access(gateway_url="http://127.0.0.1:9"))
-    flags = {} if is_own else dict.fromkeys(("SIE_GATEWAY_URL", "SIE_CONFIG_SERVICE_URL"), "http://127.0.0.1:8")
-    reports = await command.examined(flags, {}, tmp_path / "a folder" if is_own else None)
-    option = f" --data-dir '{tmp_path}/a folder'"
-    assert reports[1].findings == [Finding("bad", fix.format(option=option))]
-
-
 async def test_what_another_user_hides_is_not_seen_and_ends_no_other_check(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -242,107 +168,6 @@ async def test_what_another_user_hides_is_not_seen_and_ends_no_other_check(
     assert says_by_check["versions"] == ("blind", "no process of the cluster answers")
     assert says_by_check["sockets"][1].endswith("belongs to another user: run this as the worker's user")
     assert says_by_check["disk"][1].endswith(": Permission denied")
-
-
-@pytest.mark.parametrize(("count", "says"), [(1, "1 adapter answers"), (2, "2 adapters answer")])
-async def test_adapters_that_answer_are_counted(count: int, says: str) -> None:
-    probe = AsyncMock(sockets=AsyncMock(return_value=[AdapterSocket(Path("sie.sock"))] * count))
-    assert await sockets(probe) == (says, [])
-
-
-async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "is no socket" in (await probe_socket(tmp_path / "file")).wrong
-
-    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
-        await writer.drain()
-        writer.close()
-
-    path = tmp_path / "other.sock"
-    mask = os.umask(0o177)
-    try:
-        server = await asyncio.start_unix_server(other, path)
-    finally:
-        os.umask(mask)
-    async with server:
-        finding = await probe_socket(path)
-    assert "does not use protocol" in finding.wrong
-    assert finding.fix
-
-
-class Foreign(http.server.BaseHTTPRequestHandler):
-    """Server of a program that is not part of SIE."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"something else")
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The port is a default of SIE. A port that a setting names, or that `sie serve` wrote down, is checked."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as foreign_server:
-        threading.Thread(target=foreign_server.serve_forever).start()
-        try:
-            port = foreign_server.server_address[1]
-            url = f"http://127.0.0.1:{port}"
-            settings = dataclasses.replace(
-                load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port
-            )
-            sources = dict(load(environ={}).sources)
-            monkeypatch.setattr("sie_cli.cluster.GATEWAY", url)
-            async with ClusterProbe(Cluster(settings, sources, tmp_path)) as probe:
-                with pytest.raises(NotApplicable):
-                    await ports(probe)
-                with pytest.raises(
-                    CheckSkipped, match=f"the server at {url}, the default address, is not a gateway of SIE"
-                ):
-                    await gateway(probe)
-            with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
-                async with ClusterProbe(Cluster(settings, sources, tmp_path)) as probe:
-                    _, (finding,) = await ports(probe)
-                    assert finding.wrong == f"port {port} of `sie serve` is used by a program that is not SIE's"
-            async with ClusterProbe(
-                Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)
-            ) as probe:
-                _, (finding,) = await ports(probe)
-                assert "which SIE_WORKER_METRICS_PORT sets, is used by" in finding.wrong
-        finally:
-            foreign_server.shutdown()
-
-
-class WithoutMetrics(http.server.BaseHTTPRequestHandler):
-    """Process of SIE that is ready and closes the connection instead of sending its metrics."""
-
-    def do_GET(self) -> None:
-        if self.path != "/metrics":
-            self.send_response(200)
-            self.send_header("X-SIE-Version", "1.0")
-            self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-async def test_a_process_whose_metrics_do_not_come_is_no_program_of_others(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WithoutMetrics) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            port = server.server_address[1]
-            with access.published(tmp_path, Access(gateway_url="", metrics_urls=(f"http://127.0.0.1:{port}",))):
-                async with ClusterProbe(
-                    Cluster(load(environ={}).settings, load(environ={}).sources, tmp_path)
-                ) as probe:
-                    _, (finding,) = await ports(probe)
-            assert finding.wrong.startswith(f"port {port}: /metrics does not answer: ")
-        finally:
-            server.shutdown()
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
@@ -422,64 +247,3 @@ async def test_a_password_in_an_address_is_used_by_all_requests_and_shown_by_non
         "the gateway at URL is not ready",
         "org/a: revision 2 could not be loaded",
     ]
-
-
-async def test_the_probe_uses_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the proxy can resolve the name of the gateway."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever)
-        thread.start()
-        for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
-        try:
-            async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-                reply = await probe.get("http://gateway.internal.test", "/health")
-        finally:
-            proxy.shutdown()
-            thread.join()
-    assert (reply.status, reply.body, reply.trouble) == (200, b"something else", "")
-
-
-class ConfigService(Gateway):
-    """A config service that made a former revision the newest again."""
-
-    def do_GET(self) -> None:
-        note = "revision 2 could not be loaded, so revision 1 was written again: bad weights"
-        rows = [{"model_id": "ok"}, {"model_id": "org/a", "note": note}]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"models": rows} if self.path == "/v1/configs/models" else {}).encode())
-
-
-async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ConfigService) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-                (finding,) = await restored(probe, f"http://127.0.0.1:{server.server_address[1]}")
-        finally:
-            server.shutdown()
-            thread.join()
-    assert finding.wrong == "org/a: revision 2 could not be loaded, so revision 1 was written again: bad weights"
-
-
-async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:
-    """One wrong file keeps the whole folder as it was."""
-    folder = tmp_path / "models"
-    folder.mkdir()
-    (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
-    with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
-        async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-            says, (finding,) = await models(probe)
-            assert says == ""
-            assert "bad.yaml: $.weights (line 1): missing" in finding.wrong
-            (folder / "bad.yaml").unlink()
-            assert await models(probe) == (f"0 models in {folder}", [])
-            folder.rmdir()
-            with pytest.raises(NotApplicable, match="those of the package"):
-                await models(probe)
-    async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-        with pytest.raises(NotApplicable):
-            await models(probe)

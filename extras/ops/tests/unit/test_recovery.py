@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from click.testing import CliRunner
 from diagnosis import Examined, commands
 from inprocess import settings_of
 from nats_server import NatsServer
-from unit import test_unwritable_output
 
 from sie_broker import BrokerUnavailable, Entry, Write
 from sie_broker.memory import MemoryServer
@@ -168,16 +165,6 @@ async def test_a_catalogue_is_created_again_only_if_a_record_cannot_be_decoded(
     assert [*(await (await open_store(broker, settings_of())).snapshot()).held] == ["m"]
 
 
-async def test_a_backup_of_a_catalogue_with_an_unreadable_record_names_the_repair(
-    server: NatsServer, broker: NatsBroker, tmp_path: Path
-) -> None:
-    await open_store(broker, settings_of())
-    await (await broker.key_value(topology.CATALOGUE_BUCKET)).write([Write("model.a", b"{", 0)])
-    refused = await ran(server, tmp_path, "backup", str(tmp_path / "b.sie"), status=1)
-    assert refused.startswith("Error: the catalogue's record model.a")
-    assert "`sie repair KV_sie_catalogue`" in refused
-
-
 @pytest.mark.parametrize("stream", ["", "a b", "a.b", "*", ">", "../a", "\udcff", "a" * 300])
 def test_a_text_that_no_stream_can_have_as_its_name_is_refused(stream: str, tmp_path: Path) -> None:
     for url in ([], ["--url", "nats://127.0.0.1:1"]):
@@ -211,13 +198,6 @@ async def test_a_backup_is_checked_before_anything_is_written(
     assert output.count("Error: ") == bool(refusal)
     assert refusal in output
     assert "\x1b" not in output
-
-
-async def test_a_backup_does_not_replace_a_pipe_or_a_device(server: NatsServer, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    refused = await ran(server, tmp_path, "backup", str(tmp_path / "pipe"), "--force", status=1)
-    assert "is no file that can be replaced" in refused
-    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
 
 
 async def test_entries_that_an_interrupted_repair_has_salvaged_are_restored_from_their_file(
@@ -262,8 +242,3 @@ async def test_an_entry_that_another_process_writes_during_a_restore_stays_and_t
         patched.setattr(bucket, "entries", entries_before)
         assert await _write_missing(bucket, [("a", b"old"), ("b", b"old"), ("c", b"old")]) == 2
     assert {entry.key: entry.value for entry in await bucket.entries()} == {"a": b"old", "b": b"newer", "c": b"old"}
-
-
-def test_a_file_name_that_is_too_long_is_one_line() -> None:
-    status, written = test_unwritable_output.ran(["backup", "a" * 300], os.devnull)
-    assert (status, written) == (1, f"Error: {'a' * 300}: File name too long\n")

@@ -14,14 +14,12 @@ from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 import pytest
 from fake_adapter import toy_entry
 from inprocess import GatewayProcess, InProcess, until
 from redaction_texts import CARD, EMAIL, PHONE
 
 from sie_client import InvalidInputError, SIEAsyncClient, restore
-from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
@@ -154,24 +152,6 @@ async def test_redacted_text_and_map_restore_the_text(cluster: InProcess, gatewa
     ]
 
 
-async def test_value_that_the_model_and_a_pattern_find_is_one_span(cluster: InProcess, gateway: GatewayProcess) -> None:
-    reply = asyncio.create_task(post(gateway, LABELLED, {"items": [EMAIL], "kinds": ["email"]}))
-    span = {"text": EMAIL, "label": "email", "score": 0.9, "start": 0, "end": len(EMAIL)}
-    await work_options(cluster, entities(span))
-    (slot,) = (await reply).json()["items"]
-    assert (slot["text"], [slot_span["source"] for slot_span in slot["spans"]]) == ("*****", ["pattern"])
-
-
-async def test_offsets_count_utf16_units_where_the_client_wants_it(cluster: InProcess, gateway: GatewayProcess) -> None:
-    text = f"👩👩 {EMAIL}"
-    body = {"items": [text], "kinds": ["email"], "offsets": "utf16"}
-    reply = asyncio.create_task(post(gateway, LABELLED, body))
-    await work_options(cluster, entities())
-    (slot,) = (await reply).json()["items"]
-    assert (slot["spans"][0]["start"], slot["map"]["parts"][0]["start"], slot["map"]["length"]) == (5, 5, 10)
-    assert restore(slot["text"], slot["map"]) == text
-
-
 async def test_model_with_its_own_kinds_redacts_all_of_them_with_a_warning(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
@@ -239,19 +219,6 @@ async def test_text_that_fails_with_one_of_several_models_has_no_text(
         assert "met" not in answer.text
 
 
-async def test_request_fails_if_each_text_fails_with_one_of_several_models(
-    cluster: InProcess, gateway: GatewayProcess
-) -> None:
-    failed = Failed(InferenceFailed("not finite", reason="non_finite").info())
-    body = {"items": ["Ada met", "Bob met"], "kinds": ["person"], "models": [FIXED]}
-    reply = asyncio.create_task(post(gateway, LABELLED, body))
-    await work_options(cluster, failed, entities())
-    await work_options(cluster, entities(), failed, sequence=2)
-    answer = await reply
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "INFERENCE_ERROR")
-    assert [entry["index"] for entry in answer.json()["errors"]] == [0, 1]
-
-
 async def test_further_model_that_is_unknown_is_refused_before_any_work(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
@@ -260,31 +227,6 @@ async def test_further_model_that_is_unknown_is_refused_before_any_work(
     answer = await post(gateway, FIXED, {"items": ["Ada"], "models": [LABELLED]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kinds"), "the further model needs labels"
     assert cluster.server.streams[STREAM].last_sequence == 0
-
-
-async def test_further_model_without_spans_is_refused_by_its_place_and_its_name(gateway: GatewayProcess) -> None:
-    answer = await post(gateway, FIXED, {"items": ["Ada"], "models": ["toy/classes"]})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "models[0]")
-    assert error["message"].startswith("toy/classes gives no entities"), error["message"]
-
-
-async def test_profile_of_the_body_is_that_of_the_first_model_only(cluster: InProcess, gateway: GatewayProcess) -> None:
-    body = {"items": ["Ada"], "params": {"kinds": ["person"], "models": [FIXED], "profile": "strict"}}
-    reply = asyncio.create_task(post(gateway, LABELLED, body))
-    first = await work_options(cluster, entities())
-    second = await work_options(cluster, entities(), sequence=2)
-    assert (first.parameters, second.parameters) == ({"threshold": 0.9}, {})
-    assert (await reply).status_code == 200
-
-
-async def test_text_that_failed_has_an_error_and_no_text(cluster: InProcess, gateway: GatewayProcess) -> None:
-    reply = asyncio.create_task(post(gateway, LABELLED, {"items": ["Ada met", "Bob met"], "kinds": ["person"]}))
-    await work_options(cluster, entities(PERSON), Failed(InferenceFailed("not finite", reason="non_finite").info()))
-    first, second = (await reply).json()["items"]
-    assert first["text"] == "***** met"
-    assert second["error"]["code"] == "INFERENCE_ERROR"
-    assert not second.keys() & {"text", "spans", "map"}
 
 
 @pytest.mark.parametrize(
@@ -360,33 +302,6 @@ async def test_answer_that_is_not_restorable_has_no_value(cluster: InProcess, ga
     assert slot.keys() == {"id", "text", "spans", "usage"}
     assert "Ada" not in answer.text
     assert EMAIL not in answer.text
-
-
-async def test_fields_may_be_at_every_level_of_parameters(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Fields nearer to `params` take precedence, as those of an extract."""
-    body = {
-        "items": [f"Ada {EMAIL}"],
-        "kinds": ["person"],
-        "options": {"style": "tag", "restorable": False, "kinds": ["email"]},
-        "params": {"options": {"style": "synthetic", "threshold": 0.4}},
-    }
-    reply = asyncio.create_task(post(gateway, LABELLED, body, **{"x-sie-strict": "true"}))
-    options = await work_options(cluster, entities(PERSON))
-    assert (options.labels, options.parameters["threshold"]) == (("person",), 0.4)
-    (slot,) = (await reply).json()["items"]
-    assert (slot["text"], "map" in slot) == (f"Alex Example {EMAIL}", False)
-
-
-@pytest.mark.parametrize("name", ["kinds", "style", "key", "region", "offsets", "restorable", "truncate", "labels"])
-async def test_field_that_is_an_array_is_refused(gateway: GatewayProcess, name: str) -> None:
-    array = arrays.pack(np.zeros((2, 3), np.float32))
-    body = {"items": ["a"], "params": {"kinds": ["person"], "style": "hash", name: array}}
-    answer = await gateway.client.post(
-        f"/v1/redact/{LABELLED}",
-        content=msgspec.msgpack.encode(body),
-        headers={"content-type": "application/msgpack", "accept": "application/json"},
-    )
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
 
 
 async def test_long_texts_are_redacted_in_one_thread_and_a_request_out_of_time_ends_without_it(
