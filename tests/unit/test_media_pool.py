@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import random
 import signal
@@ -33,7 +32,7 @@ from sie_contracts.errors import (
     ShuttingDown,
     SIEError,
 )
-from sie_contracts.media.images import Recipe, Size
+from sie_contracts.media.images import Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_sidecar.prepare import images, media_frames, media_pool, sounds
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
@@ -352,21 +351,6 @@ def paths() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
 
 
-def test_a_worker_imports_little() -> None:
-    """A worker starts while a request waits, and there may be many workers."""
-    program = "import sys, sie_sidecar.prepare.media_worker; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    modules = {*done.stdout.split()}
-    assert {"sie_broker", "torch", "tokenizers", "obstore", "httpx"} & modules == set()
-    assert {name for name in modules if name.startswith("sie_runtime.")} == {"sie_runtime.confined"}
-
-
-def test_the_sidecar_itself_imports_no_decoder() -> None:
-    program = "import sys, sie_sidecar.process, sie_sidecar.prepare.media_pool; print('PIL' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False"]
-
-
 async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     async with pool_of() as pool:
         await pool.prepare(GOOD, SMALL)
@@ -403,23 +387,3 @@ async def test_thousands_of_mutated_files_kill_nothing_and_memory_is_bounded() -
         assert MANY // 5 < refused < MANY
         assert max(memory) < memory[0] + KEPT_BYTES
         assert await pool.prepare(GOOD, SMALL) is not None
-
-
-@pytest.mark.long
-def test_mutated_files_leave_nothing_on_the_heap() -> None:
-    """The bytes in use tell a leak apart from what an allocator keeps. The test runs in this process, which can be
-    measured.
-    """
-    rng, files, used = random.Random(0), seeds(), list[int]()
-    for number in range(MANY // 4):
-        with contextlib.suppress(InvalidInput):
-            images.prepare(mutated(rng.choice(files), rng), SMALL)
-        if number % 1000 == 999:
-            gc.collect()
-            heap = psutil.heap_info()
-            used.append(heap.heap_used + heap.mmap_used)
-    assert max(used[2:]) < used[1] + (256 << 10), used
-
-
-def test_a_size_is_told_as_height_and_width() -> None:
-    assert PreparedImage(1, 2, 3, 4, 5, False, bytes(32), b"").upright == Size(4, 5)

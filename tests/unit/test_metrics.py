@@ -29,7 +29,6 @@ from sie_contracts.wire.ipc import BatchDone, Description
 from sie_contracts.wire.messages import BatchNote, Failed, Ok, WorkResult
 from sie_gateway.http.routes import ROUTES
 from sie_gateway.metrics import Metrics as GatewayMetrics
-from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, MetricMaker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, Metric, tables
 from sie_runtime.metrics_table import Process as Kind
@@ -129,40 +128,6 @@ class Scraped:
         return {key[1] for key in self.scrape() if key[0] == metric}
 
 
-@pytest.mark.long
-def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
-    """The traffic has Zipf's distribution over a thousand models. In the second half other models are popular."""
-    metrics = Scraped()
-    requests, seconds = (
-        metrics.make.counters("sie_requests"),
-        metrics.make.histograms("sie_request_duration_seconds"),
-    )
-    table, chance = tables()["worker"], random.Random(7)
-    models = [f"org/model-{number}" for number in range(1000)]
-    weights = [1 / (rank + 1) for rank in range(1000)]
-    request_count, named = 0, set[str]()
-    for half in (models, models[::-1]):
-        for _ in range(200):
-            for model in chance.choices(half, weights, k=100):
-                metrics.make.traffic.met(model)
-                requests.labels(model, "encode", "success").inc()
-                for phase in ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess"):
-                    seconds.labels(model, "encode", phase).observe(0.01)
-                request_count += 1
-            values = metrics.scrape()
-            for name in ("sie_requests", "sie_request_duration_seconds"):
-                sets = {key[1:] for key in values if key[0] in table[name].exported}
-                assert len(sets) <= table[name].most
-        named = metrics.names("sie_request_duration_seconds_count")
-        assert set(half[:5]) < named
-        assert set(half[:15]) < metrics.names("sie_requests_total")
-    assert not named & set(models[:100]), "who was busy once has no series any more"
-    assert (metrics.whole["sie_requests_total"], metrics.whole["sie_request_duration_seconds_count"]) == (
-        request_count,
-        6 * request_count,
-    )
-
-
 def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_that_is_asked_of_it() -> None:
     metrics = Scraped()
     seconds, traffic = metrics.make.histograms("sie_request_duration_seconds"), metrics.make.traffic
@@ -194,11 +159,6 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
     ask("other", 2)
     for _ in range(3):
         assert {key[1] for key in metrics.scrape(TURN_S)} == names, "nobody asks for a name"
-
-
-def test_labels_of_fixed_sets_all_have_their_place() -> None:
-    fold = Fold(Metric("m", "counter", "", ("status",), most=2))
-    assert [fold((status,)) for status in "abab"] == [("a",), ("b",), ("a",), ("b",)]
 
 
 def test_every_label_of_a_route_has_room_in_the_histogram_of_latencies() -> None:
@@ -267,33 +227,6 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
     assert counters["sie_padding_tokens_total"]["org/model-0"] == 2
     most = tables()["worker"]["sie_batch_size"].most
     assert histograms["sie_batch_size"]["other"]["counts"][-1] == 10_000 - (most - 1)
-
-
-async def test_many_models_that_were_served_are_a_bounded_number_of_series(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The requests go through a gateway and a worker. The model with the most requests has its own name."""
-    models = [f"toy/{number}" for number in range(60)]
-    monkeypatch.setattr(runtime_metrics, "TURN_S", 0.0)
-    async with InProcess(tmp_path, *(toy_entry(model) for model in models)) as cluster:
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
-        for model in models:
-            assert (await gateway.encode("x", model=model)).status_code == 200
-        for _ in range(4):
-            assert (await gateway.encode("x", model=models[-1])).status_code == 200
-        await sidecar.get("/metrics")  # from this scrape on the busiest model has its own name
-        assert (await gateway.encode("x", model=models[-1])).status_code == 200
-        counted = "sie_request_duration_seconds_count"
-        await until_told(
-            lambda: sidecar.metric(counted, model=models[-1], phase="total"), "a chunk, whose result has left before"
-        )
-        for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
-            series_by_name = await scraped(process)
-            assert sum(len(series_per_name) for series_per_name in series_by_name.values()) <= MAX_SERIES
-            assert series_by_name.keys() <= {name for metric in tables()[kind].values() for name in metric.exported}
-        assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
-            "less what was told before"
-        )
 
 
 def test_the_contract_s_names_and_labels_are_there() -> None:
@@ -471,14 +404,3 @@ async def test_no_text_and_no_request_id_is_in_any_metric_or_frame(cluster: InPr
     ):
         assert CANARY.lower() not in text.lower()
         assert answer.headers["x-sie-request-id"] not in text
-
-
-async def test_an_idle_model_that_goes_is_counted(cluster: InProcess) -> None:
-    gateway = await cluster.gateway()
-    sidecar = await cluster.sidecar(SIE_IDLE_EVICT_S="1")
-    assert await sidecar.metric("sie_idle_evictions_total") == 0
-    assert (await gateway.encode("x")).status_code == 200
-    await until_told(lambda: sidecar.metric("sie_idle_evictions_total"), "the eviction")
-    assert await sidecar.metric("sie_idle_evictions_total") == 1
-    assert await sidecar.metric("sie_model_loaded", model="toy/one") == 0
-    assert await sidecar.metric("sie_model_memory_bytes", model="toy/one") == 0

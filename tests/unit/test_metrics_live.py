@@ -22,7 +22,6 @@ from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
 from sie_config_service import routes as config_routes
 from sie_config_service.app import create_app
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
 from sie_contracts.wire.ipc import BatchDone
@@ -199,20 +198,6 @@ async def exemplars(url: str, name: str) -> set[str]:
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     samples = [sample for family in openmetrics(answer.text) if family.name == name for sample in family.samples]
     return {sample.exemplar.labels["trace_id"] for sample in samples if sample.exemplar is not None}
-
-
-async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> None:
-    """The counter is zero before the first failure."""
-    async with InProcess(tmp_path) as cluster:
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
-        assert await sidecar.metric("sie_certificates_total", result="failed") == 0
-        assert 'sie_certificates_total{result="failed"} 0.0' in (await sidecar.get("/metrics")).text
-        cluster.adapters[0].refusals["toy/one"] = ModelLoadFailed(
-            "no", extras={"error_class": "CERTIFICATE", "permanent": True}
-        )
-        assert (await gateway.encode("x")).status_code == 500
-        assert await sidecar.metric("sie_certificates_total", result="failed") == 1
-        assert await sidecar.metric("sie_model_load_failures_total", model="toy/one") == 1
 
 
 def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 from inprocess import settings_of, until
-from object_stores import S3, Faults, Moto, Place, Request, aws_environ
+from object_stores import S3, Place, aws_environ
 from overlays import wanted_models
 
 from sie_broker.memory import MemoryServer
@@ -156,21 +156,6 @@ def test_credentials_that_expired_end_the_start_with_what_to_do(
         own(overlay(faulty))
 
 
-def test_an_answer_that_may_be_another_one_later_is_asked_for_again(faulty: Place) -> None:
-    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    refused: set[Request] = set()
-
-    def once(request: Request) -> tuple[str, str] | None:
-        if request in refused:
-            return None
-        refused.add(request)
-        return "503 Slow Down", "SlowDown"
-
-    faulty.server.faults = Faults(refuse=once)
-    assert own(overlay(faulty)) == {"org/a": 8}
-    assert len(refused) == 2
-
-
 def folder_at(url: str) -> BucketFolder:
     return BucketFolder(url, SUFFIXES, QUICK)
 
@@ -257,14 +242,6 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
     finally:
         stop.request()
         await follows
-
-
-def test_many_small_files_are_read_some_at_once(faulty: Place, moto: Moto) -> None:
-    for number in range(40):
-        put(faulty, f"{number}.yaml", ENTRY.format(f"org/m{number}", 8))
-    moto.faults = Faults(before=lambda request: time.sleep(0.02) if request.path.endswith(".yaml") else None)
-    assert len(own(overlay(faulty))) == 40
-    assert 2 < moto.faults.most_at_once <= 17
 
 
 @pytest.mark.parametrize("name", ["a//b.yaml", "a/./b.yaml", "a/../b.yaml", "a\x1bb.yaml"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inprocess import settings_of, until, until_told
+from inprocess import settings_of, until
 
 from sie_broker import BrokerUnavailable
 from sie_broker.memory import MemoryServer
@@ -262,49 +262,6 @@ async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
         assert (await service.model("org/a"))[0] == 1
 
 
-async def test_a_file_that_could_not_be_read_when_a_lost_catalogue_was_seeded_is_applied_once_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    settings, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), Stop()
-    first = await prepare(settings, MemoryServer().connect("sie-config"))
-    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refused)
-        again = await prepare(settings, MemoryServer().connect("sie-config"), first.overlay)
-    task = asyncio.create_task(Reload(again.store, again.overlay, again.signature).run(stop))
-
-    async def is_applied() -> bool:
-        return (await again.store.held("org/a")).revision == 1
-
-    try:
-        await until_told(is_applied, "the model of the file", 5.0)
-    finally:
-        stop.request()
-        await task
-
-
-async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SIE_MODEL_FILTER names a model whose file is moved away twice."""
-    file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
-        for times in (1, 2):
-            file.rename(tmp_path / "a.away")
-            await until(
-                lambda: caplog.text.count("models could not be applied yet: SIE_MODEL_FILTER") == times,  # noqa: B023
-                "the log",
-            )
-            await asyncio.sleep(0.1)  # several more looks
-            assert caplog.text.count("models could not be applied yet") == times
-            (tmp_path / "a.away").rename(file)
-            await until(lambda: not service.reload._trouble.lasting, "a look at it as it was")
-        assert (await service.model("org/a"))[0] == 1
-
-
 async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
     """Write an alias as the API does."""
     alias = Alias(name, tuple(map(Target, models)))
@@ -410,12 +367,3 @@ async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptur
             ),
             "the log",
         )
-
-
-async def test_the_filter_holds_for_files_that_come_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SIE_MODEL_FILTER names another model than the file that comes later."""
-    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
-        put(tmp_path, "b.yaml", ENTRY.format("org/b", 8))
-        await until(lambda: "nothing in the catalogue had to be changed" in caplog.text, "the log")
-        assert list((await service.store.snapshot()).live) == ["org/a"]

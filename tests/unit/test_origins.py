@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import sie_config_service.process
 from sie_broker import BrokerUnavailable
 from sie_contracts.errors import PermissionDenied
-from sie_contracts.settings import SettingError
 from sie_runtime.http.protocol import HostNames
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.process import Stop
@@ -200,17 +199,6 @@ async def refusals_of(client: httpx.AsyncClient, url: str, name: str) -> dict[st
     }
 
 
-async def test_what_is_no_http_is_counted(tmp_path: Path) -> None:
-    async with InProcess(tmp_path) as cluster:
-        gateway = await cluster.gateway()
-        reader, writer = await asyncio.open_connection(LOOPBACK, int(gateway.url.rpartition(":")[2]))
-        writer.write(b"this is no HTTP\r\n\r\n")
-        async with asyncio.timeout(30):
-            assert b" 400 " in await reader.readline()
-        writer.close()
-        assert await gateway.metric("sie_gateway_refused_below_routes_total", reason="malformed") == 1
-
-
 async def nobody(*_: object, **__: object) -> None:
     """Fail as a connection to a broker that is away."""
     raise BrokerUnavailable("nobody listens")
@@ -330,8 +318,3 @@ async def test_options_tells_what_a_path_takes(tmp_path: Path) -> None:
             assert {*answer.headers["allow"].split(", ")} == allowed
             assert "access-control-allow-origin" not in answer.headers
         assert (await client.options(gateway.url + "/nothing")).status_code == 404
-
-
-def test_what_is_no_name_is_a_bad_setting() -> None:
-    with pytest.raises(SettingError, match="SIE_ALLOWED_HOSTS"):
-        settings_of(SIE_ALLOWED_HOSTS="https://sie.example.com")

@@ -322,10 +322,6 @@ def test_a_schema_takes_the_place_of_labels() -> None:
     assert run("classes", labels=["x"], output_schema={"type": "object"}).run.labels == ("x",)
 
 
-def test_a_profile_may_have_a_schema() -> None:
-    assert parts_of(run("ready").run.parameters) == parts(of({"a": STRING}))
-
-
 def test_groups_of_a_request_replace_the_schema_of_a_profile() -> None:
     groups = {"g": ["p", "q"]}
     assert parts_of(run("ready", label_groups=groups).run.parameters) == parts_of_groups("", groups, is_many=False)
@@ -512,11 +508,6 @@ def test_values_have_evidence_under_their_path() -> None:
         ("lines[0].size.b", 0.75),
         ("lines[1].size.b", 0.75),
     ]
-
-
-def test_a_text_that_cannot_be_scored_has_no_decision() -> None:
-    answer = answer_parts(parts(of({"a": ENUM, "b": {"type": "array", "items": ENUM}})), [{}, {}], {})
-    assert (answer.data, answer.classifications) == ({"b": []}, [])
 
 
 KEYWORDS = ("type", "properties", "items", "enum", "const", "$ref", "anyOf", "oneOf", "$defs", "minimum", "required")

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import json
 import os
 import threading
 import time
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -33,7 +30,6 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import Offload, life_s
 from sie_sidecar.in_flight import InFlight
 from sie_sidecar.prepare.fetching import PayloadFetching
-from sie_store import payloads
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
@@ -153,18 +149,6 @@ async def test_the_old_goes_and_nothing_else(url: str) -> None:
     assert bytes(await (await obstore.get_async(store._store, "somebody-elses.txt")).bytes_async()) == b"mine"
 
 
-async def test_payloads_that_another_gateway_removes_meanwhile_end_no_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(str(tmp_path))
-    keys = [await store.put(bytes([number]), period=number, timeout_s=10) for number in range(3)]
-    monkeypatch.setattr(payloads, "failpoint", lambda _: (tmp_path / keys[0]).unlink(missing_ok=True))
-    now_s = time.time() + 1000
-    removed = [await store.sweep(older_than_s=1, now_s=now_s, timeout_s=10) for _ in range(2)]
-    assert sum(removed) <= 2
-    assert not os.listdir(tmp_path)
-
-
 async def test_an_object_that_was_changed_is_not_taken(tmp_path: Path) -> None:
     store = opened(str(tmp_path))
     key = await store.put(b"right", period=1, timeout_s=10)
@@ -224,32 +208,6 @@ class Objects(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Write nothing."""
-
-
-async def test_a_bucket_of_google_is_reached_by_its_own_interface(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The endpoint and the credentials of gs:// come from the file that GOOGLE_SERVICE_ACCOUNT names. The object lies
-    under bucket and prefix.
-    """
-    objects: dict[str, bytes] = {}
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Objects, objects)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        account = {
-            "gcs_base_url": f"http://127.0.0.1:{server.server_port}",
-            "disable_oauth": True,
-            "client_email": "",
-            "private_key": "",
-        }
-        (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
-        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-        store = opened("gs://bucket/some/prefix")
-        key = await store.put(b"data", period=1, timeout_s=10)
-        assert [unquote(path) for path in objects] == [f"/bucket/some/prefix/{key}"]
-        assert (await store.size(key, 10), await store.get(key, 10)) == (4, b"data")
-        with pytest.raises(PayloadMissing):
-            await store.get("0" * 64 + ".1", 10)
-        server.shutdown()
 
 
 # lifetimes
@@ -363,34 +321,6 @@ async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_
         worker.intake.cancel({item.request})
         assert list(worker.inventory) == [flight], "its message is not acknowledged"
         assert (flight.item.inputs, flight.payload_bytes, flight.hosted) == ((), 0, None)
-        await cluster.left(0)
-
-
-async def test_a_read_keeps_its_memory_until_it_ends_although_its_work_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Direct(tmp_path) as cluster:
-        store = opened(str(tmp_path / "store"))
-        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
-        release, get = asyncio.Event(), type(store).get
-
-        async def held(self: Any, *arguments: Any) -> bytes:
-            await release.wait()
-            return await get(self, *arguments)
-
-        monkeypatch.setattr(type(store), "get", held)
-        await cluster.sidecar(await cluster.adapter(), SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
-        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
-        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
-        item = await cluster.publish(payload=key, count=1)
-        await until(lambda: [flight.payload_bytes > 0 for flight in worker.inventory] == [True], "the read")
-        (flight,) = worker.inventory
-        worker.intake.cancel({item.request})
-        assert flight.settled
-        assert flight.payload_bytes > 0
-        release.set()
-        await until(lambda: not flight.payload_bytes, "the end of the read")
-        assert flight.item.inputs == ()
         await cluster.left(0)
 
 
@@ -554,25 +484,6 @@ async def test_a_message_leaves_room_for_the_error_of_its_dead_letter(tmp_path: 
         assert len(stored(tmp_path)) == 1
 
 
-async def test_ten_megabytes_give_the_vector_of_what_is_left_of_them(tmp_path: Path) -> None:
-    """The text is as long as a book, at a broker of 1 MiB."""
-    url = str(tmp_path / "payloads")
-    async with cluster(tmp_path, url, max_payload=1 << 20) as running:
-        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
-        await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
-        book, page = await gateway.encode(WORDS * 870_000), await gateway.encode(WORDS * 500)
-        assert book.status_code == 200, book.text
-        assert book.json()["items"][0]["dense"] == page.json()["items"][0]["dense"]
-
-
-async def test_without_a_store_the_refusal_names_the_setting(tmp_path: Path) -> None:
-    async with cluster(tmp_path, "") as running:
-        gateway = await running.gateway()
-        refused = await gateway.encode("x" * 100_000)
-        assert (refused.status_code, refused.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
-        assert "SIE_PAYLOAD_STORE_URL" in refused.json()["error"]["message"]
-
-
 async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_path: Path) -> None:
     """The text is not sent inline instead, because it cannot fit."""
     url = tmp_path / "payloads"
@@ -598,37 +509,6 @@ async def test_an_object_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
         answer = await task
         assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
         assert running.server.streams[STREAM].state().messages == 0
-
-
-async def test_an_object_that_comes_back_within_the_budget_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures: list[StoreError] = []
-    genuine = PayloadStore.size
-
-    async def size(store: PayloadStore, key: str, timeout_s: float) -> int:
-        try:
-            return await genuine(store, key, timeout_s)
-        except StoreError as error:
-            failures.append(error)
-            raise
-
-    monkeypatch.setattr(PayloadStore, "size", size)
-    url = tmp_path / "payloads"
-    async with cluster(tmp_path, str(url)) as running:
-        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
-        task = asyncio.create_task(gateway.encode(WORDS * 10_000))
-        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
-        (file,) = stored(tmp_path)
-        data = file.read_bytes()
-        file.unlink()
-        file.symlink_to(file)  # a read fails, and not because the object is absent
-        await running.sidecar(SIE_PAYLOAD_STORE_URL=str(url))
-        await until(lambda: len(failures) > 1, "failed attempts")
-        file.unlink()
-        file.write_bytes(data)
-        assert (await task).status_code == 200
-        assert not any(isinstance(error, PayloadMissing) for error in failures)
 
 
 async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_the_end(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ from sie_contracts.wire.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.wire.records import Placement, decode_placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.placement import EVERY_S, IDLE_S, UNHEARD_S, Ages, Placer
+from sie_gateway.fleet.placement import EVERY_S, IDLE_S, UNHEARD_S, Placer
 from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, ModelBacklog, Planner
-from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop
 
 LANE = Lane("_default", "l4", "default")
@@ -304,15 +303,6 @@ def test_a_profile_with_other_weights_counts_for_its_model_and_other_failures_th
     assert table.hosts == {"m": ("w1",), "n": ("w1",), "o": ("w2",)}
 
 
-def test_a_planner_reads_equal_rates_from_the_first_and_from_later_heartbeats_of_a_worker_with_a_profile() -> None:
-    planner = Planner(2.0)
-    for _ in range(2):
-        statuses = (ModelStatus("m:int8", "loaded", cost_rate=900.0), ModelStatus("n", "loading"))
-        planner.step(None, [beat("w1", *statuses)], [], {}, 1.0)
-        taking = planner._workers["w1"].taking
-        assert {planner._layout.names[int(index)]: rate for index, rate in taking.T} == {"m": 900.0, "n": 0.0}
-
-
 @pytest.mark.parametrize("busy", ["m", "m:int8"])
 def test_the_demand_for_a_model_is_that_of_all_its_profiles(busy: str) -> None:
     profiles = [ModelStatus(name, "loaded", cost_rate=900.0 if name == busy else 0.0) for name in ("m", "m:int8")]
@@ -512,19 +502,6 @@ async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bo
         placer.drop_pool(lane.pool)
     assert not placer._tables
     assert not placer._planners
-
-
-async def test_ages_hold_nothing_of_a_pool_that_was_deleted() -> None:
-    broker = MemoryServer().connect("g")
-    await broker.ensure_stream(topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=0, max_age_s=0))
-    await broker.publish(topology.work_subject(LANE, "bulk", "m"), b"x", "1")
-    ages = Ages(Backlog(broker, {LANE.pool}), Clock())
-    assert (await ages.waiting_of(LANE, ["m"]))["m"].count == 1
-    assert ages._looks
-    ages.drop_pool(LANE.pool)
-    assert not ages._looks
-    assert not ages._names
-    await broker.close()
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -118,18 +118,6 @@ async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulle
         await host.assignment.stop()
 
 
-async def test_a_repeated_start_waits_for_the_first_table_only_once(tmp_path: Path) -> None:
-    """The start is repeated if the stream cannot be read after the table."""
-    async with InProcess(tmp_path) as cluster:
-        host = Host(cluster.server)
-        await host.assignment.start()
-        first = host.assignment._first
-        assert first is not None
-        await host.assignment.start()
-        assert first.cancelled()
-        await host.assignment.stop()
-
-
 async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -> None:
     async with InProcess(tmp_path) as cluster:
         await put(cluster, {"a": ("w2", "w1"), "b": ("w1", "w2"), "c": ("w1",)})
@@ -198,27 +186,6 @@ async def test_workers_of_a_new_installation_load_each_model_once(cluster: InPro
     assert sorted(load for adapter in adapters for load in adapter.loads) == sorted(entry.id for entry in ENTRIES)
 
 
-async def test_each_model_is_loaded_by_its_host_alone(cluster: InProcess) -> None:
-    gateway = await cluster.gateway()
-    adapters = [await cluster.adapter(f"{name}.sock") for name in "ab"]
-    for adapter in adapters:
-        await cluster.sidecar(adapter)
-    await placing(cluster)
-    for _ in range(3):
-        answers = await asyncio.gather(
-            *(gateway.encode(str(number), model=entry.id) for number, entry in enumerate(ENTRIES))
-        )
-        assert {answer.status_code for answer in answers} == {200}
-    loads = [load for adapter in adapters for load in adapter.loads]
-    assert sorted(loads) == sorted(entry.id for entry in ENTRIES)
-    assert min(len(adapter.loads) for adapter in adapters) >= len(ENTRIES) // 3
-    placement = await table(cluster)
-    assert placement is not None
-    assert placement.hosts == {
-        model: (f"w{number}",) for number, adapter in enumerate(adapters) for model in adapter.loads
-    }
-
-
 async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the_model(cluster: InProcess) -> None:
     """The worker w1 has the model. w0 becomes a host as well and loads it for as long as the test lasts. All work is
     answered by w1; w0 holds none and no delivery is spent.
@@ -285,28 +252,6 @@ async def test_work_of_a_model_that_moved_away_is_finished_where_it_was_pulled(c
     assert (await gateway.encode("next", model=model)).headers["X-SIE-Worker"] == f"w{1 - host}"
     adapters[host].let_go()
     assert (await held).headers["X-SIE-Worker"] == f"w{host}"
-
-
-async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(cluster: InProcess) -> None:
-    """The load may drop such models before all others."""
-    gateway, adapter = await cluster.gateway(), await cluster.adapter()
-    await cluster.sidecar(adapter)
-    mine, moved, new_model = (entry.id for entry in ENTRIES[:3])
-    for model in (mine, moved):
-        assert (await gateway.encode("x", model=model)).status_code == 200
-    await gateway.end()
-    await put(cluster, {mine: ("w0",), moved: ("w9",), new_model: ("w0",)})
-    adapter.refusals[new_model] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
-    server = cluster.server.connect("publisher")
-    item = messages.WorkItem(
-        "r", 0, new_model, "", "encode", (messages.Input("x"),), messages.RunOptions(), "sie.result.x", 5000
-    )
-    await server.ensure_consumer(topology.work_consumer(LANE, "interactive", new_model, 10.0))
-    item = msgspec.structs.replace(item, revision=ENTRIES[2].revision)
-    await server.publish(topology.work_subject(LANE, "interactive", new_model), messages.encode(item), "1")
-    await until(lambda: len(adapter.loads) == 3, "the question")
-    assert adapter.loads[2:] == [new_model]
-    assert adapter.may_drop[2:] == [(moved, mine)]
 
 
 async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None:

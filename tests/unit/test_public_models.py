@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from sie_config_service.writes import Edits
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import parse_entry
-from sie_contracts.models.public_models import Translation, is_public, translated
+from sie_contracts.models.public_models import Translation, translated
 from sie_runtime.feed import read_folder
 
 pytestmark = pytest.mark.usefixtures("sample_families")
@@ -207,20 +206,6 @@ def test_a_decoder_that_scores_has_the_pieces_of_its_pair() -> None:
     assert model_entry["head"]["score"] == "difference"
 
 
-def test_options_of_a_family_are_parameters() -> None:
-    entry = entry_of(LABELS).entry
-    assert (entry["family"], entry["outputs"]) == ("sample-classes", {"classifications": 0})
-    assert entry["run"] == {"parameters": {"threshold": 0.3, "multi_label": True}}
-
-
-def test_a_class_of_two_families_is_that_of_the_option_that_a_profile_has() -> None:
-    profile = yaml.safe_load(PERSONS)["profiles"]["default"]
-    options = {"adapter_options": {"loadtime": {}, "runtime": {"relation_threshold": 0.7}}}
-    entry = entry_of(PERSONS, profiles={"default": profile | options}).entry
-    assert (entry["family"], entry["outputs"]) == ("sample-relations", {"entities": 0, "relations": 0})
-    assert entry["run"] == {"parameters": {"relation_threshold": 0.7}}
-
-
 def test_weights_without_a_commit_are_unpinned_and_named() -> None:
     translation = entry_of(PERSONS)
     assert translation.entry["weights"] == {"hub": "org/persons", "unpinned": True}
@@ -245,13 +230,6 @@ def test_what_a_file_does_not_say_is_that_of_the_catalogue() -> None:
     assert entry["weights"] == {"hub": "org/persons", "revision": COMMIT, "digests": {"a": "b"}}
     assert (entry["run"], "profiles" in entry) == ({"parameters": {"threshold": 0.3}}, False)
     assert refused(PERSONS, max_sequence_length=None)[0] == "$.max_sequence_length"
-
-
-def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None:
-    raw = yaml.safe_load(PERSONS)
-    translation = entry_of(PERSONS, profiles={"candle": raw["profiles"]["default"]})
-    assert translation.entry["profiles"] == {"candle": {}}
-    assert any(note.startswith("profiles: the file has no default profile") for note in translation.ignored)
 
 
 @pytest.mark.parametrize(
@@ -283,40 +261,6 @@ def test_a_profile_of_another_family_is_named_and_left_out() -> None:
     assert {"remote", "cross"}.isdisjoint(translation.entry["profiles"])
     named = {note.partition(":")[0] for note in translation.ignored}
     assert {"profiles.remote", "profiles.cross"} <= named
-
-
-def test_files_of_the_public_server_are_told_from_entries() -> None:
-    assert [
-        is_public(document) for document in ({"sie_id": "a"}, {"hf_id": "a"}, {"id": "a", "hf_id": "b"}, [], None)
-    ] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
-@pytest.mark.long
-def test_every_file_of_the_public_server_is_an_entry_or_refused_by_a_field_that_it_has() -> None:
-    """The files are the 213 of version 0.10.1, whose classes are replaced by families of the core. `make test` installs
-    it.
-    """
-    ours = read_folder(packaged_folder() / "models")
-    outcomes: Counter[str] = Counter()
-    for file in sorted(INSTALLED.glob("*.yaml")):
-        raw = yaml.safe_load(file.read_text())
-        try:
-            translation = entry_of(file.read_text())
-        except ValidationFailed as error:
-            loc = error.extras["errors"][0]["loc"]
-            assert loc.split(".")[1] in raw or loc == "$.max_sequence_length", file.name
-            outcomes[loc.rpartition(".")[2]] += 1
-            continue
-        outcomes["entry"] += 1
-        own = ours.get(raw["sie_id"])
-        assert own is None or translation.entry["family"] == own.family, file.name
-    assert outcomes == {"entry": 91, "generate": 21, "adapter_path": 101}
 
 
 @pytest.mark.parametrize(

@@ -42,21 +42,6 @@ def output(site: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_every_name_is_the_one_of_the_client(site: Path) -> None:
-    code = """
-import importlib, pkgutil
-from sie_sdk import SIEClient
-from sie_sdk.types import Item
-from sie_sdk.errors import SIEError
-import sie_sdk, sie_client.errors
-assert SIEClient is sie_client.SIEClient and Item is sie_client.Item and SIEError is sie_client.errors.SIEError
-for module in pkgutil.iter_modules(sie_client.__path__):
-    assert importlib.import_module(f"sie_sdk.{module.name}") is importlib.import_module(f"sie_client.{module.name}")
-print(sie_sdk.__name__)
-"""
-    assert output(site, code) == "sie_client"
-
-
 def test_another_owner_of_the_name_comes_first(site: Path) -> None:
     """Both packages are in one folder, as pip installs them. The wheel has no file at a path of the other package."""
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {

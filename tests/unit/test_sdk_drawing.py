@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from sie_client import InvalidInputError, RequestError, draw
+from sie_client import InvalidInputError, draw
 
 GROUND = (200, 200, 200)
 SQUARE, DISC = (60, 50, 81, 41), (200, 120, 61, 61)  # x, y, width, height
@@ -58,34 +57,6 @@ def test_a_frame_is_drawn_on_the_outermost_pixels_of_the_box(bbox: tuple[int, in
     assert not different[: y - 20].any()
 
 
-def test_a_label_has_one_colour_and_the_better_frame_is_on_top() -> None:
-    original = scene()
-    boxes = [[20, 100, 30, 30], [70, 100, 30, 30], [120, 100, 30, 30], [120, 100, 30, 30]]
-    labels, scores = ("a", "b", "a", "b"), (0.9, 0.8, 0.7, 0.2)
-    result = {"objects": [an_object(*detection) for detection in zip(labels, boxes, scores, strict=True)]}
-    colours = [draw(original, result).getpixel((x, y + 15)) for x, y, *_ in boxes]
-    assert colours[0] == colours[2] == colours[3] != colours[1]
-    assert GROUND not in colours
-    only = changed(draw(original, result, least=0.85), original)
-    assert only[115, 20]
-    assert not only[115, 70]
-
-
-def test_a_box_at_the_upper_edge_has_its_label_inside() -> None:
-    original = scene()
-    different = changed(draw(original, {"objects": [an_object("x", [100, 0, 100, 100])]}), original)
-    assert different[0, 100:200].all()
-    assert different[2:8, 102:110].any()
-    assert not different[20:99, 101:199].any()
-
-
-def test_a_label_at_the_right_edge_is_moved_to_where_it_can_be_read() -> None:
-    original = scene()
-    different = changed(draw(original, {"objects": [an_object("a long label", [300, 100, 20, 20])]}), original)
-    assert different[90:100, 260:300].any()
-    assert not different[:, :200].any()
-
-
 def test_entities_with_a_box_are_drawn_and_those_without_are_not() -> None:
     original = scene()
     entity = {"text": "Total", "label": "text", "score": 1.0, "start": None, "end": None}
@@ -126,10 +97,3 @@ def test_what_is_no_image_is_refused() -> None:
     for source in (b"text", "data:image/png;base64,*", 7):
         with pytest.raises(InvalidInputError, match=r"^image: "):
             draw(source, {})
-
-
-def test_without_pillow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = png(scene())
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(RequestError, match="pip install pillow"):
-        draw(data, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import time
@@ -14,7 +13,6 @@ import pytest
 import sie_client
 from sie_client import SIEAsyncClient, SIEClient, verbs
 from sie_client.core import CONNECTION_BUDGET_S, NOBODY_BUDGET_S, Pause, Received, Send, Session, TransportFailed
-from sie_client.progress import Meter
 
 NOBODY = "http://127.0.0.1:9"
 BOUND_S = 3 * NOBODY_BUDGET_S
@@ -24,13 +22,6 @@ def check_refused(error: sie_client.SIEConnectionError, log: str, began_s: float
     assert str(error).startswith(f"no server at {NOBODY}: the connection is refused; `sie serve` starts one (attempt ")
     assert re.search(f"waiting for connection at {NOBODY} \\(ConnectError: .+\\): next attempt in", log)
     assert time.monotonic() - began_s < BOUND_S
-
-
-def test_a_server_of_this_machine_that_is_not_there_is_told_within_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    began_s = time.monotonic()
-    with SIEClient(NOBODY) as client, pytest.raises(sie_client.SIEConnectionError) as caught:
-        client.encode("org/one", "a")
-    check_refused(caught.value, caplog.text, began_s)
 
 
 async def test_the_async_client_tells_the_same(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,13 +65,6 @@ def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "params", [{"pooling": "cls"}, {"options": {"anything": 1}}, {"dimensions": 8, "timeout_s": 1.0}]
-)
-def test_parameters_of_single_families_and_options_are_sent(params: dict[str, Any]) -> None:
-    assert isinstance(next(verbs.encode("org/one", ["a"], params, Session())), Send)
-
-
 def test_a_warning_of_the_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     session = Session()
     body = {
@@ -97,15 +81,3 @@ def test_a_warning_of_the_server_is_logged_once(caplog: pytest.LogCaptureFixture
         steps.send(Received(200, {}, msgspec.msgpack.encode(body)))
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ["the server warns: options.pooling: not used by this model"]
-
-
-def test_a_request_that_took_too_long_is_not_shown_as_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    stream, now_s = io.StringIO(), iter(range(100))
-    with Meter(
-        Session(progress=True), 1000, stream=stream, clock=lambda: float(next(now_s)), address="http://there:1"
-    ) as meter:
-        meter.update(Pause(5.0, "GATEWAY_TIMEOUT", 895.0))
-        meter.update(Pause(5.0, "GATEWAY_TIMEOUT", 890.0))
-    assert "waiting" not in stream.getvalue() + caplog.text
-    assert "a slow part is sent again" in stream.getvalue()
-    assert "a request exceeded its deadline at http://there:1 and is sent again in 5.0 s" in caplog.text

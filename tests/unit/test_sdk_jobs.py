@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import subprocess
 import sys
 import typing
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from job_server import FILE, JOB, JobServer
 
@@ -23,7 +21,7 @@ import sie_client
 from sie_client import SIEAsyncClient, SIEClient, core, files, jobs
 from sie_client.types import JobOptions
 from sie_client.types import JobOutput as OutputOptions
-from sie_contracts.api.jobs import JobInfo, JobInput, JobOutput, JobRequest
+from sie_contracts.api.jobs import JobInput, JobOutput, JobRequest
 
 COMPLETED = {"state": "completed", "counts": {"rows": 3, "done": 3}}
 
@@ -142,18 +140,6 @@ def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Ca
     assert using(submit) == [f"{JOB}0", f"{JOB}0", f"{JOB}1", f"{JOB}2"]
 
 
-def test_a_file_that_is_sent_again_for_one_job_is_deleted(
-    server: JobServer, using: Callable[..., Any], rows: Path
-) -> None:
-    """The job reads the first upload."""
-
-    def submit(client: Any, do: Callable[[Any], Any]) -> Any:
-        return [do(client.jobs.submit("org/m", rows, idempotency_key="mine")).id for _ in range(2)]
-
-    assert using(submit) == [f"{JOB}0", f"{JOB}0"]
-    assert list(server.files) == [f"{FILE}0"]
-
-
 def test_a_file_that_was_sent_for_a_refused_job_is_deleted(
     server: JobServer, using: Callable[..., Any], rows: Path
 ) -> None:
@@ -162,18 +148,6 @@ def test_a_file_that_was_sent_for_a_refused_job_is_deleted(
         using(lambda client, do: do(client.jobs.submit("org/m", rows, text="{titel}")))
     assert (caught.value.request_id, caught.value.status) == ("r", 400)
     assert server.files == {}
-
-
-def test_a_file_that_cannot_be_deleted_then_is_told_of(
-    server: JobServer, using: Callable[..., Any], rows: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.refuses |= {
-        "POST /v1/jobs": (404, "MODEL_NOT_FOUND", "no model org/m"),
-        "DELETE /v1/files": (503, "QUEUE_UNAVAILABLE", "no broker"),
-    }
-    with caplog.at_level(logging.WARNING, "sie_client"), pytest.raises(sie_client.ModelNotFoundError):
-        using(lambda client, do: do(client.jobs.submit("org/m", rows)))
-    assert f"{FILE}0, which no job uses, could not be deleted" in caplog.text
 
 
 def test_what_is_no_input_is_refused_before_anything_is_sent(
@@ -224,15 +198,6 @@ def test_an_error_of_the_callback_of_a_transfer_is_the_callers_own(
     assert sorted(path.name for path in tmp_path.iterdir()) == [rows.name]
 
 
-def test_the_progress_of_a_saved_file_begins_at_zero(
-    server: JobServer, using: Callable[..., Any], rows: Path, tmp_path: Path
-) -> None:
-    size, reports = rows.stat().st_size, list[sie_client.Progress]()
-    file = using(lambda client, do: do(client.files.upload(rows)))
-    using(lambda client, do: do(client.files.save(file.id, tmp_path / "saved", on_progress=reports.append)))
-    assert (reports[0], reports[-1]) == (sie_client.Progress(0, size), sie_client.Progress(size, size))
-
-
 UPLOAD = """
 import asyncio, resource, sys
 from sie_client import SIEAsyncClient, SIEClient
@@ -272,17 +237,6 @@ def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind
     assert done.returncode == 0, done.stderr
     assert saved.stat().st_size == 256 << 20
     assert int(done.stdout) < 48
-
-
-def test_an_error_in_the_shape_of_another_api_has_the_class_of_its_code() -> None:
-    """The routes of files answer errors in the shape of OpenAI."""
-    body = {"error": {"message": "there is no such file", "type": "invalid_request_error", "code": "not_found"}}
-    headers = {"x-sie-error-code": "NOT_FOUND", "x-should-retry": "false"}
-    plan = files.get(f"{FILE}0", core.Session())
-    next(plan)
-    with pytest.raises(sie_client.NotFoundError, match="NOT_FOUND: there is no such file") as caught:
-        plan.send(core.Received(404, headers, msgspec.json.encode(body)))
-    assert caught.value.code == "NOT_FOUND"
 
 
 # ---- look, steer, wait
@@ -358,29 +312,6 @@ def test_an_upload_is_not_sent_again_once_its_last_byte_is_sent(
     assert list(server.files) == [f"{FILE}0"]
 
 
-@pytest.mark.parametrize(
-    "failed", [core.TransportFailed(ConnectionResetError("reset")), core.Received(504, {}, b"<html>of a proxy</html>")]
-)
-def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(
-    rows: Path, failed: core.TransportFailed | core.Received
-) -> None:
-    plan = files.uploaded(rows, "jobs", None, core.Session())
-    size = next(plan)
-    assert isinstance(size, core.BlockingWork)
-    request = plan.send(size.function())
-    assert isinstance(request, core.Send)
-    assert isinstance(request.body, core.UploadStream)
-    pieces = request.body.pieces()
-    next(pieces)
-    assert isinstance(plan.send(failed), core.Pause)
-    assert next(plan) == request
-    *_, last = request.body.pieces()
-    assert last.endswith(b"--\r\n")
-    with pytest.raises(sie_client.SIEError) as caught:
-        plan.send(failed)
-    assert caught.value.may_have_run
-
-
 def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> None:
     server.add()
     server.script = [{"state": "planning"}, {"state": "running", "counts": {"rows": 3, "done": 1}}, COMPLETED]
@@ -410,15 +341,6 @@ def test_a_job_that_ends_otherwise_raises_and_one_that_takes_too_long(
     assert (failed.value.code, failed.value.details["state"]) == ("MODEL_LOAD_FAILED", "failed")
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "job-1?x", "\ud800", 7])
-def test_what_is_no_id_asks_nothing(server: JobServer, name: Any) -> None:
-    with SIEClient(server.url) as client:
-        for ask in (client.jobs.get, client.jobs.delete, client.files.get, client.files.content):
-            with pytest.raises(sie_client.InvalidInputError):
-                ask(name)
-    assert server.seen == []
-
-
 # ---- download
 
 
@@ -429,37 +351,6 @@ def finished(server: JobServer, count: int = 5) -> None:
 
 def download(folder: Path, **more: Any) -> Callable[[Any, Callable[[Any], Any]], Any]:
     return lambda client, do: do(do(client.jobs.get(f"{JOB}0")).download(folder, **more))
-
-
-def test_an_incomplete_download_is_deleted_before_its_error_is_raised(
-    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished(server, 1)
-    begin = files.Arriving.begin
-
-    def begin_on_a_full_disk(arriving: files.Arriving) -> None:
-        begin(arriving)
-        with files.on_disk(tmp_path):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.Arriving, "begin", begin_on_a_full_disk)
-    with pytest.raises(sie_client.InvalidInputError, match="No space left") as caught:
-        using(download(tmp_path))
-    # `caught` holds the frames of the call, so no garbage collection deleted the file
-    assert list(tmp_path.iterdir()) == []
-    assert caught.value.__traceback__ is not None
-
-
-@pytest.mark.parametrize("name", ["", "here/..", "there"])
-def test_a_file_is_not_fetched_if_it_cannot_be_saved_as_a_folder(
-    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("here", "there"):
-        (tmp_path / folder).mkdir()
-    with pytest.raises(sie_client.InvalidInputError, match="is a folder"):
-        using(lambda client, do: do(client.files.save(f"{FILE}0", name)))
-    assert server.seen == []
 
 
 def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
@@ -533,13 +424,6 @@ def test_the_folder_of_another_job_is_left_alone(server: JobServer, using: Calla
         using(download(tmp_path))
 
 
-def test_files_that_are_elsewhere_are_read_there(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
-    output = {"url": "s3://bucket/out/"}
-    server.add(**COMPLETED, request={"model": "org/m", "input": {"file": "f"}, "output": output})
-    with pytest.raises(sie_client.InvalidInputError, match="the job wrote its output files to s3://bucket/out/"):
-        using(download(tmp_path))
-
-
 @pytest.mark.parametrize("broken", [b"[]", b"{}", b"no", b'{"id": 3}'])
 def test_a_reply_that_is_none_is_an_error_of_the_server(broken: bytes) -> None:
     session = core.Session()
@@ -557,13 +441,6 @@ def test_a_reply_that_is_none_is_an_error_of_the_server(broken: bytes) -> None:
             plan.send(core.Received(200, {}, broken))
 
 
-def test_a_list_of_jobs_that_repeats_a_page_is_an_error_of_the_server() -> None:
-    plan = jobs.page(None, 1, "job-1", core.Session())
-    next(plan)
-    with pytest.raises(sie_client.ServerError, match="never ends"):
-        plan.send(core.Received(200, {}, b'{"data": [], "next": "job-1"}'))
-
-
 # ---- shapes
 
 
@@ -576,9 +453,3 @@ def test_the_options_of_a_job_are_the_fields_of_its_request() -> None:
     for name, hint in typing.get_type_hints(OutputOptions).items():
         declared = typing.get_type_hints(JobOutput)[name]
         assert hint == declared, name
-
-
-def test_what_the_example_of_the_contract_says_is_read() -> None:
-    info = msgspec.convert(JobInfo.EXAMPLE | {"of_tomorrow": 1, "state": "sleeping"}, jobs.JobInfo)
-    assert (info.state, info.has_ended, info.counts.rows) == ("sleeping", False, 1_000_000)
-    assert info.request == JobInfo.EXAMPLE["request"]

@@ -80,68 +80,9 @@ def test_no_bar_in_a_pipe_nor_without_a_stream_unless_it_is_asked_for(monkeypatc
     Meter(Session(), 5).update(HttpAnswer(5))
 
 
-def test_a_short_call_leaves_the_terminal_alone() -> None:
-    stream = Terminal()
-    with Meter(Session(), 5, stream=stream, clock=Clock()) as meter:
-        meter.update(HttpAnswer(3))
-        meter.update(HttpAnswer(2))
-    assert stream.getvalue() == ""
-
-
-@pytest.mark.parametrize("total", [1, 5])
-def test_a_call_that_is_answered_all_at_once_has_nothing_to_show(total: int) -> None:
-    clock, stream = Clock(), Terminal()
-    with Meter(Session(), total, stream=stream, clock=clock) as meter:
-        clock.now_s = 30.0
-        meter.update(HttpAnswer(total))
-    assert stream.getvalue() == ""
-
-
-def test_the_bar_says_what_is_waited_for_and_makes_room_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    clock, stream = Clock(), Terminal()
-    with Meter(Session(), 1000, stream=stream, clock=clock) as meter:
-        clock.now_s = 2.0
-        meter.update(HttpAnswer(500))
-        before = len(stream.getvalue()) - 1
-        clock.now_s = 3.0
-        meter.update(Pause(2.0, "connection", 117.6))
-    assert stream.getvalue()[before + 1 :].startswith("\r" + " " * before + "\r"), (
-        "the line is cleared before the log writes its own"
-    )
-    assert "waiting for connection, fails in 118 s" in stream.getvalue()
-    assert "waiting for connection" in caplog.text
-
-
 def test_a_terminal_that_goes_away_does_not_end_the_call() -> None:
     class Gone(Terminal):
         def write(self, text: str) -> int:
             raise OSError("gone")
 
     bar(Gone(), Session())
-
-
-def test_a_bar_that_is_asked_for_without_a_stream_does_not_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr", None)
-    clock = Clock()
-    with Meter(Session(progress=True), 5, clock=clock) as meter:
-        clock.now_s = 30.0
-        meter.update(HttpAnswer(1))
-
-
-def test_an_iterator_whose_length_nobody_knows_has_a_line_without_an_end() -> None:
-    clock, stream = Clock(), Terminal()
-    with Meter(Session(), None, stream=stream, clock=clock) as meter:
-        for now_s in (0.5, 2.0, 4.0):
-            clock.now_s = now_s
-            meter.update(HttpAnswer(500))
-    assert stream.getvalue().split("\r")[1:-1] == ["1,000 done 500/s", "1,500 done 375/s"]
-
-
-def test_the_output_of_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output of a notebook is no terminal, but rewrites its line as a terminal does."""
-
-    class OutStream(io.StringIO):
-        """A stream with the class name of ipykernel's output."""
-
-    monkeypatch.setattr(OutStream, "__module__", "ipykernel.iostream")
-    assert "1,000/1,000" in bar(OutStream(), Session())

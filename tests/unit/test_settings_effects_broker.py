@@ -141,28 +141,6 @@ async def stored(nats: NatsServer) -> dict[str, Any]:
     return next(({**stream["config"], **stream["state"]} for stream in streams if stream["name"] == STREAM), {})
 
 
-async def test_all_traffic_goes_over_the_named_broker(
-    nats: NatsServer, adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path
-) -> None:
-    """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service answers. Another
-    broker stays idle.
-    """
-    with NatsServer(tmp_path / "other") as idle_server:
-        broker = {"SIE_NATS_URL": nats.url}
-        config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
-        url = await processes.gateway(**broker, **config)
-        await processes.sidecar(adapter, **broker, **config)
-        answer = await encode(url)
-        assert answer.status_code == 200
-        assert adapter.loads == ["toy/one"]
-        statistics = {
-            name: await asked(server.monitor_url, "/varz") for name, server in (("named", nats), ("other", idle_server))
-        }
-    assert statistics["named"]["total_connections"] == 3
-    assert statistics["named"]["in_msgs"] > 10
-    assert (statistics["other"]["total_connections"], statistics["other"]["in_msgs"]) == (0, 0)
-
-
 async def test_a_password_may_have_any_character_and_stands_in_no_url(
     adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,41 +220,7 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
         assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_a_stream_that_stands_otherwise_at_the_broker_is_a_named_refusal(
-    nats: NatsServer, processes: Processes
-) -> None:
-    """SIE_STREAM_STORAGE."""
-    await processes.gateway(SIE_NATS_URL=nats.url)
-    with pytest.raises(SettingError, match=r"^SIE_STREAM_STORAGE: WORK__default: storage is 'file' at the broker"):
-        await processes.gateway(SIE_NATS_URL=nats.url, SIE_STREAM_STORAGE="memory")
-
-
 async def test_more_replicas_than_brokers_are_a_named_refusal(nats: NatsServer, processes: Processes) -> None:
     """SIE_STREAM_REPLICAS."""
     with pytest.raises(SettingError, match=r"^SIE_STREAM_REPLICAS: got 3, but the broker is a single server"):
         await processes.gateway(SIE_NATS_URL=nats.url, SIE_STREAM_REPLICAS="3")
-
-
-def three_brokers(folder: Path) -> list[NatsServer]:
-    ports = [free_port() for _ in range(3)]
-    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
-    return [
-        NatsServer(
-            folder / f"n{number}",
-            extra=f'server_name: "n{number}"\ncluster {{ name: "c", listen: "127.0.0.1:{port}", routes: [{routes}] }}',
-        )
-        for number, port in enumerate(ports)
-    ]
-
-
-async def test_three_brokers_hold_three_copies(tmp_path: Path, processes: Processes) -> None:
-    """SIE_STREAM_REPLICAS."""
-    with contextlib.ExitStack() as running:
-        brokers = [running.enter_context(server) for server in three_brokers(tmp_path)]
-        await processes.gateway(SIE_NATS_URL=",".join(server.url for server in brokers), SIE_STREAM_REPLICAS="3")
-
-        async def have_copies() -> bool:
-            return [(await stored(server)).get("num_replicas") for server in brokers] == [3, 3, 3]
-
-        await until_told(have_copies, "a copy at each broker", 60)
-        await processes.end()

@@ -78,35 +78,6 @@ async def test_never_more_batches_are_in_progress_than_allowed(
 
 
 @pytest.mark.parametrize(
-    ("variable", "most"),
-    [
-        ({}, 4),
-        ({"SIE_MAX_CONCURRENT_BATCHES": "1"}, 1),
-        ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 6),
-    ],
-)
-async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
-    tmp_path: Path, variable: dict[str, str], most: int
-) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES: the bound holds for the batches of all models together."""
-    entries = [toy_entry(f"toy/model-{number}") for number in range(8)]
-    async with InProcess(tmp_path, *entries) as cluster:
-        gateway = await cluster.gateway()
-        adapter = await cluster.adapter(lanes=8)
-        sidecar = await cluster.sidecar(adapter, **variable)
-        adapter.hold_batches = True
-        sent = [asyncio.create_task(gateway.encode("x", model=entry.id)) for entry in entries]
-        await adapter.until(lambda adapter: adapter.running >= most, f"{most} batches at the adapter")
-        async with asyncio.timeout(30):
-            while await sidecar.metric("sie_queue_depth") < len(entries):
-                pass  # the scrape yields to the event loop
-        assert await sidecar.metric("sie_batches_in_progress") == adapter.peak_running == most
-        assert adapter.connections == 1 + most, "SIE_IPC_POOL_SIZE follows it, one more carries control"
-        adapter.let_go()
-        assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
-
-
-@pytest.mark.parametrize(
     ("lanes", "environ", "most", "connections"),
     [
         (2, {}, 3, 7),

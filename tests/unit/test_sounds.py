@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import soxr
@@ -128,14 +127,6 @@ def test_a_long_sound_is_transformed_in_blocks_that_do_not_show(monkeypatch: pyt
     assert np.abs(sounds.features(sound, FUSED) - whole).max() <= 1e-4
 
 
-def test_one_sound_has_one_result_whatever_file_it_comes_in() -> None:
-    sound = tone(1.4)
-    first, second = (sounds.prepare(encoded(sound, kind, subtype="PCM_16"), PLAIN) for kind in ("WAV", "RF64"))
-    assert first.digest() == second.digest()
-    assert first.seconds == second.seconds == 1.4
-    assert first.digest() != sounds.prepare(encoded(tone(1.4, seed=1)), PLAIN).digest()
-
-
 # what is refused
 
 GOOD = encoded(tone(0.2))
@@ -166,11 +157,6 @@ FLAC = encoded(tone(0.2), "FLAC")
 )
 def test_what_is_no_sound_that_is_read_says_why(data: bytes, message: str) -> None:
     assert message in refusal(data)
-
-
-def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sounds.soundfile.SoundFile, "read", lambda *_, **__: pytest.fail("decoded"))
-    assert refusal(claiming(RATE * 601)).startswith("too_large")
 
 
 def test_a_wav_file_that_was_cut_or_streamed_is_read_as_far_as_it_goes() -> None:
@@ -236,12 +222,6 @@ def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
 def test_an_extractor_that_no_recipe_does_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownExtractor, match=message):
         from_extractor(config, positions=POSITIONS)
-
-
-@pytest.mark.parametrize("config", [{**WHISPER, "chunk_length": 30.0}, {**CLAP, "max_length_s": 0.5}], ids=range(2))
-def test_a_recipe_of_numbers_with_a_point_reaches_the_sidecar(config: dict[str, Any]) -> None:
-    recipe = from_extractor(config, positions=POSITIONS)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(recipe), type=SoundRecipe) == recipe
 
 
 def test_the_limits_are_those_of_the_header() -> None:

@@ -191,10 +191,6 @@ def test_a_pool_that_no_subject_can_hold_is_refused(name: str) -> None:
         pool_name(name)
 
 
-def test_a_lane_is_written_with_dots() -> None:
-    assert str(Lane("_default", "l4", "default")) == "_default.l4.default"
-
-
 def test_two_lanes_of_different_pools_have_streams_of_their_own() -> None:
     first_stream, second_stream = (
         work_stream(pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0) for pool in ("a", "a-b")

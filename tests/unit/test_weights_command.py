@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from click.testing import CliRunner, Result
 from hub_stub import COMMIT, HubStub
-from object_stores import Faults, Place
+from object_stores import Place
 
 from sie_cli.main import main
 from sie_store.cluster import ClusterCache
@@ -122,26 +121,6 @@ def test_what_is_not_on_the_disk_is_downloaded_first(node: Node, hub: HubStub, t
     assert sorted(written(node)) == sorted([*FILES, MANIFEST])
 
 
-def test_what_another_program_downloaded_is_pushed_without_what_no_model_reads(node: Node) -> None:
-    """The hub's own client writes no manifest. The push writes one, which names the files that are left out."""
-    folder = node.snapshot()
-    (folder / MANIFEST).unlink()
-    (folder / "onnx").mkdir()
-    (folder / "onnx" / "model.onnx").write_bytes(b"x")
-    node.run("push", f"org/model@{COMMIT}")
-    assert sorted(written(node)) == sorted([*FILES, MANIFEST])
-    (stored,) = ClusterCache(node.place.url).listed()
-    assert stored.manifest is not None
-    assert stored.manifest.left_out == ("onnx/model.onnx",)
-
-
-def test_empty_objects_that_stand_for_folders_are_no_snapshot(node: Node) -> None:
-    prefix = f"{node.place.server.url}/{node.place.url.removeprefix('s3://')}/models--org--model"
-    for folder in ("", f"/{COMMIT}", f"/{COMMIT}/1_Pooling"):
-        httpx.put(f"{prefix}{folder}/", trust_env=False).raise_for_status()
-    assert ClusterCache(node.place.url).listed() == []
-
-
 def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_path: Path) -> None:
     """The revision depends on the content. A second push has the same one, a changed folder another one beside it."""
     folder = fill(tmp_path / "mine")
@@ -214,20 +193,6 @@ def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[s
     assert node.place.names() == []
 
 
-@pytest.mark.parametrize("command", [["push", "org/model"], ["verify"], ["rm", "org/model", "--yes"]])
-def test_without_a_bucket_the_message_names_the_setting(node: Node, command: list[str]) -> None:
-    node.snapshot()
-    invocation = node.run(*command, expected=2, SIE_CLUSTER_CACHE=None)
-    assert "error: SIE_CLUSTER_CACHE: which bucket? Give --cluster-cache s3://bucket/prefix" in invocation.stderr
-
-
-def test_without_a_bucket_the_list_is_of_the_disk(node: Node) -> None:
-    node.snapshot()
-    invocation = node.run("list", SIE_CLUSTER_CACHE=None)
-    assert invocation.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
-    assert "no bucket is set: name one with --cluster-cache or SIE_CLUSTER_CACHE" in invocation.stderr
-
-
 def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     """`verify --quick` finds a wrong size, `verify` a wrong byte. The exit status is 1. `push --force` repairs both."""
     folder = node.snapshot()
@@ -274,28 +239,6 @@ def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> No
     assert json.loads(node.run("list", "--json").stdout) == []
 
 
-def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) -> None:
-    """`--quick` finds it by names and sizes. The list does not call the snapshot complete."""
-    folder = node.snapshot()
-    (folder / "model.safetensors").write_bytes(b"x")
-    (folder / "config.json").unlink()
-    lines = [
-        f"org/model@{COMMIT}: config.json is missing",
-        f"org/model@{COMMIT}: model.safetensors has 1 bytes, the manifest says 100071",
-    ]
-    for arguments in (["--quick"], []):
-        invocation = node.run("verify", "--local", *arguments, expected=1)
-        assert invocation.stdout.splitlines() == lines
-        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes" in invocation.stderr
-    (row,) = json.loads(node.run("list", "--json").stdout)
-    assert (row["local"], row["cluster"], len(row["wrong"])) == (False, None, 2)
-    shown = node.run("list")
-    assert shown.stdout.splitlines()[1].split()[-2:] == ["broken", "-"]
-    assert "on this node's disk config.json is missing" in shown.stderr
-    node.run("rm", "org/model", "--local", "--yes")
-    assert not folder.exists()
-
-
 @pytest.mark.parametrize("local", [[], ["--local"]])
 def test_an_empty_commit_does_not_mean_all(node: Node, local: list[str]) -> None:
     """An unset variable in a script gives such a commit."""
@@ -306,18 +249,6 @@ def test_an_empty_commit_does_not_mean_all(node: Node, local: list[str]) -> None
         assert "'org/model@' has no commit after the @: write org/model@COMMIT" in " ".join(refused.stderr.split())
     assert folder.exists()
     assert MANIFEST in written(node)
-
-
-def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
-    node.snapshot()
-    node.place.server.faults = Faults(refuse=lambda _: ("400 Bad Request", "ExpiredToken"))
-    for arguments in (["list"], ["push", "org/model"], ["verify"]):
-        invocation = node.run(*arguments, expected=1)
-        assert (
-            f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): set credentials"
-            in invocation.stderr
-        )
-        assert "Traceback" not in invocation.output
 
 
 def test_a_command_that_used_a_store_ends_without_taking_the_interpreter_down() -> None:

@@ -213,21 +213,6 @@ def test_a_limit_counts_a_file_once_that_a_fetch_of_further_files_links(
         assert (place / "more.json").exists()
 
 
-def test_a_rest_of_a_fetch_that_links_a_snapshot_is_no_room(
-    cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = cache.place("org/b", REVISION) / NAME
-    link = file.parents[2] / "partial" / REVISION / NAME
-    link.parent.mkdir(parents=True)
-    os.link(file, link)
-    with (
-        settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(460 * MIB)) as sources,
-        pytest.raises(FetchFailed, match="SIE cannot remove enough of its files"),
-    ):
-        put(sources.cache, "org/new", 5 * SIZE)
-    assert there(cache) == ["org/a", "org/b", "org/c"]
-
-
 def test_without_the_disk_cache_nothing_is_removed(
     cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,13 +239,6 @@ def test_what_is_in_use_never_goes(cache: LocalCache, disk: Disk) -> None:
         assert there(cache) == ["org/b", "org/new"]
         assert not cache.remove("org/b", REVISION)
     assert cache.remove("org/b", REVISION)
-
-
-def test_a_use_that_ends_is_a_use(cache: LocalCache, disk: Disk) -> None:
-    disk.others_bytes = 460 * MIB
-    cache.lease("org/b", REVISION).close()
-    put(cache, "org/new")
-    assert there(cache) == ["org/b", "org/c", "org/new"]
 
 
 def test_nothing_goes_for_what_would_not_fit_anyway(cache: LocalCache, disk: Disk) -> None:
@@ -335,14 +313,6 @@ def held_up(cache: LocalCache) -> Iterator[None]:
     finally:
         go.set()
         thread.join(END_S)
-
-
-def test_what_other_fetches_have_to_come_counts(cache: LocalCache, disk: Disk) -> None:
-    """Two downloads that would fit one by one make room for both."""
-    disk.others_bytes = 390 * MIB
-    with held_up(cache):
-        put(cache, "org/new")
-    assert there(cache) == ["org/a", "org/c", "org/held", "org/new"]
 
 
 @pytest.mark.parametrize("percent", [None, 85.0])
@@ -574,29 +544,6 @@ def fetch(folder, progress):
 cache.obtain("org/new", "a" * 40, fetch, "org/new")
 print(*[each.repository for each in cache.candidates()])
 """
-
-
-@pytest.mark.parametrize("mode", [0o644, 0o600])
-def test_the_lock_files_of_another_user_stop_no_fetch(mode: int, tmp_path: Path) -> None:
-    """The lock files belong to root, and all users or only root may read them. A snapshot whose lock cannot be read is
-    not removed.
-    """
-    if os.getuid() != 0:
-        pytest.skip("only root may be another user")
-    cache = LocalCache(tmp_path / "cache")
-    put(cache, "org/a", 1000)
-    (cache.hub / ".locks" / "sie.removal").touch()
-    for path in (cache.folder, *cache.folder.rglob("*")):
-        if path.is_dir():
-            path.chmod(0o777)
-        elif ".locks" in path.parts:
-            path.chmod(mode)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER, cache.folder], capture_output=True, text=True, timeout=END_S, env=environ
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == (["org/a", "org/new"] if mode == 0o644 else ["org/new"])
 
 
 @pytest.mark.parametrize("listing", ["null", "[]", "[" * 100_000])

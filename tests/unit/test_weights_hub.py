@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from fetching import END_S, REPOSITORY, obtain
+from fetching import REPOSITORY, obtain
 from hub_stub import COMMIT, HubStub
 from object_stores import Place
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
-from sie_contracts.models.entries import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
+from sie_contracts.models.entries import LoadOptions, ModelEntry, RunDefaults, Weights
 from sie_runtime.process import configure_logging
 from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.download import DownloadLimits
 from sie_store.weights.hub import commit_of, hub_fetch
-from sie_store.weights.listing import contradiction
-from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
+from sie_store.weights.manifest import MANIFEST, ManifestError, describe, encode, verify
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, common, wanted_by
 from sie_store.weights.sources import WeightSources
@@ -118,24 +115,6 @@ def logs() -> Iterator[None]:
     finally:
         root.handlers = before
         root.setLevel(level)
-
-
-def test_a_hub_that_sends_nothing_more_is_asked_again(
-    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
-    held, go = [], threading.Event()
-
-    def hold(name: str, sent: int) -> None:
-        if name == BIG and sent >= 100_000 and not held:
-            held.append(sent)
-            go.wait(END_S)
-
-    hub.before_piece = hold
-    obtain(hub, tmp_path)
-    go.set()
-    assert is_right(tmp_path)
-    assert [request.start for request in hub.of("/cdn/")] == [0, *held]
 
 
 def test_no_log_has_an_address_which_may_be_signed_or_hold_a_password(
@@ -262,14 +241,6 @@ def test_a_family_that_names_its_files_has_no_other_fetched() -> None:
     assert wanted_by(entry())(f"multilingual/{BIG}")
 
 
-def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -> None:
-    own = Profile(load=LoadOptions(trust_remote_code=True))
-    assert not (WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile()})) / "model.py").exists()
-    assert (
-        WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile(), "own": own})) / "model.py"
-    ).is_file()
-
-
 def test_what_the_hubs_own_client_completed_counts_by_its_listing(
     hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,21 +302,6 @@ def test_an_incomplete_file_of_another_program_is_not_continued(hub: HubStub, tm
     obtain(hub, tmp_path)
     assert is_right(tmp_path)
     assert foreign.read_bytes() == FILES[BIG][:100]
-
-
-def test_contradiction_of_an_unreadable_or_damaged_json_file_names_the_fault(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    folder = by_hand(tmp_path)
-    config = folder / "config.json"
-    config.write_bytes(b"{")
-    assert contradiction(folder) == "config.json is not JSON: DecodeError"
-    config.unlink()
-    config.symlink_to("/proc/self/mem")  # a regular file that not even root can read from its start
-    assert contradiction(folder) == "config.json cannot be read: OSError"
-    config.unlink()
-    long = "x" * 300  # too long for the disk
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"t": long}}))
-    assert contradiction(folder) == f"model.safetensors.index.json names {long}, which is missing"
 
 
 def test_a_copy_by_hand_serves_while_nobody_can_be_asked(hub: HubStub, tmp_path: Path) -> None:
@@ -438,17 +394,6 @@ def test_names_that_would_leave_the_cache_are_refused(name: str, tmp_path: Path)
             LocalCache(tmp_path).lease(repository, revision)
 
 
-def test_a_cache_that_may_not_be_written_to_serves_and_says_what_it_lacks(hub: HubStub, tmp_path: Path) -> None:
-    """The weights may be part of an image."""
-    obtain(hub, tmp_path)
-    shutil.rmtree(tmp_path / "hub" / ".locks")
-    unwritable = tmp_path / "hub" / ".locks"
-    unwritable.write_bytes(b"")  # root may write to any folder, but not below a file
-    with pytest.raises(FetchFailed, match="set SIE_LOCAL_CACHE to a folder") as raised:
-        obtain(hub, tmp_path)
-    assert raised.value.error_class == "UNKNOWN"
-
-
 def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: Path) -> None:
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
     hub.repositories["org/lora"] = {**files, "big.safetensors": bytes(9)}
@@ -464,19 +409,6 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
     for lora_name in ("org/nothing", "no name", "../x", "org/lora@main/../.."):
         with pytest.raises(LoraLoadFailed):
             sources.locate_lora(lora_name, entry(), None)
-
-
-@pytest.mark.parametrize("recorded", [b"", b"\0\0\xff\xff"])
-def test_a_lora_whose_branch_has_a_damaged_record_is_asked_for_at_the_hub(
-    hub: HubStub, tmp_path: Path, recorded: bytes
-) -> None:
-    """The hub's own client writes the record of a branch in place, so a full disk or a lost power supply damages it."""
-    hub.repositories["org/lora"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
-    record = LocalCache(tmp_path).place("org/lora", COMMIT).parents[1] / "refs" / "main"
-    record.parent.mkdir(parents=True)
-    record.write_bytes(recorded)
-    located = WeightSources(tmp_path, True).locate_lora("org/lora", entry(), None)
-    assert located.folder == LocalCache(tmp_path).place("org/lora", COMMIT)
 
 
 @pytest.mark.parametrize("fault", ["", "damaged", "listed by name"])
@@ -559,17 +491,6 @@ def pushed_lora(hub: HubStub, tmp_path: Path) -> str:
     return f"org/lora@{COMMIT}"
 
 
-def test_a_lora_that_the_bucket_has_only_a_part_of_comes_from_the_hub(
-    hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
-) -> None:
-    bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json"}, "org/lora")
-    folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
-    assert (folder / "adapter_model.safetensors").read_bytes() == LORA["adapter_model.safetensors"]
-    assert hub.sent.keys() == {"adapter_model.safetensors"}
-    with pytest.raises(LoraLoadFailed, match="was not found"):
-        WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
-
-
 def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
     hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
 ) -> None:
@@ -583,16 +504,6 @@ def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
     assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
     with pytest.raises(LoraLoadFailed, match="the store did not reply properly"):
         WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
-
-
-def test_a_model_of_the_bucket_that_is_named_as_a_lora_is_not_fetched(
-    hub: HubStub, faulty: Place, tmp_path: Path
-) -> None:
-    WeightSources(tmp_path / "pusher", True).folder(entry())
-    bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)
-    with pytest.raises(LoraLoadFailed, match="was not found"):
-        WeightSources(tmp_path / "worker", False, bucket).locate_lora(f"{REPOSITORY}@{COMMIT}", entry(), None)
-    assert [path for path in (tmp_path / "worker").rglob("*") if path.is_file()] == []
 
 
 def test_a_lora_of_the_bucket_has_a_limit_and_only_its_files_are_fetched(
@@ -642,27 +553,8 @@ def test_a_file_of_the_hubs_own_client_is_removed_with_the_last_snapshot_that_ha
     assert {path.name for path in blobs.iterdir()} == {"of-a-running-download.incomplete"}
 
 
-def test_of_a_snapshot_that_is_a_link_to_a_folder_only_the_link_is_removed(hub: HubStub, tmp_path: Path) -> None:
-    """The next fetch of the snapshot can be removed too."""
-    folder, moved, cache = obtain(hub, tmp_path), tmp_path / "moved", LocalCache(tmp_path)
-    folder.rename(moved)
-    folder.symlink_to(moved)
-    assert cache.remove(REPOSITORY, COMMIT)
-    assert not folder.is_symlink()
-    assert (moved / BIG).read_bytes() == FILES[BIG]
-    assert obtain(hub, tmp_path).is_dir()
-    assert cache.remove(REPOSITORY, COMMIT)
-    assert not folder.exists()
-
-
 def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_it(tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--canary--lora" / "partial" / COMMIT).mkdir(parents=True)
     cache = LocalCache(tmp_path)
     (candidate,) = cache.candidates()
     assert cache.log_name(candidate.repository, candidate.revision) == "an unfinished download"
-
-
-def test_a_repository_without_the_files_of_a_lora_is_none(hub: HubStub, tmp_path: Path) -> None:
-    hub.repositories["org/lora"] = {"adapter_config.json": b"{}"}
-    with pytest.raises(LoraLoadFailed, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
-        WeightSources(tmp_path, True).locate_lora(f"org/lora@{COMMIT}", entry(), None)
