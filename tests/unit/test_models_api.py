@@ -118,10 +118,7 @@ async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
 
 
-@pytest.mark.parametrize(
-    ("accepted", "is_compressed"),
-    [("gzip", True), ("gzip;q=0.00", False)],
-)
+@pytest.mark.parametrize(("accepted", "is_compressed"), [("gzip", True), ("gzip;q=0.00", False)])
 async def test_long_answers_are_compressed_for_whoever_takes_that(
     cluster: InProcess, accepted: str, is_compressed: bool
 ) -> None:

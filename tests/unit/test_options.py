@@ -6,13 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from catalogue_examples import (
-    CATALOGUE,
-    LATE,
-    entry,
-    options,
-    refused,
-)
+from catalogue_examples import CATALOGUE, LATE, entry, options, refused
 from hypothesis import given
 from hypothesis import strategies as st
 

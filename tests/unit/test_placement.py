@@ -210,12 +210,7 @@ def test_a_model_that_did_not_fit_goes_to_a_worker_that_did_not_refuse_it() -> N
 
 
 def beat(
-    worker: str,
-    *statuses: ModelStatus,
-    rate: float = 1000.0,
-    slots: int = 4,
-    ready: bool = True,
-    pool: str = LANE.pool,
+    worker: str, *statuses: ModelStatus, rate: float = 1000.0, slots: int = 4, ready: bool = True, pool: str = LANE.pool
 ) -> Heartbeat:
     return Heartbeat(
         worker, pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots

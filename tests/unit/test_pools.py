@@ -17,15 +17,7 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import (
-    GatewayProcess,
-    InProcess,
-    SidecarProcess,
-    Source,
-    unchanged_inference_of,
-    until,
-    until_told,
-)
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, unchanged_inference_of, until, until_told
 
 from sie_broker import Write, WrongRevision
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
@@ -493,12 +485,7 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
             lane_figures["wanted_replicas"],
             lane_figures["demand"],
             lane_figures["ready_workers"],
-        ) == (
-            2,
-            2,
-            1,
-            0,
-        )
+        ) == (2, 2, 1, 0)
     answer = await first_gateway.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.6.4")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
     refused = (await first_gateway.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]

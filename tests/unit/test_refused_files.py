@@ -68,12 +68,7 @@ def sparse(folder: Path) -> Path:
     return heads_checkpoints.splade(folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"))
 
 
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "dense": dense,
-    "cross": cross,
-    "late": late,
-    "sparse": sparse,
-}
+KINDS: dict[str, Callable[[Path], Path]] = {"dense": dense, "cross": cross, "late": late, "sparse": sparse}
 
 
 @pytest.fixture(scope="module")
@@ -87,32 +82,14 @@ CASES = [
     ("dense", with_its_configuration_alone, ["has no tokenizer", COPY]),
     ("dense", empty, ["tokenizer", COPY]),
     ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
-    *(
-        (kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"])
-        for kind in (
-            "dense",
-            "cross",
-        )
-    ),
+    *((kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"]) for kind in ("dense", "cross")),
     ("dense", lacking("[UNK]"), ["has no [UNK], which the model needs", COPY]),
     ("dense", lacking("[CLS]", "[SEP]"), ["has no token with the id", "which the model needs", COPY]),
     ("cross", without_markers, ["puts no special token before a text", COPY]),
     *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense",)),
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
-    *(
-        (kind, with_nan, [WEIGHTS, "contains NaN in 1 of its tensors"])
-        for kind in (
-            "dense",
-            "sparse",
-        )
-    ),
-    *(
-        (kind, without_a_tensor, ["1 missing"])
-        for kind in (
-            "dense",
-            "cross",
-        )
-    ),
+    *((kind, with_nan, [WEIGHTS, "contains NaN in 1 of its tensors"]) for kind in ("dense", "sparse")),
+    *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross")),
     ("dense", quantised(torch.int8), [WEIGHTS, "in int8, and config.json has no quantization_config"]),
     (
         "cross",
@@ -131,11 +108,7 @@ USUAL = [case for number, case in enumerate(CASES) if case[1] not in [spoil for 
     ("kind", "spoil", "texts"), long_but(CASES, USUAL), ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES]
 )
 def test_a_folder_that_cannot_be_right_is_refused_everywhere(
-    kind: str,
-    spoil: Callable[[Path], None],
-    texts: list[str],
-    good: Good,
-    tmp_path: Path,
+    kind: str, spoil: Callable[[Path], None], texts: list[str], good: Good, tmp_path: Path
 ) -> None:
     refused_everywhere(spoil, texts, good(kind), tmp_path)
 

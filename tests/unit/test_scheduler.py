@@ -15,17 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sie_sidecar.batch import (
-    Batch,
-    BatchKey,
-    BatchLimits,
-    DeviceLoad,
-    Load,
-    Waiting,
-    WaitUntil,
-    credit,
-    next_batch,
-)
+from sie_sidecar.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Load, Waiting, WaitUntil, credit, next_batch
 
 MODELS = ("m0", "m1", "m2")
 LORAS = ("", "l1", "l2", "l3")
@@ -55,10 +45,7 @@ class Scheduling(RuleBasedStateMachine):
         self.number = 0
         self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
         # by priority: the oldest due job, and within how many batches of its priority it must run
-        self.due: dict[bool, tuple[BatchEntry[int], int] | None] = {
-            False: None,
-            True: None,
-        }
+        self.due: dict[bool, tuple[BatchEntry[int], int] | None] = {False: None, True: None}
 
     @rule(
         model=st.sampled_from(MODELS),

@@ -375,14 +375,7 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
         client_error.param,
         client_error.request_id,
         client_error.retryable,
-    ) == (
-        leaf.code,
-        error.status,
-        "a_reason",
-        "items[3].text",
-        "r9",
-        error.retryable,
-    )
+    ) == (leaf.code, error.status, "a_reason", "items[3].text", "r9", error.retryable)
     assert (client_error.details["limit"], client_error.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
 
 

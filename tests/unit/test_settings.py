@@ -262,10 +262,7 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
     assert {row.name for row in ROWS if row.is_standard} == {name for name in BY_NAME if name.startswith("OTEL_")}
     for raw in DOCUMENTED[row.name].bad:
         configuration = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
-        assert (getattr(configuration.settings, row.field), configuration.sources[row.name]) == (
-            row.default,
-            "default",
-        )
+        assert (getattr(configuration.settings, row.field), configuration.sources[row.name]) == (row.default, "default")
         (warning,) = configuration.warnings
         assert warning.startswith(f"{row.name}: got '{raw}', expected {row.expected}")
         assert warning.endswith(f"it is ignored, and the default {shown(row, row.default)} is used")
@@ -325,10 +322,9 @@ def test_a_measured_default_stands_between_environment_and_documented_default(pr
         configuration = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
         assert (getattr(configuration.settings, row.field), configuration.sources[name]) == (3, "environment")
         written = load(environ={"SIE_MACHINE_PROFILE": profile, name: str(row.default)})
-        assert (getattr(written.settings, row.field), written.sources[name]) == (
-            row.default,
-            "environment",
-        ), "what was written wins"
+        assert (getattr(written.settings, row.field), written.sources[name]) == (row.default, "environment"), (
+            "what was written wins"
+        )
         configuration = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
         assert (getattr(configuration.settings, row.field), configuration.sources[name]) == (5, "flag")
         assert shown(row, row.default) == DOCUMENTED[name].default, "the documented default itself stays"

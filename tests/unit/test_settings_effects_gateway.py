@@ -439,10 +439,7 @@ async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_
 
 @pytest.mark.parametrize(
     ("variable", "timeout_s"),
-    [
-        ({}, 15.0),
-        ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0),
-    ],
+    [({}, 15.0), ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0)],
 )
 async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
     variable: dict[str, str], timeout_s: float

@@ -22,18 +22,7 @@ from sie_runtime.process import configure_logging
 SIE = str(Path(sys.executable).with_name("sie"))
 CANARY = "canary-5c1e"
 END_S = 30.0
-KEYS = {
-    "timestamp",
-    "level",
-    "logger",
-    "message",
-    "model",
-    "request_id",
-    "trace_id",
-    "latency_ms",
-    "worker",
-    "key",
-}
+KEYS = {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms", "worker", "key"}
 PLAIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) sie(\.\w+)+: .+|warning: .+")
 
 # standalone runs everything but the adapter in one process

@@ -114,12 +114,7 @@ async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote
 
 
 @pytest.mark.parametrize(
-    ("environ", "connections"),
-    [
-        ({}, 5),
-        ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7),
-        ({"SIE_IPC_POOL_SIZE": "2"}, 3),
-    ],
+    ("environ", "connections"), [({}, 5), ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7), ({"SIE_IPC_POOL_SIZE": "2"}, 3)]
 )
 async def test_the_pool_has_so_many_connections_and_one_for_control(
     cluster: InProcess, environ: dict[str, str], connections: int

@@ -279,9 +279,7 @@ def test_a_sound_that_is_read_in_parts_may_be_longer_but_has_limits_too() -> Non
         check(SoundHeader(700 * 96_000, 96_000, 2), 0.0)
 
 
-def test_a_part_of_a_file_that_is_shorter_than_its_header_says_tells_where_it_ends(
-    long: NDArray[np.float32],
-) -> None:
+def test_a_part_of_a_file_that_is_shorter_than_its_header_says_tells_where_it_ends(long: NDArray[np.float32]) -> None:
     data = encoded(long, rate=RATE)
     broken = data[: len(data) - 2 * RATE]  # a second is missing
     samples, seconds = sounds._decoded(broken, RATE, 1.0)

@@ -97,11 +97,7 @@ async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_no
         assert "x-trace-id" not in answer.headers
         batch = adapter.batches[-1]
         # the context of the client is passed on without spans
-        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (
-            CLIENT,
-            "vendor=1",
-            "",
-        )
+        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (CLIENT, "vendor=1", "")
     assert len(collector.spans) == before
 
 

@@ -152,12 +152,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         lambda data: lag._model_of(StreamMessage(1, "s", data, 0.0)),
         None,
     ),
-    "cancelled requests": (
-        {"type": "cancel/1", "requests": [MARK]},
-        msgpack,
-        of_handler(WorkIntake.on_cancel),
-        None,
-    ),
+    "cancelled requests": ({"type": "cancel/1", "requests": [MARK]}, msgpack, of_handler(WorkIntake.on_cancel), None),
     "residency": ({"type": "residency/1", "model": MARK}, msgpack, of_handler(Loading.on_residency), None),
     "payload": (
         {"type": "payload/1", "inputs": [{"text": MARK}]},
@@ -215,24 +210,14 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         lambda data: sockets.WorkerSocket.status.fget(MagicMock(frame=data)),
         None,
     ),  # type: ignore[attr-defined]
-    "export": (
-        {"epoch": MARK},
-        json,
-        lambda data: config_source_of(data).export(),
-        feed.ConfigUnavailable,
-    ),
+    "export": ({"epoch": MARK}, json, lambda data: config_source_of(data).export(), feed.ConfigUnavailable),
     "entry in an export": (
         {"id": MARK},
         json,
         lambda data: feed._document(feed.RawModel("m", msgspec.Raw(data))),
         ValidationFailed,
     ),
-    "epoch": (
-        {"epoch": MARK},
-        json,
-        lambda data: config_source_of(data).epoch(),
-        feed.ConfigUnavailable,
-    ),
+    "epoch": ({"epoch": MARK}, json, lambda data: config_source_of(data).epoch(), feed.ConfigUnavailable),
     "pools of a worker": (
         {"worker": MARK},
         json,

@@ -16,12 +16,7 @@ from sie_cli.main import main
 from sie_cli.serve.ports import free_port
 
 REMEDY = "start one with `sie serve`, or name another address with --url"
-COMMANDS = {
-    "run": ("run", "m", "a"),
-    "try": ("try", "m", "a"),
-    "load": ("models", "load", "m"),
-    "status": ("status",),
-}
+COMMANDS = {"run": ("run", "m", "a"), "try": ("try", "m", "a"), "load": ("models", "load", "m"), "status": ("status",)}
 
 
 @pytest.fixture
