@@ -1,4 +1,4 @@
-"""`sie models` against a config service over HTTP. Each error names the field and says what to do next."""
+"""`sie models` against a config service over HTTP."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sie_adapter.loading import dependencies
 from sie_broker.memory import MemoryServer
 from sie_cli.cluster import Cluster
 from sie_cli.main import main
+from sie_cli.models import residency
 from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
 from sie_cli.models.service import ConfigServiceClient, WriteOptions
-from sie_cli.refusal import CommandRefused
 from sie_cli.serve.ports import free_port
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
@@ -174,26 +174,6 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
     done("rm", "org/own", *at)
 
 
-def test_an_import_that_stops_in_the_middle_prints_the_stored_files(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = ConfigServiceClient.add
-
-    def add_first(service: ConfigServiceClient, model: str, *arguments: Any, **options: Any) -> Any:
-        if model == "org/b":
-            raise CommandRefused("the config service does not answer")
-        return add(service, model, *arguments, **options)
-
-    monkeypatch.setattr(ConfigServiceClient, "add", add_first)
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.yaml").write_text(ENTRY.replace("org/one", f"org/{name}"))
-    result = sie("import", str(tmp_path), "--url", served.url)
-    assert result.exit_code == 1
-    assert result.stdout.splitlines() == ["org/a: added", "1 added"]
-    assert "does not answer" in result.stderr
-    done("rm", "org/a", "--url", served.url)
-
-
 def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, tmp_path: Path) -> None:
     at = ("--url", served.url)
     file = tmp_path / "two.yaml"
@@ -241,32 +221,6 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     assert "revision 7 from api" in done("status", "org/two", *at)
     assert "org/two: revision" in done("status", "org/two", SIE_CONFIG_SERVICE_URL=served.url)
     done("rm", "org/two", *at)
-
-
-def test_a_read_token_is_enough_to_look(url_of_one: str) -> None:
-    assert "org/one" in done("list", "--url", url_of_one, token="", SIE_CONFIG_READ_TOKEN=READER)
-    refused = sie("rm", "org/one", "--url", url_of_one, token=READER)
-    assert refused.exit_code == 1
-    assert "SIE_ADMIN_TOKEN" in refused.output
-
-
-def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_path: Path) -> None:
-    folder, entry = tmp_path / "models", tmp_path / "entry.yaml"
-    entry.write_text(ENTRY.replace("org/one", "org/file"))
-    output = done("add", str(entry), "--models-dir", str(folder), "--dry-run")
-    assert "nothing is written" in output
-    assert not folder.exists()
-    output = done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
-    assert f"wrote {folder}/org/file.yaml\nonly a file was written: no `sie serve` runs with" in output
-    assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
-    assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
-    packaged = tmp_path / "packaged.yaml"
-    packaged.write_text(ENTRY.replace("org/one", "sentence-transformers/all-MiniLM-L6-v2"))
-    refused = sie("add", str(packaged), "--models-dir", str(folder))
-    assert refused.exit_code != 0
-    assert "is a model of the packaged catalogue: --force replaces it" in refused.output
-    assert done("add", str(entry), SIE_CONFIG_SERVICE_URL=served.url).startswith("org/file is at revision")
-    done("rm", "org/file", "--url", served.url)
 
 
 class Others(BaseHTTPRequestHandler):
@@ -470,16 +424,6 @@ def test_each_error_of_the_api_has_its_code_in_both_envelopes(
     assert answer.headers["x-request-id"] == "mine" != answer.headers["x-sie-request-id"]
 
 
-@pytest.mark.parametrize("arguments", [("some/model",), ("some/model", "--revision", "a" * 40)])
-def test_a_hub_that_cannot_be_reached_is_told(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    refused = sie("add", *arguments, SIE_LOCAL_CACHE=str(tmp_path))
-    assert (refused.exit_code, "Traceback" in refused.output) == (1, False)
-    assert "some/model" in refused.output
-
-
 def preload(name: str, bundle: str = "default") -> object:
     entry = parse_entry(yaml.safe_load(ENTRY))
     return _named(Catalogue({"org/one": entry}, {}, BUNDLES), name, bundle)
@@ -507,3 +451,44 @@ def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -
         with pytest.raises(SettingError) as caught:
             refused()
         assert says in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("outage", ["no answer", "not ready", "no answer of a proxy"])
+@pytest.mark.parametrize("interrupted", [("GET", 2), ("POST", 3)])
+def test_a_wait_for_a_load_survives_a_restart_of_the_gateway(
+    monkeypatch: pytest.MonkeyPatch, interrupted: tuple[str, int], outage: str
+) -> None:
+    monkeypatch.setattr(residency, "POLL_S", 0.01)
+    unready = {"error": {"code": "NOT_READY", "message": "the catalogue is not read yet", "retryable": True}}
+    lost = {"no answer": None, "not ready": (503, json.dumps(unready)), "no answer of a proxy": (502, "<html>")}[outage]
+    described = {"state": "loaded", "loaded": True, "workers": ["w0"]}
+    lane = {"model": "m", "lane": "l", "workers": []}
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            requests.append(self.command)
+            state = "loading" if len(requests) == 1 else "loaded"
+            body = {"name": "m", "lanes": [lane | {"state": state}], "state": state}
+            status, text = 200, json.dumps(described if self.command == "GET" else body)
+            if (self.command, len(requests)) == interrupted:
+                if lost is None:
+                    return  # the connection is closed without an answer
+                status, text = lost
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        ran = CliRunner().invoke(main, ["models", "load", "m", "--wait", "--timeout", "30", "--url", url])
+        server.shutdown()
+    assert (ran.exit_code, "m: loaded by w0" in ran.stdout) == (0, True), ran.output
+    assert requests == ["POST", "GET", *(["GET"] if interrupted[0] == "GET" else ["POST", "GET"]), "POST"]

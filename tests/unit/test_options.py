@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from catalogue_examples import CATALOGUE, LATE, entry, options, refused
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import families
@@ -286,10 +283,6 @@ def test_how_the_reply_is_shaped() -> None:
     assert (options({}).on_item_error, options({}).item_timing) == ("slot", False)
     request_options = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
     assert (request_options.on_item_error, request_options.item_timing) == ("fail", True)
-
-
-def test_repeated_outputs_are_one() -> None:
-    assert options({"output_types": ["sparse", "dense", "sparse"]}).run.outputs == ("sparse", "dense")
 
 
 # one verb's own options
@@ -581,58 +574,6 @@ def test_an_option_of_another_family_is_a_warning() -> None:
     assert "hypothesis_template" not in request_options.run.parameters
 
 
-def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
-    request_options = options({"instruction": "find"}, "org/cross", operation="score")
-    assert request_options.warnings == ("instruction: ignored, no such option of org/cross on this route",)
-    assert refused({"instruction": "find"}, "org/cross", operation="score", strict=True).reason == "unknown_option"
-    assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
-
-
-@pytest.mark.parametrize("body", [{"instruction": "find"}, {"options": {"default_instruction": "find"}}])
-def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[str, Any]) -> None:
-    plain = entry("org/plain", profiles={"bare": {"run": {"instruction": ""}}})
-    resolved = Catalogue({plain.id: plain}).resolve("org/plain:bare")
-    request_options = run_options(resolved, body)[1]
-    assert request_options.run == run_options(resolved, {})[1].run
-    assert request_options.run.prefix == ""
-    (warning,) = request_options.warnings
-    assert warning.endswith("instruction: ignored, no such option of org/plain on this route")
-    with pytest.raises(InvalidInput) as caught:
-        run_options(resolved, body, strict=True)
-    assert caught.value.reason == "unknown_option"
-
-
-@pytest.mark.parametrize("none", [{}, {"relation_labels": None}, {"relation_labels": []}])
-def test_a_threshold_of_relations_without_their_labels_is_a_warning(none: dict[str, Any]) -> None:
-    body = {"labels": ["x"], "params": {**none, "relation_threshold": 0.9}}
-    warning = (
-        "params.relation_threshold: ignored, no such option of org/relations on this route; it needs relation_labels"
-    )
-    assert options(body, "org/relations", operation="extract").warnings == (warning,)
-    error = refused(body, "org/relations", operation="extract", strict=True)
-    assert (error.reason, error.param) == ("unknown_option", "params.relation_threshold")
-
-
-def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> None:
-    outputs = {"entities": 0, "relations": 0}
-    own = [
-        entry("org/alone", family="sample-schemas", outputs=outputs),
-        entry("org/between", family="sample-relations", outputs=outputs),
-        entry("org/entities", family="sample-schemas", outputs={"entities": 0}),
-    ]
-    catalogue = Catalogue({model.id: model for model in own})
-    body = {"params": {"relation_labels": ["knows"]}}
-    request_options = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
-    assert (request_options.run.labels, request_options.run.parameters["relation_labels"]) == ((), ["knows"])
-    for name, param, reason in (
-        ("org/between", "labels", "labels_required"),
-        ("org/entities", "params.relation_labels", "unsupported_output"),
-    ):
-        with pytest.raises(InvalidInput) as caught:
-            run_options(catalogue.resolve(name), body, "extract")
-        assert (caught.value.reason, caught.value.param) == (reason, param)
-
-
 @pytest.mark.parametrize("family", ["sample-schemas", "theirs"])
 def test_the_parts_of_a_schema_come_from_no_request_and_no_entry(family: str) -> None:
     """They are what a schema becomes, so values of that name would be read as a schema that nobody has checked."""
@@ -726,13 +667,6 @@ def test_a_prompt_that_the_model_lacks_is_refused(name: Any) -> None:
     assert refused({"options": {"prompt_name": name}}).param == "options.prompt_name"
 
 
-def test_no_prompt_leaves_out_the_instruction_of_a_profile() -> None:
-    bare = msgspec.structs.replace(PROMPTED, prompts={}, default_prompt_name="")
-    resolved = Catalogue({bare.id: bare}).resolve("org/prompted:instructed")
-    assert run_options(resolved, {}, side="")[1].run.prefix == "from the profile "
-    assert run_options(resolved, {"prompt_name": None})[1].run.prefix == ""
-
-
 @pytest.mark.parametrize("side", ["document", ""])
 def test_a_score_knows_its_sides_on_every_route(side: Any) -> None:
     run = run_options(Catalogue({LATE.id: LATE}).resolve(LATE.id), {}, "score", side=side)[1].run
@@ -742,14 +676,6 @@ def test_a_score_knows_its_sides_on_every_route(side: Any) -> None:
 def test_a_model_without_templates_takes_the_instruction_before_the_text() -> None:
     assert options({"instruction": "find this"}, "org/Model").run.prefix == "find this "
     assert options({"is_query": True}, "org/Model").run.prefix == ""
-
-
-@given(st.text(st.sampled_from("{}intrucotex_. 0!:"), min_size=1, max_size=60))
-def test_braces_of_a_client_mean_nothing(instruction: str) -> None:
-    """A template is cut at its own placeholders, and no text is ever formatted."""
-    run = options({"is_query": True, "instruction": instruction}).run
-    assert run.prefix == "Instruct: " + instruction + "\nQuery: "
-    assert run.suffix == " ?"
 
 
 # unknown options
@@ -772,13 +698,6 @@ def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
     }
     assert options(body, strict=True).warnings == ()
     assert refused({"options": {"items": 1}}, strict=True).param == "options.items"
-
-
-def test_warnings_are_few_and_short() -> None:
-    body = {"is_query": False} | {f"{'x' * 1000}{number}": 1 for number in range(1000)}
-    warnings = options(body).warnings
-    assert len(warnings) == 1
-    assert max(map(len, warnings)) < 300  # a model's name may have 255 characters
 
 
 def test_the_options_of_what_the_tokenizer_answers() -> None:

@@ -7,16 +7,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-from direct import ENTRY, Direct, is_right, reasons
+from direct import Direct
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from object_stores import S3, Place
@@ -111,16 +107,6 @@ def opened(url: str) -> PayloadStore:
     return store
 
 
-async def test_what_one_process_writes_another_one_reads(url: str) -> None:
-    writer, reader = opened(url), opened(url)
-    data = os.urandom(300_000)
-    key = await writer.put(data, period=7, timeout_s=10)
-    assert await reader.get(key, 10) == data
-    assert await reader.size(key, 10) == len(data)
-    assert await writer.put(data, period=7, timeout_s=10) == key
-    assert await writer.put(data, period=8, timeout_s=10) != key
-
-
 async def test_what_is_not_there_is_missing_and_what_is_no_key_is_never_asked_for(url: str) -> None:
     store = opened(url)
     for key in ("0" * 64 + ".1", "../../etc/passwd", "", "x" * 64):
@@ -177,37 +163,6 @@ async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None
     finally:
         s3.resume()
     await store.put(b"x", period=1, timeout_s=10)
-
-
-class Objects(BaseHTTPRequestHandler):
-    """The part of the XML interface of Google Cloud Storage that one object needs. No emulator that can be installed
-    sends all its headers.
-    """
-
-    def __init__(self, objects: dict[str, bytes], *connection: Any) -> None:
-        self.objects = objects
-        super().__init__(*connection)
-
-    def _reply(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"1"')
-        self.send_header("Last-Modified", "Fri, 20 Nov 2026 12:00:00 GMT")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_PUT(self) -> None:
-        self.objects[self.path] = self.rfile.read(int(self.headers["content-length"]))
-        self._reply(200)
-
-    def do_GET(self) -> None:
-        self._reply(200 if self.path in self.objects else 404, self.objects.get(self.path, b""))
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Write nothing."""
 
 
 # lifetimes
@@ -281,31 +236,6 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     assert fetching.held_bytes == 0
 
 
-async def test_a_result_that_no_gateway_confirms_keeps_no_memory_for_inputs_and_holds_back_no_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first work item has an older entry than the worker, so it is answered before it gets a device."""
-    monkeypatch.setattr(PayloadFetching.__init__, "__defaults__", (500,))
-    async with Direct(tmp_path) as cluster:
-        store = opened(str(tmp_path / "store"))
-        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
-        await cluster.sidecar(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
-        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
-        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
-        lost = await cluster.publish(payload=key, count=1, reply="nobody", config_revision=-1)
-        await until(
-            lambda: [flight.settled for flight in worker.inventory] == [True], "an answer to a gateway that ended"
-        )
-        assert ENTRY.id not in worker.inventory.coming
-        item = await cluster.publish(payload=key, count=1)
-        assert is_right(await cluster.result(item), msgspec.structs.replace(item, inputs=(Input("x" * 400),)), 0)
-        await until(
-            lambda: [flight.item.request for flight in worker.inventory] == [lost.request], "only the lost result"
-        )
-        await cluster.broker.subscribe("nobody", cluster._on_result)
-        assert reasons(await cluster.result(lost)) == ["NOT_READY config_changed"]
-
-
 async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_is_acknowledged(tmp_path: Path) -> None:
     async with Direct(tmp_path) as cluster:
         store = opened(str(tmp_path / "store"))
@@ -322,46 +252,6 @@ async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_
         assert list(worker.inventory) == [flight], "its message is not acknowledged"
         assert (flight.item.inputs, flight.payload_bytes, flight.hosted) == ((), 0, None)
         await cluster.left(0)
-
-
-async def test_small_inputs_do_not_keep_a_large_one_from_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, now_s = opened(str(tmp_path)), time.monotonic
-    fetching = PayloadFetching(store, now_s, max_bytes=50_000)
-    waiting: list[str] = []
-    fetched: list[str] = []
-    reserve = fetching._reserve_memory
-
-    async def recorded(flight: InFlight, size: int) -> None:
-        waiting.append(flight.item.request)
-        await reserve(flight, size)
-        fetched.append(flight.item.request)
-
-    monkeypatch.setattr(fetching, "_reserve_memory", recorded)
-
-    async def fetch(name: str, size: int) -> InFlight:
-        key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
-        item = WorkItem(name, 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=1)
-        flight = InFlight(None, item, now_s(), now_s() + 60)  # type: ignore[arg-type]
-        await fetching.fetch(flight)
-        return flight
-
-    async def fetch_and_release(name: str, size: int) -> None:
-        fetching.let_go(await fetch(name, size))
-
-    held = [await fetch("first", 20_001), await fetch("second", 20_002)]
-    large = asyncio.create_task(fetch_and_release("large", 45_000))
-    await until(lambda: "large" in waiting, "the large input waits for memory")
-    small = [asyncio.create_task(fetch_and_release(f"small {number}", 20_010 + number)) for number in range(4)]
-    await until(lambda: len(waiting) == 7, "all inputs wait for memory")
-    for flight in held:
-        fetching.let_go(flight)
-        await asyncio.sleep(0)
-    await asyncio.gather(large, *small)
-    assert fetched[:3] == ["first", "second", "large"]
-    assert len(fetched) == 7
-    assert fetching.held_bytes == 0
 
 
 # end to end
@@ -414,46 +304,6 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         assert len(stored(tmp_path)) == 1, "the same bytes are one object"
         payload = messages.decode_payload(stored(tmp_path)[0].read_bytes())
         assert payload == Payload((Input(text),))
-
-
-@pytest.mark.parametrize("text", [WORDS * 25_000, "h\u00e4llo " * 50_000])
-async def test_a_large_text_is_encoded_beside_the_event_loop_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """Short requests do not wait for the encoding."""
-    in_loop: list[int] = []
-    loop_thread, encode = threading.get_ident(), messages.encode
-
-    def noted(value: object) -> bytes:
-        data = encode(value)
-        if threading.get_ident() == loop_thread:
-            in_loop.append(len(data))
-        return data
-
-    url = str(tmp_path / "payloads")
-    async with cluster(tmp_path, url) as running:
-        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
-        await running.sidecar(await running.adapter(), SIE_PAYLOAD_STORE_URL=url)
-        monkeypatch.setattr(messages, "encode", noted)
-        answer = await gateway.encode(text)
-        assert answer.status_code == 200, answer.text
-    assert in_loop
-    assert max(in_loop) < 100_000
-
-
-@pytest.mark.parametrize("text", ["a" * 600_000, "\u00e4" * 600_000, "a\U0001f600" * 300_000, "\u00e4" * 10, ""])
-def test_a_payload_that_is_encoded_in_pieces_is_the_same(text: str) -> None:
-    for payload in (Payload((Input(text),)), Payload((Input("a"), Input(text, pair=text)), Input(text))):
-        assert messages.encode_in_pieces(payload) == messages.encode(payload)
-    assert messages.utf8_bytes(text) == len(text.encode())
-    assert Input(text, pair=text).least_bytes <= Input(text, pair=text).nbytes
-
-
-def test_a_lone_surrogate_in_any_piece_is_no_text() -> None:
-    for at in (0, messages.PIECE_CHARS - 1, messages.PIECE_CHARS, 2 * messages.PIECE_CHARS + 1):
-        text = "\u00e4" * at + "\ud800" + "\u00e4" * messages.PIECE_CHARS
-        with pytest.raises(UnicodeEncodeError):
-            messages.utf8_bytes(text)
 
 
 @pytest.mark.parametrize(("limit", "size"), [({}, 100_000), ({"SIE_INLINE_PAYLOAD_BYTES": "4096"}, 10_000)])

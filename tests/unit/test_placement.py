@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from dataclasses import replace
 from typing import Literal
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inprocess import until
 from layouts import place
-from placement_simulation import Case, Simulation, cases, large
+from placement_simulation import Case, Simulation, cases
 from selection import long_but
-from simulation.virtual import in_virtual_time
 
 from sie_broker import BrokerError, Write
 from sie_broker.memory import MemoryBroker, MemoryServer
@@ -31,9 +27,8 @@ from sie_contracts.wire.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.wire.records import Placement, decode_placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.placement import EVERY_S, IDLE_S, UNHEARD_S, Placer
+from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, ModelBacklog, Planner
-from sie_runtime.process import Stop
 
 LANE = Lane("_default", "l4", "default")
 
@@ -412,69 +407,6 @@ async def test_a_pool_whose_stream_is_lost_holds_up_no_other() -> None:
     assert table.hosts == {"m": (f"of-{LANE.pool}",)}
 
 
-@in_virtual_time
-async def test_an_idle_placer_asks_the_broker_less_often() -> None:
-    """Without work it reads the backlog every IDLE_S seconds. Work, and a worker that comes or leaves, end the
-    pause.
-    """
-    broker, backlog, reads = MemoryServer().connect("g"), dict[str, ModelBacklog](), 0
-    fleet = Fleet(broker, load(environ={}).settings, time.monotonic)
-
-    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
-        nonlocal reads
-        reads += 1
-        return backlog
-
-    async def reads_in(seconds: float) -> int:
-        before = reads
-        for _ in range(round(seconds / 0.25)):
-            for worker in workers:
-                fleet.note(worker)
-            await asyncio.sleep(0.25)
-        return reads - before
-
-    placer, stop, workers = Placer(broker, 2.0, fleet, read, time.monotonic, storage="memory"), Stop(), [beat("w1")]
-    running = asyncio.create_task(placer.run(stop))
-    placer.note(LANE, [item("m")])
-    await reads_in(UNHEARD_S)
-    assert await reads_in(10 * IDLE_S) == 10
-    placer.note(LANE, [item("m")])
-    assert await reads_in(2 * EVERY_S) >= 1
-    workers.append(beat("w2"))
-    assert await reads_in(2 * EVERY_S) >= 1
-    workers[1] = msgspec.structs.replace(workers[1], leaving=True)
-    assert await reads_in(2 * EVERY_S) >= 1
-    backlog["m"] = ModelBacklog(1)
-    await reads_in(IDLE_S)
-    assert await reads_in(10 * EVERY_S) >= 9
-    stop.request()
-    await running
-
-
-async def test_a_reservation_that_has_ended_is_not_placed_while_its_workers_leave() -> None:
-    server, clock, pools = MemoryServer(), Clock(), {LANE.pool, "reserved"}
-    broker, lane = server.connect("g"), replace(LANE, pool="reserved")
-    fleet = Fleet(broker, load(environ={}).settings, clock)
-
-    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
-        if lane.pool not in pools and lane not in fleet.lanes():
-            raise BrokerError(f"there is no stream WORK_{lane.pool}")
-        return {}
-
-    placer = Placer(broker, 2.0, fleet, read, clock, serves=pools.__contains__, storage="memory")
-    await placer.start()
-    fleet.note(beat("w1", ModelStatus("m", "loaded"), pool=lane.pool))
-    await placer.step()
-    assert placer.table(lane) is not None
-    pools.discard(lane.pool)
-    placer.drop_pool(lane.pool)
-    await placer.step()
-    fleet.note(beat("w1", ModelStatus("m", "loaded")))
-    await placer.step()  # the stream is gone now
-    assert placer.table(LANE) is not None
-    assert lane not in placer._planners
-
-
 @pytest.mark.parametrize("drops_first", [True, False])
 async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bool) -> None:
     """The table of the pool is removed from the bucket before or after this gateway drops the pool."""
@@ -539,17 +471,6 @@ async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places
 
 
 # the table in simulation
-
-
-@pytest.mark.long
-def test_a_rolling_restart_among_a_thousand_workers_loads_what_it_lost_and_moves_nothing_else() -> None:
-    calm = Simulation(large(measured_s=10.0, load=0.03, restarted=0), table=True).run()
-    rolling = Simulation(large(measured_s=10.0, load=0.03, restarted=50), table=True).run()
-    loads, lost = (rolling.loads_per_min - calm.loads_per_min) / 6, 50 * 10
-    assert 0 < loads < lost / 3, "of what a twentieth of the workers had, what was asked for is loaded again, once"
-    assert rolling.p50_s < 1.5 * calm.p50_s
-    assert rolling.p99_s < 2 * 5.0, "a load, and no queue of loads"
-    assert rolling.unanswered < 0.03 * rolling.answered
 
 
 CASES = cases(measured_s=60.0)

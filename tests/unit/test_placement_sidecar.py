@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from direct import ENTRY, Direct, reasons
-from fake_adapter import FakeAdapter, toy_entry
+from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import InProcess, free_port, placing, until
 
-from sie_broker import CoreMessage, Write
+from sie_broker import Write
 from sie_broker.memory import MemoryServer
-from sie_contracts.errors import ModelLoadFailed, PoolNotFound
-from sie_contracts.models.entries import ModelEntry, RunDefaults
+from sie_contracts.errors import PoolNotFound
+from sie_contracts.models.entries import RunDefaults
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Placement
@@ -254,51 +254,6 @@ async def test_work_of_a_model_that_moved_away_is_finished_where_it_was_pulled(c
     assert (await held).headers["X-SIE-Worker"] == f"w{host}"
 
 
-async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None:
-    """The first model runs a batch and is closed for the load of the second one. The batch ends, the load goes on. New
-    work of the first model stays in the queue, where another host may take it: this worker would need two loads first.
-    """
-    gateway, adapter = await cluster.gateway(), await cluster.adapter()
-    sidecar = await cluster.sidecar(adapter, SIE_SWAP_AFTER_MS="1")
-    first, second, third = ENTRIES[:3]
-    assert (await gateway.encode("x", model=first.id)).status_code == 200
-    await gateway.end()
-    await put(cluster, {first.id: ("w0",), second.id: ("w0",)})
-    broker = cluster.server.connect("publisher")
-
-    async def confirm(message: CoreMessage) -> None:
-        await broker.send(message.reply, messages.encode(messages.Confirmation("taken")))
-
-    async def publish(entry: ModelEntry, name: str) -> None:
-        await broker.ensure_consumer(topology.work_consumer(LANE, "interactive", entry.id, 10.0))
-        inputs = (messages.Input("x"),)
-        item = messages.WorkItem(
-            name, 0, entry.id, entry.revision, "encode", inputs, messages.RunOptions(), "inbox", 60_000
-        )
-        await broker.publish(topology.work_subject(LANE, "interactive", entry.id), messages.encode(item), name)
-
-    await broker.subscribe("inbox", confirm)
-    adapter.hold_batches = True
-    await publish(first, "busy")
-    await adapter.until(lambda adapter: adapter.running, "a batch")
-    adapter.refusals[second.id] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
-    await publish(second, "waits for room")
-    async with asyncio.timeout(30):
-        while not await sidecar.metric("sie_model_swaps_total"):
-            pass  # the scrape awaits
-    adapter.refusals.clear()
-    adapter.hold_loads = True
-    adapter.let_go(1)
-    await adapter.until(lambda adapter: adapter.loads == [first.id, second.id, second.id], "the load in its place")
-    await publish(first, "stays")
-    await publish(third, "tells that all credit was looked at")
-    await put(cluster, {entry.id: ("w0",) for entry in (first, second, third)})
-    await adapter.until(lambda adapter: third.id in adapter.loads, "work of the third model")
-    assert await sidecar.metric("sie_deliveries_total") == 4
-    adapter.let_go()
-    await until(lambda: not cluster.server.streams["WORK__default"].state().messages, "all of it is done")
-
-
 async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,49 +348,3 @@ async def test_without_admission_nothing_is_asked(cluster: InProcess) -> None:
         await cluster.sidecar(SIE_POOL_ADMISSION_ENABLED="false", SIE_GATEWAY_URL=f"http://127.0.0.1:{assigner.port}")
         assert (await gateway.encode("x", model=ENTRIES[0].id)).status_code == 200
         assert assigner.asked == []
-
-
-async def test_the_gateway_tells_a_worker_its_pool_and_takes_the_read_token_for_it(cluster: InProcess) -> None:
-    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="user", SIE_CONFIG_READ_TOKEN="read-me")
-    await cluster.sidecar()
-    reader = {"authorization": "Bearer read-me"}
-    answer = await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"}, headers=reader)
-    assert answer.json() == {"worker": "w0", "pools": ["_default"]}
-    assert (
-        await gateway.client.get("/v1/pools/assignments", params={"worker": "w7"}, headers=reader)
-    ).status_code == 404
-    assert (await gateway.client.get("/v1/models", headers=reader)).status_code == 401
-    assert (await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"})).status_code == 401
-
-
-@pytest.mark.long
-async def test_a_model_gets_one_more_host_when_work_waits_longer_than_allowed(cluster: InProcess) -> None:
-    """SIE_ADOPT_AFTER_MS is the allowed wait."""
-
-    async def hosts(adopt_after_ms: str, within_s: float) -> int:
-        gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS=adopt_after_ms)
-        answer = await gateway.encode("x", model=ENTRIES[0].id)
-        busy = adapters[int(answer.headers["X-SIE-Worker"][1:])]
-        busy.hold_batches = True
-        sent = [asyncio.create_task(gateway.encode(str(number), model=ENTRIES[0].id)) for number in range(200)]
-        await busy.until(lambda adapter: adapter.running, "a batch")
-        most = 1
-        async with asyncio.timeout(60):
-            end_s = asyncio.get_running_loop().time() + within_s
-            while most == 1 and asyncio.get_running_loop().time() < end_s:
-                placement = await table(cluster)
-                most = max(most, len(placement.hosts[ENTRIES[0].id])) if placement else most
-                await asyncio.wait(sent, timeout=0.05)
-        busy.let_go()
-        assert {answer.status_code for answer in await asyncio.gather(*sent)} == {200}
-        await gateway.end()
-        return most
-
-    maker = await cluster.gateway()
-    adapters: list[FakeAdapter] = [await cluster.adapter(f"{name}.sock") for name in "ab"]
-    for adapter in adapters:
-        await cluster.sidecar(adapter, SIE_BATCHER_MAX_BATCH_REQUESTS="1", SIE_HEALTH_PUBLISH_INTERVAL_MS="300")
-    await placing(cluster)
-    await maker.end()
-    assert await hosts("600000", within_s=3.0) == 1
-    assert await hosts("500", within_s=30.0) == 2

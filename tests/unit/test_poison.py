@@ -4,7 +4,6 @@ answered.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
-from sie_sidecar.poison import MAX_MARKS, POISON_DEATHS, Mark, PoisonMarks, after_death
+from sie_sidecar.poison import MAX_MARKS, Mark, PoisonMarks, after_death
 
 POISON = "INFERENCE_ERROR poison"
 
@@ -88,19 +87,6 @@ async def test_a_suspect_whose_model_does_not_fit_there_again_runs_on_another_de
     assert (first.deaths, [len(batch.groups) for batch in second.batches]) == ([["bad", "good"]], [1, 1])
 
 
-async def test_copies_of_a_poison_in_one_batch_cost_no_more_deaths(cluster: Direct) -> None:
-    adapter = await cluster.deadly("bad")
-    adapter.hold_batches = True
-    await cluster.sidecar(adapter)
-    held = await cluster.publish("hold")
-    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
-    items = [await cluster.publish("bad") for _ in range(5)] + [await cluster.publish("bad", "good", "bad")]
-    adapter.let_go()
-    assert [reasons(await cluster.result(item)) for item in items] == [[POISON]] * 5 + [[POISON, "", POISON]]
-    assert reasons(await cluster.result(held)) == [""]
-    assert len(adapter.deaths) == 3
-
-
 async def test_equal_inputs_run_alone_once_and_then_in_batches_again(cluster: Direct) -> None:
     adapter = await cluster.deadly("bad")
     adapter.hold_batches = True
@@ -139,28 +125,6 @@ async def test_a_suspect_of_another_worker_runs_alone_and_one_death_more_is_enou
     await until(lambda: cluster.server.streams["DEAD__default"].messages, "its dead letter")
     (letter,) = await cluster.letters()
     assert letter.workers == ("other", "w0")
-
-
-async def test_a_suspect_that_is_cancelled_while_it_waits_for_the_device_does_not_run(cluster: Direct) -> None:
-    item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("bad"),), RunOptions(), "inbox", 60_000)
-    bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
-    at_s = await cluster.broker.server_time(cluster.stream.name)
-    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 2, at_s, ("other",))))])
-    adapter = await cluster.deadly("bad")
-    adapter.hold_batches = True
-    await cluster.sidecar(adapter)
-    good = await cluster.publish("good")
-    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
-    suspect = await cluster.publish("bad")
-    (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "isolate")
-    device = task.get_coro().cr_frame.f_locals["self"]._device  # type: ignore[union-attr]
-    await until(lambda: device.is_reserved, "the suspect waits for the device")
-    await cluster.broker.send(topology.cancel_subject("_default"), messages.encode(CancelRequests((suspect.request,))))
-    await cluster.left(1)
-    adapter.let_go()
-    results = [await cluster.result(item) for item in (good, await cluster.publish("later"))]
-    assert [reasons(result) for result in results] == [[""], [""]]
-    assert adapter.deaths == []
 
 
 async def test_no_further_input_of_a_suspect_runs_after_it_is_cancelled_while_one_runs(cluster: Direct) -> None:
@@ -209,19 +173,6 @@ async def test_what_cannot_be_read_is_a_dead_letter_and_leaves_the_queue(cluster
     (letter,) = await cluster.letters()
     assert (letter.item, letter.error.reason) == (data, "undecodable")
     assert [entry.item async for entry in Letters(cluster.broker, "_default").all()] == [None]
-
-
-@pytest.mark.parametrize("reply", ["", "a b"])
-async def test_a_result_whose_address_is_no_subject_leaves_the_worker_alone(cluster: Direct, reply: str) -> None:
-    await cluster.sidecar()
-    item = await cluster.publish("a")
-    await cluster.result(item)
-    lost = msgspec.structs.replace(item, request="lost", reply=reply)
-    await cluster.broker.publish(
-        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(lost), "lost"
-    )
-    await cluster.left(0)
-    assert reasons(await cluster.result(await cluster.publish("b"))) == [""]
 
 
 async def delivered_in_vain(cluster: Direct, count: int, times: int) -> None:
@@ -325,25 +276,6 @@ async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
     mark = marks.get("k")
     assert mark is not None
     assert mark.is_poison
-
-
-async def test_marks_of_a_bucket_that_was_made_anew_count_beside_those_of_before() -> None:
-    """The revisions of the new bucket begin again, below those that the worker knows."""
-    server, now_s = MemoryServer(), Times()
-    first_marks = await marks_of(server, "one", now_s)
-    await first_marks.suspected("m", [f"other{number}" for number in range(5)])
-    await first_marks.suspected("m", ["k"])
-    del server.buckets[POISON_BUCKET]
-    await first_marks.open()
-    mark = first_marks.get("k")
-    assert mark is not None
-    assert mark.deaths == 1, "what this worker knew stays"
-    two = await marks_of(server, "two", now_s)
-    for _ in range(POISON_DEATHS):
-        await two.died("m", ["k"])
-    await until(lambda: (mark := first_marks.get("k")) and mark.is_poison, "the verdict of the other worker")
-    for marks in (first_marks, two):
-        await marks.close()
 
 
 @given(st.lists(st.sampled_from(["one", "two", "three"]), min_size=1, max_size=5))

@@ -5,11 +5,9 @@ process.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import httpx
 import msgspec
@@ -17,19 +15,17 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, unchanged_inference_of, until, until_told
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
 
-from sie_broker import Write, WrongRevision
+from sie_broker import Write
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.records import Reservation, ReservationSpec
 from sie_contracts.wire.topology import MAX_RESERVATIONS
-from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.pool_reconciler import PoolReconciler
 from sie_gateway.fleet.pool_rules import HELD_BACK, TOO_FEW
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec
@@ -274,7 +270,7 @@ FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10
 async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:
     """Return the answer of a gateway once the condition holds."""
     async with asyncio.timeout(30):
-        while not condition(reply := (await gateway.client.get(path)).json()):
+        while not condition(reply := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
             await asyncio.sleep(0.02)
     return reply
 
@@ -325,7 +321,7 @@ class Town(InProcess):
         object shows it.
         """
         async with asyncio.timeout(30):
-            while not await self.events(event):
+            while not await self.events(event):  # noqa: ASYNC110  a state of another process
                 await asyncio.sleep(0.02)
 
 
@@ -339,12 +335,6 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
 def placers() -> list[Placer]:
     """Return the placers of the gateways of this process, by their tasks."""
     tasks = [task for task in asyncio.all_tasks() if task.get_name() == "placement"]
-    return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
-
-
-def keepers() -> list[PoolReconciler]:
-    """Return what reconciles the reservations in each gateway of this process, by their tasks."""
-    tasks = [task for task in asyncio.all_tasks() if task.get_name() == "pools"]
     return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
 
 
@@ -445,18 +435,6 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
     assert code(await client.post("/v1/pools", content=b" " * 70_000)) == (413, "PAYLOAD_TOO_LARGE")
 
 
-async def test_a_pool_of_a_workers_own_settings_is_no_reservation(town: Town) -> None:
-    await town.sidecar(SIE_MACHINE_PROFILE="l4", SIE_POOL="own", ready=False, **FAST)
-    client = town.gateways[0].client
-
-    async def is_shown() -> bool:
-        return (await client.get("/v1/pools/own")).status_code == 200
-
-    await until_told(is_shown, "the gateway has heard the worker")
-    assert code(await client.delete("/v1/pools/own")) == (403, "POOL_OPERATION_FORBIDDEN")
-    assert (await client.post("/v1/pools/own/renew")).json() == {"message": "Pool renewed", "expires_at": None}
-
-
 async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_once(town: Town) -> None:
     specs = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MAX_RESERVATIONS + 6)]
     answers: list[httpx.Response] = []
@@ -532,33 +510,6 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
 
 
-async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_before_a_gateway_looks(
-    town: Town,
-) -> None:
-    await town.gateways[0].client.post("/v1/pools", json=SPEC)
-    await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
-    (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
-    (late_gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
-    (second_gateway,) = (g for g in town.gateways if g is not late_gateway)
-    await until(lambda: "team" in follower._known, "it is known")
-    waiting = asyncio.create_task(late_gateway.encode("x", X_SIE_Pool="team"))
-    await until(lambda: town.server.streams["WORK_team"].state().messages == 1, "work in the stream")
-    stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
-
-    async def late() -> None:
-        stands.set()
-        await looks.wait()
-        await step()
-
-    follower.step = late  # type: ignore[method-assign]
-    await stands.wait()
-    assert (await second_gateway.client.delete("/v1/pools/team")).status_code == 200
-    assert (await second_gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
-    looks.set()
-    assert code(await asyncio.wait_for(waiting, 10)) == (404, "POOL_NOT_FOUND")
-    await until(lambda: "team" in follower._queue.consumers.streams, "the stream of the new one is followed")
-
-
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
     """A caller without the scope admin reserves the only worker. The pool is pending and says why, and one worker more
     is wanted. With a second worker the pool is active, and one worker still serves everybody. The reservation of an
@@ -596,82 +547,6 @@ async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_
     assert (await town.gateways[1].encode("x", X_SIE_Pool="team")).headers["x-sie-worker"] == left
     await workers[left].end()
     assert (await town.state("pending"))["status"]["assigned_workers"] == []
-
-
-async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The adapter of such a worker may be back within seconds."""
-    monkeypatch.setattr(pool_reconciler, "UNREADY_S", 2.0)
-    patient = {**FAST, **L4, "SIE_HEARTBEAT_TIMEOUT_MS": "30000"}
-    async with Town(tmp_path, toy_entry()) as town:
-        town.gateways = await town.gateway(**patient), await town.gateway(**patient)
-        names = [(await town.worker()).worker for _ in range(2)]
-        await town.gateways[0].client.post("/v1/pools", json=SPEC)
-        [first] = (await town.state("active"))["status"]["assigned_workers"]
-        number = names.index(first["name"])
-        await town.adapters[number].stop()
-        await until(lambda: town.last_beat(first["name"], ready=False), "a heartbeat that says not ready")
-        since_s = asyncio.get_running_loop().time()
-
-        async def is_replaced() -> bool:
-            pool = await town.state("active")
-            return bool(pool["status"]["assigned_workers"][0]["name"] != first["name"])
-
-        await until_told(is_replaced, "another worker")
-        assert asyncio.get_running_loop().time() - since_s >= 1.5
-
-
-async def test_after_a_loss_of_the_broker_reserved_workers_have_the_time_to_send_heartbeats(town: Town) -> None:
-    """The gateways connect again before the worker does, when its last heartbeat is too old already."""
-    worker = await town.worker()
-    await town.gateways[0].client.post("/v1/pools", json=SPEC)
-    await town.state("active")
-    looks: set[PoolReconciler] = set()  # those with a step that began with a connection, and ended
-
-    def watched(keeper: PoolReconciler) -> Callable[[], Coroutine[Any, Any, None]]:
-        step = keeper.step
-
-        async def counted_step() -> None:
-            is_connected = keeper._broker.connected
-            try:
-                await step()
-            finally:
-                if is_connected:
-                    looks.add(keeper)
-
-        return counted_step
-
-    town.server.disconnect()
-    for keeper in keepers():
-        keeper._fleet._clock = lambda: time.monotonic() + 11.0  # above SIE_HEARTBEAT_TIMEOUT_MS
-    await until(lambda: all(keeper._since_s is None for keeper in keepers()), "each knows that the broker is lost")
-    for keeper in keepers():
-        keeper.step = watched(keeper)  # type: ignore[method-assign]
-    for gateway in town.gateways:
-        gateway.broker.reconnect()
-    await until(lambda: set(keepers()) <= looks, "each looks with the broker")
-    assert not any(keeper._fleet.healthy() for keeper in keepers())
-    worker.broker.reconnect()
-    town._observer.reconnect()
-    await town.state("active")
-    assert await town.events("released") == 0
-
-
-async def test_changes_that_always_lose_against_those_of_other_gateways_end_no_gateway(town: Town) -> None:
-    first_gateway, _ = town.gateways
-    records = {keeper._record for keeper in keepers()}
-    assert (await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 1})).status_code == 201
-    changes = [(record._record, record._record.change) for record in records]
-    lost = AsyncMock(side_effect=WrongRevision("another gateway was faster"))
-    for record, _ in changes:
-        record.change = lost  # type: ignore[method-assign]
-    await until(lambda: lost.await_count > 1, "the leader has tried twice to end the reservation")
-    answer = await first_gateway.client.post("/v1/pools", json={**SPEC, "name": "more"})
-    assert code(answer) == (503, "QUEUE_UNAVAILABLE")
-    for record, change in changes:
-        record.change = change  # type: ignore[method-assign]
-    await until(lambda: "WORK_team" not in town.server.streams, "the reservation has ended")
 
 
 async def test_a_pinned_model_that_was_unloaded_is_loaded_again(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:

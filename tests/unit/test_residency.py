@@ -14,7 +14,6 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, placing, until_told
 
 from sie_broker import CoreMessage
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.wire import records, topology
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.in_flight import Loading
@@ -101,29 +100,6 @@ async def test_a_worker_that_comes_later_loads_what_was_asked_for(cluster: InPro
     assert adapter.loads == ["toy/one"]
 
 
-async def test_one_host_of_several_workers_loads_it(cluster: InProcess) -> None:
-    gateway = await cluster.gateway(**TOKENS)
-    adapters = [await cluster.adapter(f"{number}.sock") for number in range(3)]
-    for adapter in adapters:
-        await cluster.sidecar(adapter)
-    await placing(cluster)
-    assert (await asked(gateway, "load")).status_code == 202
-    await eventually(gateway, "loaded")
-    assert sorted(load for adapter in adapters for load in adapter.loads) == ["toy/one"]
-
-
-async def test_a_load_names_the_host_before_it_begins_and_no_other_worker_of_the_lane(cluster: InProcess) -> None:
-    gateway, _ = await served(cluster)
-    await cluster.sidecar(await cluster.adapter("1.sock"))
-    await placing(cluster)
-    await asked(gateway, "load")
-    await eventually(gateway, "loaded")
-    (host,) = (await asked(gateway, "unload")).json()["lanes"][0]["workers"]
-    await eventually(gateway, "available")
-    (lane,) = (await asked(gateway, "load")).json()["lanes"]
-    assert [(worker["worker"], worker["state"]) for worker in lane["workers"]] == [(host["worker"], "available")]
-
-
 async def test_an_unload_waits_for_what_runs_and_the_next_request_loads_it_again(cluster: InProcess) -> None:
     gateway, adapter = await served(cluster)
     adapter.hold_batches = True
@@ -190,21 +166,6 @@ async def test_a_load_takes_an_unload_back_that_still_waits(cluster: InProcess) 
     assert (adapter.loads, adapter.releases) == (["toy/one", "toy/two"], [])
 
 
-async def test_a_failed_load_is_told_and_tried_again_when_asked(cluster: InProcess) -> None:
-    """Requests are refused while a failure cools down; an operator may have repaired its cause."""
-    gateway, adapter = await served(cluster)
-    failure = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
-    adapter.refusals["toy/one"] = failure
-    await asked(gateway, "load")
-    await eventually(gateway, "failed")
-    info = (await gateway.client.get("/v1/models/toy/one", headers=AS_ADMIN)).json()
-    assert (info["last_error"]["code"], info["last_error"]["permanent"]) == ("NOT_FOUND", True)
-    assert (await gateway.encode("a", authorization=f"Bearer {USER}")).json()["error"]["code"] == "MODEL_LOAD_FAILED"
-    adapter.refusals.clear()
-    assert (await asked(gateway, "load")).status_code == 202
-    await eventually(gateway, "loaded")
-
-
 @pytest.mark.parametrize("action", ["load", "unload"])
 async def test_what_is_not_there_is_refused_as_for_inference(cluster: InProcess, action: str) -> None:
     gateway, adapter = await served(cluster)
@@ -220,11 +181,3 @@ async def test_what_is_not_there_is_refused_as_for_inference(cluster: InProcess,
         refused = await gateway.client.post(f"/v1/models/toy/one/{action}", headers=headers)
         assert refused.status_code == status
     assert (adapter.loads, adapter.releases) == ([], [])
-
-
-async def test_a_message_of_a_later_version_changes_nothing(cluster: InProcess) -> None:
-    gateway, adapter = await served(cluster)
-    await cluster.send(topology.residency_subject("w0"), b"\x00")
-    await asked(gateway, "load")
-    await eventually(gateway, "loaded")
-    assert adapter.loads == ["toy/one"]

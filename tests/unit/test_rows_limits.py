@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fake_adapter import FakeAdapter, ids_of, texts_of, vector_of
+from fake_adapter import ids_of, vector_of
 from inprocess import InProcess, until
 from parity import tokenizer_recipes as recipes
 
 from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.wire.messages import Input, RunOptions
-from sie_sidecar.prepare import layouts, long_text, rows
+from sie_sidecar.prepare import layouts, rows
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.rows import INLINE_CHARACTERS, ModelTokenizer, WorkItemInput, WorkRows, effort_of, reached
 
@@ -100,16 +100,6 @@ def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkey
     assert pairs.error is not None
 
 
-def test_a_model_that_tokenises_itself_gets_a_long_text_whose_tokens_are_counted_in_pieces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tokens of a whole text would take 400 bytes for each of its characters."""
-    text = "paper river " * 60_000
-    monkeypatch.setattr(long_text, "MAX_CALL_CHARACTERS", long_text.MAX_PIECE_CHARACTERS + 100)
-    (work_rows,) = make(TOKENIZER, Rows("raw"), [work(text)])
-    assert work_rows.rows[0].full == work_rows.rows[0].cost == len(work_rows.rows[0].ids) == 120_000
-
-
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
     """The frame holds the ids, types and lengths of the largest work item."""
     assert 5 * layouts.MAX_TOKENS + 4 * rows.MAX_ROWS < MAX_REQUEST_BYTES
@@ -166,7 +156,8 @@ async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(
 ) -> None:
     monkeypatch.setattr(rows, "MAX_CHARACTERS", 100)
     async with InProcess(tmp_path) as cluster:
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
+        own = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "5000"}
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar(**own)
         refused = await gateway.encode("canary " * 20)
         assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "too_many_tokens")
         assert "canary" not in refused.text
@@ -186,28 +177,3 @@ async def let_go(cluster: InProcess, worker: str) -> None:
 def right(answer: httpx.Response, text: str) -> None:
     assert answer.status_code == 200, answer.text
     np.testing.assert_allclose(answer.json()["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
-
-
-class Refusing(FakeAdapter):
-    """An adapter that closes the connection on a batch that holds `poison`, before it says that the batch has begun."""
-
-    async def _run(self, batch: Any, writer: Any) -> None:
-        if "poison" in texts_of(batch):
-            writer.close()
-            raise EOFError
-        await super()._run(batch, writer)
-
-
-async def test_work_that_no_adapter_takes_ends_with_its_budget(tmp_path: Path) -> None:
-    """The work is no suspect, because the device never had it. Only its budget ends its retries."""
-    async with InProcess(tmp_path) as cluster:
-        adapter = Refusing(tmp_path / "refusing.sock")
-        await adapter.start()
-        cluster.adapters.append(adapter)
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar(adapter)
-        answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1900")
-        # the code depends on the state of the worker at that moment
-        assert answer.json()["code"] in ("GATEWAY_TIMEOUT", "PROVISIONING", "MODEL_LOADING")
-        assert len(adapter.loads) > 1
-        await let_go(cluster, sidecar.worker)
-        right(await gateway.encode("short"), "short")

@@ -76,17 +76,6 @@ def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     assert final_info["state"] == "loaded"
 
 
-def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:
-    with pytest.raises(sie_client.InvalidInputError, match="video"):
-        replied(cluster.warmed("m", {}, Session()), {"name": "m", "inputs": ["video"], "tasks": ["encode"]})
-
-
-def test_capacity_counts_the_workers_of_a_machine_profile() -> None:
-    workers = [{"name": "a", "gpu": "l4", "gpu_count": 2}, {"name": "b", "gpu": "cpu", "gpu_count": 1}]
-    _, capacity = replied(cluster.capacity(" L4 ", Session()), {"workers": workers})
-    assert capacity == {"worker_count": 1, "gpu_count": 2, "workers": workers[:1]}
-
-
 SESSION = Session()
 PLANS = {
     "list_models": lambda: cluster.list_models({}, SESSION),

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import enum
 import json
 import ssl
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import nanoarrow
 import numpy as np
-import pandas
-import polars
-import pyarrow
-import pydantic
 import pytest
 from public_certificates import certified
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, transport, verbs, wire
+from sie_client import SIEClient, verbs
 from sie_client.core import (
     BlockingWork,
-    Hedges,
     HttpAnswer,
     Pause,
     Plan,
@@ -128,22 +120,6 @@ def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
     assert msgspec.msgpack.decode(step.body) == {"items": ["a"], "params": {}}
 
 
-def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameters() -> None:
-    session = Session.from_options({"gpu": "l4", "timeout_s": 300, "hedge_after_s": 1.0})
-    step = next(
-        verbs.encode(
-            "m",
-            ["a"],
-            {"gpu": "a100", "pool": None, "timeout_s": None, "is_query": True, "hedge_after_s": 0.5},
-            session,
-        )
-    )
-    assert isinstance(step, Send)
-    assert (step.headers["x-sie-machine-profile"], step.hedge_after_s) == ("a100", 0.5)
-    assert step.within_s > 300, "the server's own deadline comes first"
-    assert msgspec.msgpack.decode(step.body)["params"] == {"is_query": True}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -182,18 +158,6 @@ def test_no_part_is_larger_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -
     assert [len(request["items"]) for request in sent] == [2, 2, 1]  # type: ignore[arg-type]
 
 
-def test_work_that_takes_long_is_asked_for_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, large bodies and large replies do not hold up an event loop."""
-    monkeypatch.setattr(verbs, "ASIDE_BYTES", 10)
-    steps = plan(["a text of more than ten bytes"])
-    encoding = next(steps)
-    assert isinstance(encoding, BlockingWork)
-    assert isinstance(steps.send(encoding.function()), Send)
-    decoding = steps.send(answered(1))
-    assert isinstance(decoding, BlockingWork)
-    assert isinstance(steps.send(decoding.function()), HttpAnswer)
-
-
 def test_a_retryable_error_is_waited_out_as_long_as_the_server_says() -> None:
     steps = plan(["a"])
     next(steps)
@@ -212,13 +176,6 @@ def test_patience_ends_with_the_class_of_the_last_cause() -> None:
     with pytest.raises(sie_client.ModelLoadingError, match="MODEL_LOADING") as caught:
         steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
     assert (caught.value.code, caught.value.status, caught.value.request_id) == ("MODEL_LOADING", 503, "r1")
-
-
-def test_not_waiting_for_capacity_waits_for_nothing() -> None:
-    steps = plan(["a"], wait_for_capacity=False)
-    next(steps)
-    with pytest.raises(sie_client.QueueFullError):
-        steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=1))
 
 
 @pytest.mark.parametrize(
@@ -250,19 +207,6 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
         steps.send(Received(503, {}, b""))
 
 
-@pytest.mark.parametrize(
-    ("retry_after", "min_s", "max_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
-)
-def test_a_retry_after_that_is_no_number_of_seconds_means_five(retry_after: str, min_s: float, max_s: float) -> None:
-    steps = plan(["a"])
-    next(steps)
-    pause = steps.send(
-        Received(503, {"retry-after": retry_after, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b"")
-    )
-    assert isinstance(pause, Pause)
-    assert min_s <= pause.seconds <= max_s
-
-
 def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:
     steps = plan(["a"])
     pauses = []
@@ -273,51 +217,6 @@ def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:
         pauses.append(pause.seconds)
     for pause_s, expected_s in zip(pauses, (5, 10, 20, 30, 30), strict=True):
         assert 0.75 * expected_s <= pause_s <= 1.25 * expected_s
-
-
-def test_patience_for_a_connection_and_for_capacity_are_two() -> None:
-    steps = plan(["a"], connection_budget_s=3, capacity_budget_s=100)
-    for _ in range(3):
-        next(steps)
-        steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=5))
-    next(steps)
-    assert isinstance(steps.send(TransportFailed(ConnectionResetError(), elapsed_s=0.0)), Pause)
-
-
-def test_an_answer_to_one_part_renews_the_patience_of_the_others() -> None:
-    """A call of hours may have many short waits. It ends if no part is answered within the budget."""
-    together = next(plan(["a" * 40] * 3, part_tokens=12, capacity_budget_s=8))
-    assert isinstance(together, Together)
-    first, second, _ = together.plans
-    waiting = refused("QUEUE_FULL", 503, retryable=True, retry_after_s=6)
-    next(first)
-    assert isinstance(first.send(waiting), Pause)
-    next(second)
-    second.send(answered(1))
-    next(first)
-    assert isinstance(first.send(waiting), Pause), "without the other's answer this would be the end"
-    next(first)
-    with pytest.raises(sie_client.QueueFullError):
-        first.send(waiting)
-
-
-def test_hedges_are_one_and_then_one_for_each_five_requests() -> None:
-    hedges = Hedges()
-    assert (hedges.acquire(), hedges.acquire()) == (True, False)
-    for _ in range(5):
-        assert not hedges.acquire()
-        hedges.sent()
-    assert (hedges.acquire(), hedges.acquire()) == (True, False)
-    for _ in range(1000):
-        hedges.sent()
-    assert [hedges.acquire() for _ in range(11)] == [True] * 10 + [False]
-
-
-def test_time_spent_waiting_for_answers_counts_against_patience() -> None:
-    steps = plan(["a"], connection_budget_s=120)
-    next(steps)
-    with pytest.raises(sie_client.SIEConnectionError):
-        steps.send(TransportFailed(TimeoutError("read"), elapsed_s=150))
 
 
 def test_what_can_never_be_sent_is_not_tried_again() -> None:
@@ -377,28 +276,6 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
         client_error.retryable,
     ) == (leaf.code, error.status, "a_reason", "items[3].text", "r9", error.retryable)
     assert (client_error.details["limit"], client_error.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
-
-
-def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
-    assert sie_client.errors.codes().keys() == {leaf.code for leaf in errors.catalogue()}
-    assert all(
-        kind.__name__ in sie_client.__all__ and code in (sie_client.errors.__doc__ or "")
-        for code, kind in sie_client.errors.codes().items()
-    )
-
-
-def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
-    body = {
-        "error": {"code": "INVALID_INPUT", "message": "items[1].text: too long", "param": "items[1].text"},
-        "errors": [{"index": 1, "code": "INVALID_INPUT", "message": "items[1].text: too long"}],
-    }
-    steps = plan(["a" * 40] * 4, part_tokens=24, on_item_error="fail")
-    with pytest.raises(sie_client.InvalidInputError, match=r"INVALID_INPUT: items\[3\].text: too long") as caught:
-        outcome(steps, answered(2), Received(400, {}, json.dumps(body).encode()))
-    assert caught.value.param == "items[3].text"
-    assert caught.value.details["errors"] == [
-        {"index": 3, "code": "INVALID_INPUT", "message": "items[3].text: too long"}
-    ]
 
 
 def failed(count: int) -> Received:
@@ -529,119 +406,6 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
     assert result["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": [2, 3]}  # type: ignore[index]
 
 
-def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
-    slots = [
-        [{"id": "item-0", "entities": []}, {"id": "x", "entities": []}],
-        [{"id": "item-0", "entities": [{"label": "person"}]}],
-    ]
-    steps = verbs.extract(
-        "m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session()
-    )
-    sent, results = outcome(steps, *(replied(items=part) for part in slots))
-    assert [request["params"] for request in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
-    assert [slot["id"] for slot in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
-    assert results[2]["entities"] == [{"label": "person"}]  # type: ignore[index]
-
-
-def test_an_empty_list_needs_no_request_but_a_score_is_the_server_s_to_refuse() -> None:
-    for plan in (verbs.encode("m", [], {}, Session()), verbs.extract("m", [], {}, Session())):
-        with pytest.raises(StopIteration) as end:
-            next(plan)
-        assert end.value.value == []
-    assert isinstance(next(verbs.score("m", "q", [], {}, Session())), Send)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"items": 3},
-        {"items": [3]},
-        {"scores": [{}]},
-        {"scores": None},
-        {"items": [], "scores": []},
-        {"items": [{"entities": []}] * 2, "scores": [{"item_id": "7", "score": 1.0, "rank": 0}]},
-        {"items": [{"entities": []}] * 2, "scores": [{"item_id": "0", "score": "high", "rank": 0}]},
-    ],
-)
-def test_an_unreadable_score_or_extraction_is_a_server_error(
-    monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
-) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
-    for steps in (verbs.score("m", "q", ["a", "b"], {}, Session()), verbs.extract("m", ["a"], {}, Session())):
-        with pytest.raises(sie_client.ServerError, match="could not be read"):
-            outcome(steps, *[replied(**body)] * 2)
-
-
-def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
-    with pytest.raises(sie_client.RequestError, match="got int"):
-        next(verbs.score("m", "q", ["a", 5], {}, Session()))  # type: ignore[list-item]
-    with pytest.raises(sie_client.RequestError):
-        next(verbs.extract("m", ["a"], {"threshold": object()}, Session()))
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [table({"number": [1], "title": ["a"]}) for table in (pandas.DataFrame, polars.DataFrame, pyarrow.table)],
-    ids=type,
-)
-async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame: Any) -> None:
-    """An iteration over a table yields the names of its columns, which would be encoded."""
-    with SIEClient("http://127.0.0.1:1") as client:
-        for call in (
-            lambda: client.encode("m", frame),
-            lambda: client.embed("m", frame),
-            lambda: client.score("m", "q", frame),
-            lambda: client.extract("m", frame, labels=["a"]),
-        ):
-            with pytest.raises(
-                TypeError, match=r"items: .*(DataFrame|Table): pass one of its columns, such as df\['title'\]"
-            ):
-                call()
-    async with SIEAsyncClient("http://127.0.0.1:1") as client:
-        for coroutine in (
-            client.encode("m", frame),
-            client.embed("m", frame),
-            client.score("m", "q", frame),
-            client.extract("m", frame, labels=["a"]),
-        ):
-            with pytest.raises(TypeError, match="pass one of its columns"):
-                await coroutine
-
-
-def columns(*texts: str) -> dict[str, Any]:
-    """Return the same texts as a column of each library and type that holds texts."""
-    array = pyarrow.array(texts)
-    return {
-        "array": array,
-        "chunked": pyarrow.chunked_array([texts[:1], texts[1:]]),
-        "large": array.cast(pyarrow.large_string()),
-        "view": array.cast(pyarrow.string_view()),
-        "dictionary": array.dictionary_encode(),
-        "table": pyarrow.table({"title": array})["title"],
-        "batch": pyarrow.record_batch({"title": array})["title"],
-        "scalars": list(array),
-        "nanoarrow": nanoarrow.Array(list(texts), nanoarrow.string()),
-        "pandas": pandas.Series(texts),
-        "pandas of arrow": pandas.Series(texts, dtype="string[pyarrow]"),
-        "polars": polars.Series(texts),
-        "polars categories": polars.Series(texts, dtype=polars.Categorical),
-        "numpy": np.array(texts),
-        "numpy objects": np.array(texts, object),
-        "tuple": texts,
-    }
-
-
-@pytest.mark.parametrize("kind", columns("a", "b"))
-def test_a_column_of_texts_is_sent_as_its_texts(kind: str) -> None:
-    listed = transport.as_list(columns("a", "b")[kind])
-    assert [wire.mapped(wire.item(value, "items"), "items") for value in listed] == [{"text": "a"}, {"text": "b"}]
-    iterable, count = transport.as_iterable(columns("a", "b")[kind])
-    assert ([str(value) for value in iterable], count) == (["a", "b"], 2)
-
-
 def test_a_reply_with_fewer_results_than_items_is_refused_not_shifted() -> None:
     with pytest.raises(sie_client.ServerError, match="expected 2 entries, got 1"):
         outcome(plan(["a", "b"]), answered(1))
@@ -668,67 +432,21 @@ async def test_a_certificate_that_is_not_trusted_ends_at_once(tmp_path: Path) ->
             await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 30)
 
 
-def test_the_usage_of_a_call_has_the_images_and_the_cached_items_of_all_parts() -> None:
-    used = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": [0]}
-    bodies = [{"usage": used}, {"usage": {**used, "images": 2, "cached_items": 1, "cached_tokens": 3}}]
-    usage = verbs._summed([verbs._PartReply(place, body, {}) for place, body in enumerate(bodies)])
-    assert usage == {
-        "prompt_tokens": 6,
-        "total_tokens": 6,
-        "truncated_items": [0, 1],
-        "images": 2,
-        "cached_items": 1,
-        "cached_tokens": 3,
-    }
+NOBODY = "http://127.0.0.1:9"
 
 
-class Colour(enum.Enum):
-    RED = "red"
-
-
-class Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True)
-
-    day: datetime.date
-    colours: set[Colour]
-    pair: tuple[int, ...]
-
-
-def test_a_strict_class_of_pydantic_reads_the_values_as_json() -> None:
-    values = {"day": "2024-03-01", "colours": ["red"], "pair": [1, 2]}
-    _, (result,) = outcome(extracted(Strict, 1), replied(items=[{"data": values}]))  # type: ignore[misc]
-    assert result["data"] == Strict(day=datetime.date(2024, 3, 1), colours={Colour.RED}, pair=(1, 2))
-
-
-class Looked(pydantic.BaseModel):
-    who: str
-
-    @pydantic.field_validator("who")
-    @classmethod
-    def _number(cls, name: str) -> str:
-        return {"Ada": "1"}[name]
-
-
-class LookedStruct(msgspec.Struct):
-    who: str
-
-    def __post_init__(self) -> None:
-        self.who = {"Ada": "1"}[self.who]
-
-
-def extracted(schema: type[Any], items: int, **params: Any) -> Plan[Any]:
-    return verbs.extract("org/model", ["a text"] * items, params, Session.from_options({}), schema)
-
-
-@pytest.mark.parametrize("schema", [Looked, LookedStruct])
-def test_an_exception_of_a_class_is_the_error_of_its_item(schema: Any) -> None:
-    """The exception may be of any kind. A reply without values, from a model that ignores schemas, is an error too."""
-    reply = replied(items=[{"data": {"who": "Ada"}}, {"data": {"who": "Charles"}}, {}])
-    _, results = outcome(extracted(schema, 3), reply)
-    good, bad, empty = results  # type: ignore[misc]
-    assert good["data"].who == "1"
-    assert bad["error"]["code"] == "INVALID_INPUT"
-    assert f"items[1]: its values do not fit {schema.__name__}: KeyError: 'Charles'" == bad["error"]["message"]
-    assert "items[2]: its values do not fit" in empty["error"]["message"]
-    with pytest.raises(sie_client.InvalidInputError, match=r"items\[1\]: .* KeyError: 'Charles'"):
-        outcome(extracted(schema, 3, on_item_error="fail"), reply)
+@pytest.mark.parametrize(
+    ("verb", "params", "says"),
+    [
+        ("encode", {"outptu": 1}, "unexpected parameter 'outptu'; did you mean output_"),
+        ("encode", {"dimension": 1}, "did you mean dimensions?"),
+        ("extract", {"label": ["a"]}, "did you mean labels?"),
+        ("score", {"zzz": 1}, "in options={...}"),
+    ],
+)
+def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str, Any], says: str) -> None:
+    """The client raises the error before it sends anything: no server runs here."""
+    with SIEClient(NOBODY) as client, pytest.raises(TypeError) as caught:
+        getattr(client, verb)("org/one", *(("q",) if verb == "score" else ()), ["a"], **params)
+    assert f"{verb}() got an " in str(caught.value)
+    assert says in str(caught.value)

@@ -9,8 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +17,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pandas
-import polars
 import pytest
 import websockets.sync.server as websocket_server
 from websockets.exceptions import ConnectionClosed
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, cluster, core, threads, watching
+from sie_client import SIEAsyncClient, SIEClient, cluster, watching
 from sie_contracts import arrays
 
 HANGING = 30.0  # seconds; only a step that hangs takes longer
@@ -179,25 +175,6 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
     assert [report.done for report in reports] == list(range(10, 101, 10))
 
 
-@pytest.mark.parametrize("listed", [list, pandas.Series, polars.Series, np.array, iter], ids=repr)
-def test_embed_makes_one_array_of_texts_in_their_order(
-    listed: Callable[[Any], Any], server: Server, using: Callable[..., Any]
-) -> None:
-    server.special = lambda _, __, body, ___: time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)
-    counts: list[sie_client.Progress] = []
-    array = using(
-        server.url,
-        lambda client: client.embed("m", listed(TEXTS), on_progress=counts.append),
-        part_tokens=TEN_A_PART,
-        concurrency=4,
-    )
-    assert (array.shape, array.dtype) == ((100, 1), np.float32)
-    assert array[:, 0].tolist() == [float(text) for text in TEXTS]
-    assert [count.done for count in counts] == list(range(10, 101, 10))
-    params = [body["params"] for _, _, body in server.seen]
-    assert params == [{"on_item_error": "fail", "output_types": ["dense"]}] * 10
-
-
 def test_embed_reads_an_iterator_no_further_than_the_parts_under_way(server: Server, using: Callable[..., Any]) -> None:
     """The input has a million texts. When the first part is answered with an error, few have been read."""
     read = itertools.count()
@@ -243,21 +220,6 @@ def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
     assert len(server.seen) <= 5, "one that was being taken at that moment may still go"
 
 
-def test_a_wait_ends_when_another_part_fails(server: Server, using: Callable[..., Any]) -> None:
-    waiting = threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
-        if "0" in body["items"]:
-            waiting.set()
-            return 503, failure("QUEUE_FULL")
-        waiting.wait(HANGING)
-        return 400, failure("INVALID_INPUT")
-
-    server.special = special
-    with pytest.raises(sie_client.InvalidInputError):
-        using(server.url, lambda client: client.encode("m", TEXTS), part_tokens=100, concurrency=2)
-
-
 def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(
     server: Server, using: Callable[..., Any]
 ) -> None:
@@ -274,69 +236,6 @@ def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(
     released.set()
     assert result["dense"].tolist() == [7.0]
     assert [body for _, _, body in server.seen] == [{"items": ["7"], "params": {}}] * 2
-
-
-def test_a_copy_that_fails_is_no_answer_while_the_other_is_under_way(server: Server, using: Callable[..., Any]) -> None:
-    second = threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
-        if number == 2:
-            second.set()
-            return 500, failure("INTERNAL_ERROR")
-        second.wait(HANGING)
-        time.sleep(0.05)
-        return None
-
-    server.special = special
-    assert using(server.url, lambda client: client.encode("m", "7", hedge_after_s=0.02))["dense"].tolist() == [7.0]
-
-
-def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
-    with SIEClient(server.url) as client:
-        client.encode("m", "1")
-        child = os.fork()
-        if not child:
-            os._exit(client.encode("m", "2")["dense"].tolist() != [2.0])
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert client.encode("m", "3")["dense"].tolist() == [3.0]
-    assert server.connected == 2
-
-
-def test_a_fork_waits_until_no_thread_has_the_lock_of_the_drivers() -> None:
-    held, forking = threading.Event(), threading.Event()
-    os.register_at_fork(before=forking.set)  # called before the hooks that were registered earlier
-
-    def hold() -> None:
-        with threads._lock:
-            held.set()
-            forking.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    child = os.fork()
-    if not child:
-        os._exit(not threads._lock.acquire(timeout=0.1))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    holder.join()
-
-
-@pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_AGAIN])
-def test_a_host_that_does_not_exist_is_told_at_once(
-    using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int
-) -> None:
-    """The client repeats a lookup only if the resolver's failure is temporary (EAI_AGAIN)."""
-    attempts = []
-
-    def nobody(*_: object, **__: object) -> Any:
-        attempts.append(1)
-        raise socket.gaierror(errno, "told by the resolver")
-
-    monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
-    with pytest.raises(sie_client.SIEConnectionError, match="told by the resolver"):
-        using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.8)
-    assert (len(attempts) > 1) == (errno == socket.EAI_AGAIN)
 
 
 POOL = {"name": "eval", "spec": {"gpus": {"l4": 1}}, "status": {"state": "active"}}
@@ -422,30 +321,6 @@ def test_a_reservation_whose_lease_lapsed_is_made_again(
     assert bodies == [{"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 1}] * 2
 
 
-def test_a_renewal_that_ends_after_its_reservation_does_not_create_it_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
-    monkeypatch.setattr("sie_client.transport.CLOSE_S", 0.1)
-    well, deleted = pools(server), threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
-        if path.endswith("/renew"):
-            assert deleted.wait(HANGING)
-            return 404, failure("POOL_NOT_FOUND")
-        if method == "DELETE":
-            deleted.set()
-        return well(method, path, body, number)
-
-    server.special = special
-    with SIEClient(server.url) as client:
-        reserve(client, lambda: len(server.seen) >= 2)
-        for thread in threading.enumerate():
-            if thread.name == "sie-sdk":
-                thread.join(HANGING)
-    assert [path for method, path, _ in server.seen if method == "POST"].count("/v1/pools") == 1
-
-
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
     """Yield the address of a websocket that breaks after two frames each time, and the tokens that it received."""
@@ -483,40 +358,3 @@ def first(client: Any, count: int) -> Any:
             return [await anext(watched) for _ in range(count)]
 
     return found()
-
-
-def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], using: Callable[..., Any]) -> None:
-    url, tokens = frames
-    watched = using(url, lambda client: first(client, 5), api_key="good")
-    assert [frame["timestamp"] for frame in watched] == [0, 1, 0, 1, 0]
-    assert tokens == ["Bearer good"] * 3
-
-
-async def test_a_watch_that_is_cancelled_as_a_frame_comes_ends() -> None:
-    arrived = asyncio.get_running_loop().create_future()
-
-    class Connection:
-        async def recv(self, *, decode: bool) -> bytes:
-            frame: bytes = await arrived
-            return frame
-
-    socket = watching.AsyncStatusSocket("http://gateway")
-    socket._connection = Connection()
-    task = asyncio.create_task(socket.next())
-    for _ in range(3):
-        await asyncio.sleep(0)  # the task waits for the frame now
-    arrived.set_result(b"{}")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
-    frames: tuple[str, list[str]], using: Callable[..., Any]
-) -> None:
-    with pytest.raises(sie_client.AuthenticationError):
-        using(frames[0], lambda client: first(client, 1), api_key="bad")
-    with pytest.raises(sie_client.SIEConnectionError):
-        using("http://127.0.0.1:1", lambda client: first(client, 1), wait_for_capacity=False)
-    with pytest.raises(sie_client.SIEConnectionError):
-        using("http://:80", lambda client: first(client, 1))

@@ -109,17 +109,6 @@ def test_all_of_a_sound_becomes_the_features_of_whisper(seconds: float) -> None:
     assert WINDOWS.cost(recipes.Shape(*features.shape)) == -(-(len(padded) // 160) * 160 // 320)
 
 
-@pytest.mark.parametrize("filling", ["repeatpad", "repeat", "pad"])
-def test_a_short_sound_is_filled_up_as_the_library_does(filling: str) -> None:
-    from transformers import ClapFeatureExtractor
-
-    recipe = from_extractor({**CLAP, "truncation": "rand_trunc", "padding": filling}, positions=POSITIONS)
-    library = ClapFeatureExtractor(max_length_s=1, truncation="rand_trunc", padding=filling)
-    sound = tone(0.37)
-    expected = library(sound, sampling_rate=RATE, return_tensors="np").input_features[0]
-    assert np.array_equal(sounds.features(sound, recipe), expected)
-
-
 def test_a_long_sound_is_transformed_in_blocks_that_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = tone(3.1)
     whole = sounds.features(sound, FUSED)
@@ -224,13 +213,6 @@ def test_an_extractor_that_no_recipe_does_is_refused(config: dict[str, Any], mes
         from_extractor(config, positions=POSITIONS)
 
 
-def test_the_limits_are_those_of_the_header() -> None:
-    recipes.check(recipes.SoundHeader(RATE * 600, RATE, 1))
-    for header in (recipes.SoundHeader(1, 0, 1), recipes.SoundHeader(0, RATE, 1), recipes.SoundHeader(RATE, RATE, 0)):
-        with pytest.raises(InvalidInput, match="undecodable"):
-            recipes.check(header)
-
-
 HOURS = 2.5  # seconds of `long`, whose parts have 1 s
 
 
@@ -277,11 +259,3 @@ def test_a_sound_that_is_read_in_parts_may_be_longer_but_has_limits_too() -> Non
         check(long, 10_800.0)
     with pytest.raises(InvalidInput, match="too_large: the sound has 115200000 samples in 2 channels"):
         check(SoundHeader(700 * 96_000, 96_000, 2), 0.0)
-
-
-def test_a_part_of_a_file_that_is_shorter_than_its_header_says_tells_where_it_ends(long: NDArray[np.float32]) -> None:
-    data = encoded(long, rate=RATE)
-    broken = data[: len(data) - 2 * RATE]  # a second is missing
-    samples, seconds = sounds._decoded(broken, RATE, 1.0)
-    assert len(samples) == RATE // 2
-    assert seconds == 1.5

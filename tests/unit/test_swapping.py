@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 from inprocess import settings_of
 from simulation.virtual import VirtualLoop
 
-import sie_sidecar.models
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
@@ -107,23 +104,6 @@ async def test_a_busy_model_makes_room_for_one_that_waited_so_long(variable: dic
     assert worker.a.parked == worker.b.parked == worker.a.held == worker.b.held == 0
 
 
-async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> None:
-    worker = Worker(0.02)
-    ran = {"toy/a": 0, "toy/b": 0}
-
-    async def client(hosted: ModelState) -> None:
-        for number in range(60):
-            assert await worker.run(hosted, items=1 + number % 3) == hosted.name
-            ran[hosted.name] += 1
-
-    async with asyncio.timeout(20):
-        await asyncio.gather(*(client(hosted) for hosted in (worker.a, worker.b) for _ in range(4)))
-    assert ran == {"toy/a": 240, "toy/b": 240}
-    assert worker.link.evictions >= 3
-    assert not worker.a.is_closed
-    assert not worker.b.is_closed
-
-
 @pytest.mark.parametrize("swap_after_s", [0.2, 1.0])
 @pytest.mark.parametrize("models", [2, 3, 4])
 @pytest.mark.parametrize("load_s", [0.3, 5.0, 20.0])
@@ -160,33 +140,6 @@ def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_ha
     assert longest_s <= round_s + load_s + 2 * pass_s
     assert loads >= 0.8 * for_s / (load_s + turn_s), "and they do take turns"
     assert worker.hosting.swaps <= loads, "one model is closed for a load"
-
-
-def test_a_model_stays_between_the_chunks_of_a_request_until_its_turn_ends() -> None:
-    """The next chunk of a request comes when the chunk before it is answered, and another model waits for memory."""
-    load_s, chunk_s, pause_s = 3.0, 0.2, 0.05
-
-    models: list[str] = []  # the model of each chunk, in the order of the ends of chunks
-
-    async def chunks_of_both() -> None:
-        worker = Worker(1.0, load_s=load_s)
-
-        async def request(hosted: ModelState) -> None:
-            for _ in range(20):
-                models.append(await worker.run(hosted, chunk_s))
-                await asyncio.sleep(pause_s)
-
-        await asyncio.gather(request(worker.a), request(worker.b))
-
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(chunks_of_both())
-    finally:
-        loop.close()
-    in_turn = load_s / (chunk_s + pause_s)  # a turn is as long as a load
-    swaps = sum(model != following for model, following in itertools.pairwise(models))
-    assert len(models) == 40
-    assert swaps <= 40 / in_turn
 
 
 async def test_a_model_that_falls_idle_goes_soon() -> None:
@@ -237,64 +190,6 @@ async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() 
     assert len(models) <= 6
 
 
-async def test_a_model_that_got_work_after_it_was_offered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sie_sidecar.models, "NEXT_CHUNK_S", 0.0)  # it is offered at once
-    worker = Worker(1000.0)
-    count = 0
-    ensure_ready = worker.link.ensure_ready
-
-    async def in_use(question: ipc.EnsureReady) -> ipc.Ready:
-        nonlocal count
-        count += 1
-        if count > 1:
-            return await ensure_ready(question)
-        assert question.may_drop == ("toy/a",)
-        await worker.run(worker.a, 0.0)  # toy/a is idle again before the answer comes
-        raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
-
-    async with asyncio.timeout(30):
-        await worker.run(worker.a)
-        worker.link.ensure_ready = in_use  # type: ignore[method-assign]
-        assert await worker.run(worker.b) == "toy/b"
-    assert count == 2
-
-
-@pytest.mark.parametrize("described", [True, False])
-async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
-    """The adapter outlives its sidecar. The next sidecar learns from its description what it holds, and asks for one
-    if need be.
-    """
-    worker = Worker(1000.0)
-    worker.link.loaded = "toy/left"
-    if described:
-        answer = await worker.link.request(ipc.Describe())
-        assert isinstance(answer, ipc.Description)
-        worker.link.description = answer
-    async with asyncio.timeout(30):
-        assert await worker.run(worker.a) == "toy/a"
-    assert worker.link.evictions == 1
-
-
-async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
-    worker = Worker(1000.0)
-    ensure_ready, count = worker.link.ensure_ready, 0
-
-    async def arriving(question: ipc.EnsureReady) -> ipc.Ready:
-        nonlocal count
-        count += 1
-        if count > 2:
-            return await ensure_ready(question)
-        if count == 2:
-            worker.link.loaded = "toy/left"  # the earlier load ends between this answer and the next request
-        raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
-
-    worker.link.ensure_ready = arriving  # type: ignore[method-assign]
-    with mock.patch.object(sie_sidecar.models, "EARLIER_LOAD_S", 0.01):
-        async with asyncio.timeout(30):
-            assert await worker.run(worker.a) == "toy/a"
-    assert worker.link.evictions == 1
-
-
 async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() -> None:
     """Otherwise a model with only parked work would be neither idle nor busy, and no model could be loaded in its
     place.
@@ -314,15 +209,6 @@ async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() ->
     assert worker.hosting.idle(0.0) == [], "one that is past the gate"
     worker.hosting._open(worker.a)
     await waiting
-
-
-async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gate() -> None:
-    worker = Worker(1000.0)
-    await worker.run(worker.a)
-    worker.hosting._close(worker.a)
-    async with asyncio.timeout(30):
-        await worker.hosting.ensure(worker.a, past_gate=True)
-    assert worker.a.parked == 0
 
 
 async def test_a_load_that_nobody_waits_for_any_more_takes_no_room() -> None:

