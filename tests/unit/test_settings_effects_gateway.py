@@ -13,14 +13,13 @@ from inprocess import GatewayProcess, InProcess, settings_of, until
 from msgspec.structs import replace
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.errors import InvalidInput, MethodNotAllowed, NotFound, SIEError
+from sie_contracts.errors import InvalidInput, NotFound
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.configs import ConfigDelta
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.http.app import Gate
 
 STREAM = "WORK__default"
 
@@ -346,16 +345,6 @@ async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_chang
 
 
 # authorisation
-
-
-def allowed(gate: Gate, token: str, method: str = "POST", path: str = "/v1/encode/m") -> bool | type[SIEError]:
-    try:
-        gate.check(method, path, f"Bearer {token}" if token else "")
-    except MethodNotAllowed:  # authorised, but a gateway does not serve this
-        return True
-    except SIEError as error:
-        return type(error)
-    return True
 
 
 # default models
