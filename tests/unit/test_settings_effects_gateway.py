@@ -105,6 +105,30 @@ async def test_a_body_must_come_at_the_least_rate(
     await must_come_at_the_least_rate(gateway, path, "application/json", b"  ", status, monkeypatch)
 
 
+async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(cluster: InProcess) -> None:
+    """SIE_MAX_CONCURRENT_REQUESTS: 20 requests at each of two gateways wait for the held device. Only the other three
+    of each are refused.
+    """
+    gateways = [await cluster.gateway(SIE_MAX_CONCURRENT_REQUESTS="20") for _ in range(2)]
+    adapter = await cluster.adapter()
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    sent = [[asyncio.create_task(gateway.encode(f"{number}")) for number in range(23)] for gateway in gateways]
+    for gateway, tasks in zip(gateways, sent, strict=True):
+        done = await until(
+            lambda tasks=tasks: len(done := [task for task in tasks if task.done()]) == 3 and done, "three refusals"
+        )
+        for task in done:
+            refusal = task.result()
+            assert (refusal.status_code, refusal.json()["code"]) == (503, "QUEUE_FULL")
+            assert int(refusal.headers["retry-after"]) >= 1
+        assert await gateway.metric("sie_gateway_requests_in_progress") == 20
+        assert await gateway.metric("sie_gateway_rejected_requests_total", reason="concurrency") == 3
+    adapter.let_go()
+    answers = await asyncio.gather(*(task for tasks in sent for task in tasks))
+    assert sorted(answer.status_code for answer in answers) == [200] * 40 + [503] * 6
+
+
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
     """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not. The work is removed from
     the queue.
