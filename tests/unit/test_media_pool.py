@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,29 +17,25 @@ import msgspec
 import psutil
 import pytest
 import sound_files
-from image_files import bomb, encoded, mutated, picture, png, seeds
+from image_files import bomb, encoded, picture, png
 from inprocess import settings_of, until
 
 from sie_contracts.errors import (
-    UNDECODABLE,
-    InternalFailure,
     InvalidInput,
     QueueFull,
     ResourceExhausted,
     ShuttingDown,
     SIEError,
 )
-from sie_contracts.media.images import Recipe, Size
+from sie_contracts.media.images import Recipe
 from sie_contracts.media.sounds import SoundRecipe
-from sie_sidecar.prepare import images, media_frames, media_pool, sounds
+from sie_sidecar.prepare import images, media_pool, sounds
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
 
 SMALL = Recipe("crop", height=16, width=16, shorter=16)
 GOOD = encoded(picture())
 LARGE = png(9000, 9000, colour=2, bits=8, body=GOOD)  # the decoder takes 324 MB before it sees the damage
-MANY = 100_000  # mutated files: 100 s of CPU time
-KEPT_BYTES = 64 << 20  # the most freed memory that the allocator of the C library keeps
 
 
 @contextlib.asynccontextmanager
@@ -102,15 +94,6 @@ async def test_a_sound_becomes_the_features_that_the_function_makes_beside_image
     assert Counter(counted) == {("sound", "prepared"): 1, ("image", "prepared"): 1, ("sound", "undecodable"): 1}
 
 
-async def test_no_worker_starts_before_an_image_comes_and_no_more_than_are_needed() -> None:
-    async with pool_of(4) as pool:
-        await asyncio.sleep(0)
-        assert pool.pids == ()
-        for _ in range(3):
-            await pool.prepare(GOOD, SMALL)
-        assert len(pool.pids) == 1
-
-
 @pytest.mark.parametrize(("variable", "workers"), [({}, 4), ({"SIE_IMAGE_WORKERS": "2"}, 2)])
 async def test_as_many_images_are_prepared_at_once_as_there_are_image_workers(
     variable: dict[str, str], workers: int
@@ -164,16 +147,6 @@ async def test_a_worker_that_the_kernel_kills_does_not_make_the_file_a_bad_one()
         with pytest.raises(ResourceExhausted):
             await first
         assert (await second).height == 16
-
-
-async def test_a_worker_that_died_without_an_image_costs_none() -> None:
-    async with pool_of() as pool:
-        await pool.prepare(GOOD, SMALL)
-        (pid,) = pool.pids
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: not psutil.pid_exists(pid), "it is gone")
-        assert (await pool.prepare(GOOD, SMALL)).height == 16
-        assert pool.pids not in ((), (pid,))
 
 
 async def test_an_image_that_takes_too_long_is_given_up_and_its_worker_replaced() -> None:
@@ -260,19 +233,6 @@ async def test_a_worker_that_cannot_start_is_no_fault_of_the_image(monkeypatch: 
         assert (await pool.prepare(GOOD, SMALL)).height == 16
 
 
-async def test_no_process_is_left_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*, sock: socket.socket, limit: int) -> None:
-        sock.close()
-        raise MemoryError
-
-    monkeypatch.setattr(asyncio, "open_unix_connection", fail)
-    before = psutil.Process().children()
-    async with pool_of() as pool:
-        with pytest.raises(InternalFailure):
-            await pool.prepare(GOOD, SMALL)
-        assert psutil.Process().children() == before
-
-
 async def test_a_worker_gets_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIE_NATS_PASSWORD", "canary")
     async with pool_of() as pool:
@@ -287,8 +247,6 @@ LIES = {
     "too few pixels": {"pixels": bytes(5)},
     "a size that the recipe does not give": {"height": 8, "width": 32},
     "an image that is refused": {"upright_height": 1, "upright_width": 100_000},
-    "no digest": {"digest": b""},
-    "no edge": {"upright_height": 0},
 }
 
 
@@ -307,12 +265,6 @@ async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
         patched.setattr(sys, "executable", str(script))
         async with pool_of(deadline_s=20) as pool:
             assert await refusal(pool, GOOD) == "undecodable: the decoder of the image crashed"
-
-
-def test_what_a_worker_says_is_data() -> None:
-    for body in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Other"}), b"\x81\xa4type\xa1\xff", bytes(50)):
-        with pytest.raises(UNDECODABLE):
-            media_frames.FRAMES.answer(body)
 
 
 OF_A_SIDECAR = """
@@ -352,21 +304,6 @@ def paths() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
 
 
-def test_a_worker_imports_little() -> None:
-    """A worker starts while a request waits, and there may be many workers."""
-    program = "import sys, sie_sidecar.prepare.media_worker; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    modules = {*done.stdout.split()}
-    assert {"sie_broker", "torch", "tokenizers", "obstore", "httpx"} & modules == set()
-    assert {name for name in modules if name.startswith("sie_runtime.")} == {"sie_runtime.confined"}
-
-
-def test_the_sidecar_itself_imports_no_decoder() -> None:
-    program = "import sys, sie_sidecar.process, sie_sidecar.prepare.media_pool; print('PIL' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False"]
-
-
 async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     async with pool_of() as pool:
         await pool.prepare(GOOD, SMALL)
@@ -376,50 +313,3 @@ async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
         assert (await refusal(pool, data)).startswith("too_large: ")
         after = worker.cpu_times()
         assert after.user + after.system - before.user - before.system < 0.1
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-async def test_thousands_of_mutated_files_kill_nothing_and_memory_is_bounded() -> None:
-    rng, files = random.Random(0), seeds()
-    async with pool_of(2) as pool:
-        await asyncio.gather(*(pool.prepare(data, SMALL) for data in files))
-        before = pool.pids
-        memory: list[int] = []
-        refused = 0
-        began = time.monotonic()
-        for start in range(0, MANY, 100):
-            batch = [mutated(rng.choice(files), rng) for _ in range(start, start + 100)]
-            outcomes = await asyncio.gather(*(pool.prepare(data, SMALL) for data in batch), return_exceptions=True)
-            assert all(isinstance(outcome, InvalidInput) or outcome.height == 16 for outcome in outcomes)  # type: ignore[union-attr]
-            assert not [
-                outcome for outcome in outcomes if isinstance(outcome, SIEError) and "crashed" in outcome.message
-            ]
-            refused += sum(isinstance(outcome, InvalidInput) for outcome in outcomes)
-            memory.append(max(psutil.Process(pid).memory_info().rss for pid in pool.pids))
-        sizes_mib = [bytes_ >> 20 for bytes_ in memory[:: MANY // 1000]]
-        print(f"{MANY} files, {refused} refused, {time.monotonic() - began:.0f} s, MiB: {sizes_mib}")
-        assert pool.pids == before
-        assert MANY // 5 < refused < MANY
-        assert max(memory) < memory[0] + KEPT_BYTES
-        assert await pool.prepare(GOOD, SMALL) is not None
-
-
-@pytest.mark.long
-def test_mutated_files_leave_nothing_on_the_heap() -> None:
-    """The bytes in use tell a leak apart from what an allocator keeps. The test runs in this process, which can be
-    measured.
-    """
-    rng, files, used = random.Random(0), seeds(), list[int]()
-    for number in range(MANY // 4):
-        with contextlib.suppress(InvalidInput):
-            images.prepare(mutated(rng.choice(files), rng), SMALL)
-        if number % 1000 == 999:
-            gc.collect()
-            heap = psutil.heap_info()
-            used.append(heap.heap_used + heap.mmap_used)
-    assert max(used[2:]) < used[1] + (256 << 10), used
-
-
-def test_a_size_is_told_as_height_and_width() -> None:
-    assert PreparedImage(1, 2, 3, 4, 5, False, bytes(32), b"").upright == Size(4, 5)

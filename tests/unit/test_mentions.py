@@ -25,11 +25,6 @@ def entity(**changes: Any) -> dict[str, Any]:
     return {"text": "Ada", "label": "person", "start": 0, "end": 3, **changes}
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"entities": None}, {"entities": []}, "a note", ["entities"]])
-def test_an_item_may_name_none(metadata: Any) -> None:
-    assert mentions(RequestItem(TEXT, metadata=metadata)) == ()
-
-
 def test_they_keep_the_order_of_the_client() -> None:
     named = [entity(start=10, end=13), {**entity(), "note": 1}]
     assert mentions(RequestItem(TEXT, metadata={"entities": named})) == (BOB, ADA)
@@ -69,12 +64,6 @@ def test_an_item_whose_entities_are_no_places_of_its_text_fails_alone() -> None:
     absent: Any = None
     refused = Runner(feed, absent, absent, absent, absent, absent, 0.0).refused(request)
     assert {index: failure.error.param for index, failure in refused.items()} == {0: "metadata.entities[0].end"}
-
-
-def test_they_count_in_a_message() -> None:
-    plain, named = Input(TEXT), Input(TEXT, mentions=(ADA, BOB))
-    assert named.nbytes >= plain.nbytes + 2 * len("person")
-    assert RequestItem(TEXT, mentions=(ADA, BOB)).size >= RequestItem(TEXT).size + 2 * len("person")
 
 
 def test_they_reach_the_options_of_their_own_text() -> None:

@@ -4,69 +4,32 @@ models that are gone.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pages
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, Process, until_told
-from metrics_page import PAGE, every, page
+from metrics_page import PAGE, page
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import sie_contracts
 from sie_contracts.errors import InternalFailure, QueueFull
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.configs import ConfigDelta
-from sie_contracts.wire.device_reports import Shortages, TowerUse
-from sie_contracts.wire.ipc import BatchDone, Description
-from sie_contracts.wire.messages import BatchNote, Failed, Ok, WorkResult
-from sie_gateway.http.routes import ROUTES
+from sie_contracts.wire.device_reports import Shortages
+from sie_contracts.wire.ipc import Description
+from sie_contracts.wire.messages import Failed, Ok, WorkResult
 from sie_gateway.metrics import Metrics as GatewayMetrics
-from sie_runtime import metrics as runtime_metrics
-from sie_runtime.metrics import TURN_S, Fold, MetricMaker, Scrape, epoch_number
-from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, Metric, tables
+from sie_runtime.metrics import TURN_S, Fold, MetricMaker, Scrape
+from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, Metric, tables
 from sie_runtime.metrics_table import Process as Kind
-from sie_sidecar.metrics import AdapterCounts, SidecarMetrics, of_models, oom_counts, tower_counts
+from sie_sidecar.metrics import AdapterCounts, SidecarMetrics, oom_counts
 
 CANARY = "ZyKanarienvogel"
-CONTRACT = {
-    "sie_gateway_requests_total": ("endpoint", "status", "machine_profile"),
-    "sie_gateway_request_latency_seconds": ("endpoint", "machine_profile"),
-    "sie_gateway_rejected_requests_total": ("machine_profile", "bundle", "reason"),
-    "sie_gateway_provisioning_responses_total": (),
-    "sie_gateway_pending_demand": ("machine_profile", "bundle"),
-    "sie_gateway_active_lease_gpus": (),
-    "sie_gateway_workers": ("status",),
-    "sie_gateway_worker_queue_depth": (),
-    "sie_gateway_worker_memory_used_bytes": (),
-    "sie_gateway_model_workers": ("model",),
-    "sie_gateway_queue_publish_seconds": ("operation",),
-    "sie_gateway_queue_result_wait_seconds": ("operation",),
-    "sie_gateway_queue_payload_offloads_total": (),
-    "sie_gateway_queue_ack_failures_total": (),
-    "sie_gateway_dlq_events_total": (),
-    "sie_gateway_config_epoch": (),
-    "sie_gateway_config_deltas_total": ("kind", "result"),
-    "sie_gateway_nats_connected": (),
-    "sie_gateway_pool_events_total": ("event",),
-    "sie_requests_total": ("model", "endpoint", "status"),
-    "sie_request_duration_seconds": ("model", "endpoint", "phase"),
-    "sie_batch_size": (),
-    "sie_tokens_processed_total": (),
-    "sie_queue_depth": ("model",),
-    "sie_model_loaded": ("model", "device"),
-    "sie_model_memory_bytes": (),
-    "sie_model_engine": ("model", "engine"),
-    **{f"sie_oom_{remedy}_total": ("model",) for remedy in OOM},
-    "sie_idle_evictions_total": (),
-}
 
 
 @pytest.fixture
@@ -129,40 +92,6 @@ class Scraped:
         return {key[1] for key in self.scrape() if key[0] == metric}
 
 
-@pytest.mark.long
-def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
-    """The traffic has Zipf's distribution over a thousand models. In the second half other models are popular."""
-    metrics = Scraped()
-    requests, seconds = (
-        metrics.make.counters("sie_requests"),
-        metrics.make.histograms("sie_request_duration_seconds"),
-    )
-    table, chance = tables()["worker"], random.Random(7)
-    models = [f"org/model-{number}" for number in range(1000)]
-    weights = [1 / (rank + 1) for rank in range(1000)]
-    request_count, named = 0, set[str]()
-    for half in (models, models[::-1]):
-        for _ in range(200):
-            for model in chance.choices(half, weights, k=100):
-                metrics.make.traffic.met(model)
-                requests.labels(model, "encode", "success").inc()
-                for phase in ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess"):
-                    seconds.labels(model, "encode", phase).observe(0.01)
-                request_count += 1
-            values = metrics.scrape()
-            for name in ("sie_requests", "sie_request_duration_seconds"):
-                sets = {key[1:] for key in values if key[0] in table[name].exported}
-                assert len(sets) <= table[name].most
-        named = metrics.names("sie_request_duration_seconds_count")
-        assert set(half[:5]) < named
-        assert set(half[:15]) < metrics.names("sie_requests_total")
-    assert not named & set(models[:100]), "who was busy once has no series any more"
-    assert (metrics.whole["sie_requests_total"], metrics.whole["sie_request_duration_seconds_count"]) == (
-        request_count,
-        6 * request_count,
-    )
-
-
 def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_that_is_asked_of_it() -> None:
     metrics = Scraped()
     seconds, traffic = metrics.make.histograms("sie_request_duration_seconds"), metrics.make.traffic
@@ -194,16 +123,6 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
     ask("other", 2)
     for _ in range(3):
         assert {key[1] for key in metrics.scrape(TURN_S)} == names, "nobody asks for a name"
-
-
-def test_labels_of_fixed_sets_all_have_their_place() -> None:
-    fold = Fold(Metric("m", "counter", "", ("status",), most=2))
-    assert [fold((status,)) for status in "abab"] == [("a",), ("b",), ("a",), ("b",)]
-
-
-def test_every_label_of_a_route_has_room_in_the_histogram_of_latencies() -> None:
-    latencies = tables()["gateway"]["sie_gateway_request_latency_seconds"]
-    assert len({row.endpoint for row in ROUTES} | {"ws", OTHER}) <= latencies.rest, "raise _ENDPOINTS"
 
 
 @pytest.mark.parametrize("process", tables())
@@ -238,75 +157,6 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
             ), name
 
 
-def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
-    scrape, most = Scrape("gateway"), tables()["gateway"]["sie_gateway_worker_queue_depth"].most
-    for generation in range(5):
-        names = {(f"worker {generation}-{number}",): 1.0 for number in range(most - 1)}
-        family = scrape.gauge("sie_gateway_worker_queue_depth", names)
-        assert {(sample.labels["worker"],) for sample in family.samples} == names.keys()
-
-
-def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
-    """One worker runs all models. One gateway receives requests for all of them, with as many keys."""
-    worker, gateway = SidecarMetrics(), GatewayMetrics()
-    done, note = BatchDone("b", (), b"", 1.0, padding=2), BatchNote(items=1, tokens=10)
-    for number in range(10_000):
-        model, endpoint = f"org/model-{number}", ("encode", "score", "extract", "embeddings")[number % 4]
-        worker.loaded(model, certified=True)
-        worker.not_loaded(model, InternalFailure("x"))
-        worker.ran(model, note, done, 0.1)
-        worker.answered(model, endpoint, result(""))
-        gateway.answered(endpoint, (200, 404, 503, 504)[number % 4], f"profile-{number % 50}", 0.1)
-        gateway.rejected.labels(f"profile-{number % 50}", f"bundle-{number}", "window").inc()
-        gateway.key_tokens.labels(f"key-{number}").inc()
-        gateway.shadow_seconds.labels(f"alias-{number}", model, "served").observe(1)
-    for metrics in (worker, gateway):
-        assert 100 < len(series(metrics.registry)) <= MAX_SERIES
-    counters, histograms = of_models(worker.registry)
-    assert sum(counters["sie_tokens_processed_total"].values()) == 100_000, "nothing is lost, it is only told together"
-    assert counters["sie_padding_tokens_total"]["org/model-0"] == 2
-    most = tables()["worker"]["sie_batch_size"].most
-    assert histograms["sie_batch_size"]["other"]["counts"][-1] == 10_000 - (most - 1)
-
-
-async def test_many_models_that_were_served_are_a_bounded_number_of_series(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The requests go through a gateway and a worker. The model with the most requests has its own name."""
-    models = [f"toy/{number}" for number in range(60)]
-    monkeypatch.setattr(runtime_metrics, "TURN_S", 0.0)
-    async with InProcess(tmp_path, *(toy_entry(model) for model in models)) as cluster:
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
-        for model in models:
-            assert (await gateway.encode("x", model=model)).status_code == 200
-        for _ in range(4):
-            assert (await gateway.encode("x", model=models[-1])).status_code == 200
-        await sidecar.get("/metrics")  # from this scrape on the busiest model has its own name
-        assert (await gateway.encode("x", model=models[-1])).status_code == 200
-        counted = "sie_request_duration_seconds_count"
-        await until_told(
-            lambda: sidecar.metric(counted, model=models[-1], phase="total"), "a chunk, whose result has left before"
-        )
-        for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
-            series_by_name = await scraped(process)
-            assert sum(len(series_per_name) for series_per_name in series_by_name.values()) <= MAX_SERIES
-            assert series_by_name.keys() <= {name for metric in tables()[kind].values() for name in metric.exported}
-        assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
-            "less what was told before"
-        )
-
-
-def test_the_contract_s_names_and_labels_are_there() -> None:
-    """Dashboards of users need these names and labels."""
-    for name, labels in CONTRACT.items():
-        (metric,) = [
-            series_per_name
-            for series_per_name in every().values()
-            if name in (*series_per_name.exported, series_per_name.name)
-        ]
-        assert {*labels} <= {*metric.labels}, name
-
-
 @pages.WHOLE
 def test_the_page_is_what_the_table_says() -> None:
     text = PAGE.read_text("utf-8")
@@ -334,30 +184,8 @@ def test_a_chunk_is_counted_by_what_became_of_its_inputs(codes: tuple[str, ...],
     assert sample.labels == {"model": "m", "endpoint": "embeddings", "status": status}
 
 
-def test_counters_and_histograms_of_models_are_sums_over_the_other_labels() -> None:
-    """Each model has one list of buckets, whatever its endpoints. Phases are parts of the total and are not added to
-    it.
-    """
-    metrics = SidecarMetrics()
-    for endpoint in ("encode", "score"):
-        metrics.answered("m", endpoint, result("", ""))
-    counters, histograms = of_models(metrics.registry)
-    assert counters["sie_requests_total"] == {"m": 2}
-    histogram = histograms["sie_request_duration_seconds"]["m"]
-    assert histogram["counts"][-1] == 2
-    assert histogram["counts"] == sorted(histogram["counts"])
-    assert len(histogram["buckets"]) == len(histogram["counts"]) - 1
-
-
 def described(pid: int, *shortages: Shortages) -> Description:
     return Description(2, pid, "fake", "test", shortages=shortages)
-
-
-def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
-    towers = AdapterCounts(tower_counts)
-    towers.update(msgspec.structs.replace(described(1), towers=TowerUse(9, 1, 100)))
-    towers.update(msgspec.structs.replace(described(2), towers=TowerUse(0, 2)))
-    assert towers.total() == {("hit",): 9, ("miss",): 3}
 
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
@@ -372,10 +200,6 @@ def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -
     counts.update(described(2, Shortages("m")))  # a container's adapter has the same pid each time
     assert (counts.total()["m", "cache_clears"], counts.total()["other", "terminal_failures"]) == (4, 1)
     assert {model for model, _ in counts.total()} == {"m", "other"}
-
-
-def test_the_epoch_is_told_as_the_number_that_grows() -> None:
-    assert [epoch_number(epoch) for epoch in ("2026-11-20T15:00:00.5Z:42", "packaged", "")] == [42.0, 0.0, 0.0]
 
 
 def test_what_may_never_happen_has_its_series_from_the_start() -> None:
@@ -438,24 +262,6 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     assert worker["sie_ready"] == [({}, 1)]
 
 
-async def test_every_delta_is_counted_by_kind_and_result(cluster: InProcess) -> None:
-    gateway = await cluster.gateway()
-    removal = ConfigDelta("sie-config", cluster.source.present_epoch, "test:2", "toy/two", 2, None)
-    stranger = ConfigDelta("somebody", "test:2", "test:3", "toy/two", 3, None)
-    for delta in (removal, removal, stranger):
-        await cluster.send(topology.config_subject("default"), messages.encode(delta))
-    await cluster.send(topology.config_subject("default"), b"nothing of ours")
-
-    async def count(kind: str, result: str) -> float:
-        return await gateway.metric("sie_gateway_config_deltas_total", kind=kind, result=result)
-
-    async with asyncio.timeout(30):
-        while await count("unknown", "invalid") != 1:
-            pass
-    assert [await count("removal", result) for result in ("applied", "stale", "untrusted", "gap")] == [1, 1, 1, 0]
-    assert await count("put", "applied") == 0
-
-
 async def test_no_text_and_no_request_id_is_in_any_metric_or_frame(cluster: InProcess) -> None:
     gateway = await cluster.gateway()
     sidecar = await cluster.sidecar()
@@ -471,14 +277,3 @@ async def test_no_text_and_no_request_id_is_in_any_metric_or_frame(cluster: InPr
     ):
         assert CANARY.lower() not in text.lower()
         assert answer.headers["x-sie-request-id"] not in text
-
-
-async def test_an_idle_model_that_goes_is_counted(cluster: InProcess) -> None:
-    gateway = await cluster.gateway()
-    sidecar = await cluster.sidecar(SIE_IDLE_EVICT_S="1")
-    assert await sidecar.metric("sie_idle_evictions_total") == 0
-    assert (await gateway.encode("x")).status_code == 200
-    await until_told(lambda: sidecar.metric("sie_idle_evictions_total"), "the eviction")
-    assert await sidecar.metric("sie_idle_evictions_total") == 1
-    assert await sidecar.metric("sie_model_loaded", model="toy/one") == 0
-    assert await sidecar.metric("sie_model_memory_bytes", model="toy/one") == 0

@@ -5,7 +5,6 @@ config service.
 from __future__ import annotations
 
 import asyncio
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import httpx
 import pytest
 from config_api import ADMIN, listened
 from fake_adapter import toy_entry
-from inprocess import GatewayProcess, InProcess, until_told
+from inprocess import GatewayProcess, InProcess
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
-from sie_config_service import routes as config_routes
 from sie_config_service.app import create_app
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
 from sie_contracts.wire.ipc import BatchDone
@@ -33,10 +30,9 @@ from sie_gateway.fleet import lag
 from sie_gateway.http.app import Gate
 from sie_gateway.inference.results import work_of
 from sie_gateway.streams.backlog import Backlog
-from sie_runtime.metrics_table import OTHER, tables
+from sie_runtime.metrics_table import tables
 from sie_sidecar.metrics import SidecarMetrics
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 WAIT_S = 30
 
 
@@ -112,25 +108,6 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     await broker.close()
 
 
-async def test_lag_of_a_pool_is_known_while_the_stream_of_another_pool_is_lost() -> None:
-    server = MemoryServer()
-    broker = server.connect("gateway")
-    backlog = Backlog(broker, {"a", "b"}, lambda: 0.0)
-    queue_lag = lag.Lag(broker, backlog, {"a", "b"}, lambda: 0.0)
-    for pool in ("a", "b"):
-        stream = topology.work_stream(pool, storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60)
-        await broker.ensure_stream(stream)
-        await broker.publish(topology.work_subject(Lane(pool, "cpu", "default"), "bulk", "m"), b"", pool)
-        await backlog.fresh(pool, 0)
-    await broker.delete_stream(topology.stream_name("a"))
-    with pytest.raises(BrokerError):
-        await queue_lag.refresh()
-    assert {labels[0] for labels in queue_lag.lanes} == {"b"}
-    assert queue_lag.is_known
-    await backlog.stop()
-    await broker.close()
-
-
 @pytest.mark.parametrize("name", ["cpu", "l4-spot", "with.dots", "with_underscore", "Grün 1"])
 def test_the_lane_of_a_subject_is_read_back(name: str) -> None:
     lane = Lane("p_1", name, f"{name}-bundle")
@@ -170,26 +147,6 @@ def test_a_key_has_its_share_of_a_batch_by_tokens() -> None:
     assert work_of(results)[1] == pytest.approx(0.0125 + 0.05)
 
 
-async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: Path) -> None:
-    async with InProcess(tmp_path) as cluster:
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
-        assert (await gateway.encode("x")).status_code == 200
-        assert (await gateway.encode("x", traceparent=f"00-{'1' * 32}-00f067aa0ba902b7-00")).status_code == 200
-        assert (await gateway.encode("x", traceparent=f"00-{TRACE}-00f067aa0ba902b7-01")).status_code == 200
-        for process, name in (
-            (gateway, "sie_gateway_request_latency_seconds"),
-            (sidecar, "sie_request_duration_seconds"),
-        ):
-            plain = await process.get("/metrics")
-            assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert TRACE not in plain.text
-            families = list(text_string_to_metric_families(plain.text))
-            assert families
-            # a chunk is counted after its result has left
-            traces = await until_told(functools.partial(exemplars, process.side_url, name), "an exemplar", WAIT_S)
-            assert traces == {TRACE}
-
-
 async def exemplars(url: str, name: str) -> set[str]:
     """Return the trace ids of the exemplars of a histogram. The request is that of Prometheus."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WAIT_S) as client:
@@ -199,20 +156,6 @@ async def exemplars(url: str, name: str) -> set[str]:
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     samples = [sample for family in openmetrics(answer.text) if family.name == name for sample in family.samples]
     return {sample.exemplar.labels["trace_id"] for sample in samples if sample.exemplar is not None}
-
-
-async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> None:
-    """The counter is zero before the first failure."""
-    async with InProcess(tmp_path) as cluster:
-        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
-        assert await sidecar.metric("sie_certificates_total", result="failed") == 0
-        assert 'sie_certificates_total{result="failed"} 0.0' in (await sidecar.get("/metrics")).text
-        cluster.adapters[0].refusals["toy/one"] = ModelLoadFailed(
-            "no", extras={"error_class": "CERTIFICATE", "permanent": True}
-        )
-        assert (await gateway.encode("x")).status_code == 500
-        assert await sidecar.metric("sie_certificates_total", result="failed") == 1
-        assert await sidecar.metric("sie_model_load_failures_total", model="toy/one") == 1
 
 
 def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
@@ -227,27 +170,6 @@ def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
     assert (values["sie_tokens_processed_total"], values["sie_padding_tokens_total"]) == (80, 20)
     assert values["sie_device_seconds_total"] == pytest.approx(0.025)
     assert (values["sie_batch_fill_ratio_sum"], values["sie_batch_size_sum"]) == (0.5, 3)
-
-
-@pytest.mark.parametrize(
-    ("path", "route"),
-    [
-        ("/v1/configs/models", "models"),
-        ("/v1/configs/models/a/b", "model"),
-        ("/v1/configs/models/a/b/history", "history"),
-        ("/v1/configs/models/a/status", "status"),
-        ("/v1/configs/models/a/rollback", "rollback"),
-        ("/v1/configs/bundles", "bundles"),
-        ("/v1/configs/bundles/x/y", "bundle"),
-        ("/v1/configs/export", "export"),
-        ("/v1/configs/epoch", "epoch"),
-        ("/docs", "other"),
-        ("/v1/configs/secret", "other"),
-        ("/v1/other/models", "other"),
-    ],
-)
-def test_a_route_of_the_config_service_has_one_name_whatever_its_path_names(path: str, route: str) -> None:
-    assert next((row.endpoint for row in config_routes.TABLE.match(path).methods.values()), OTHER) == route
 
 
 async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -> None:

@@ -1,4 +1,4 @@
-"""The models API: the entry of one model, from the reports of the workers, and lists of models."""
+"""The models API: the entry of one model, lists of models, and suggestions for an unknown one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sie_broker.memory import MemoryServer
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
 from sie_gateway.fleet.lanes import ON_DISK_S, Fleet
-from sie_gateway.operations.models import model_info, score_scale
+from sie_gateway.operations.models import model_info
+from sie_runtime.feed import packaged_catalogue
 
 LACKS = "this CPU has neither AVX512-BF16 nor AMX instructions"
 
@@ -78,21 +79,6 @@ def test_a_model_is_on_disk_where_a_healthy_worker_says_so() -> None:
     assert told() == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("head", "scale"),
-    [
-        ({"yes_token": "yes", "no_token": "no"}, "probability"),
-        ({"yes_token": "yes", "no_token": "no", "score": "difference"}, "logit"),
-        ({"yes_token": "yes", "score": "logit"}, "logit"),
-        ({"yes_token": "yes", "score": "sigmoid"}, "probability"),
-    ],
-)
-def test_the_scale_of_a_decoder_that_scores_is_that_of_its_answer(head: dict[str, str], scale: str) -> None:
-    pair = ["{query}", "{document}"]
-    entry = toy_entry("toy/judge", family="decoder-reranker", outputs={"score": 0}, pair=pair, head=head)
-    assert score_scale(entry) == scale
-
-
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
     async with InProcess(tmp_path, toy_entry("toy/one")) as cluster:
@@ -118,10 +104,7 @@ async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
 
 
-@pytest.mark.parametrize(
-    ("accepted", "is_compressed"),
-    [("gzip", True), ("gzip;q=0.00", False)],
-)
+@pytest.mark.parametrize(("accepted", "is_compressed"), [("gzip", True), ("gzip;q=0.00", False)])
 async def test_long_answers_are_compressed_for_whoever_takes_that(
     cluster: InProcess, accepted: str, is_compressed: bool
 ) -> None:
@@ -133,3 +116,41 @@ async def test_long_answers_are_compressed_for_whoever_takes_that(
     assert len(answer.json()["models"]) == 20
     short = await gateway.client.get("/v1/whoami", headers={"accept-encoding": "gzip"})
     assert "content-encoding" not in short.headers
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+}
+IN_PATH: dict[str, dict[str, Any]] = {
+    "/v1/encode/{}": {"items": ["a"]},
+    "/v1/score/{}": {"query": "a", "items": ["b"]},
+    "/v1/extract/{}": {"items": ["a"]},
+}
+HUB = "BAAI/bge-medium-en-v1.5"
+TASK = {"embeddings": "encode", "rerank": "score"}
+
+
+@pytest.mark.parametrize("name", ["bge-reranker-base", "gliner_small", "bge-m33", HUB])
+async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_path: Path, name: str) -> None:
+    entries = packaged_catalogue().entries
+    async with InProcess(tmp_path, *entries.values()) as cluster:
+        gateway = await cluster.gateway()
+        requests = [(path, {"model": name, **body}) for path, body in NAMED.items()]
+        requests += [(path.format(name), body) for path, body in IN_PATH.items()]
+        for path, body in requests:
+            answer = await gateway.client.post(path, json=body)
+            reply = answer.json()
+            error = reply["error"]
+            assert (answer.status_code, reply["code"]) == (404, "MODEL_NOT_FOUND"), error
+            part = next(part for part in (*TASK, "encode", "score", "extract") if f"/{part}" in path)
+            like = error["suggestions"]
+            assert all(TASK.get(part, part) in entries[model_id].tasks for model_id in like), (path, like)
+            hint = f"; did you mean {' or '.join(like)}?" if like else ";"
+            lists = "" if like else " GET /v1/models lists the available ones"
+            adds = f" `sie pull {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
+            assert error["message"].endswith(hint + adds)
+        assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
+            "suggestions"
+        ]

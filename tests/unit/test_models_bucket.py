@@ -7,22 +7,20 @@ import socket
 import time
 from collections.abc import Callable
 
-import httpx
 import pytest
 from inprocess import settings_of, until
-from object_stores import S3, Faults, Moto, Place, Request, aws_environ
+from object_stores import S3, Place, aws_environ
 from overlays import wanted_models
 
 from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.overlay import Overlay
 from sie_config_service.process import prepare
-from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop
 from sie_store.models_bucket import BucketFolder
-from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES
+from sie_store.models_folder import SUFFIXES
 from sie_store.object_stores import RetryPolicy
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
@@ -78,15 +76,6 @@ def test_only_what_changed_is_read_again(faulty: Place) -> None:
     assert sorted(name for name in names if name.endswith(".yaml")) == ["a.yaml", "d.yaml"]
 
 
-def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place) -> None:
-    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    put(faulty, "b.yaml", ENTRY.format("org/b", 8))
-    faulty.server.faults.refuse = lambda request: (
-        ("404 Not Found", "NoSuchKey") if request.path.endswith("b.yaml") else None
-    )
-    assert own(overlay(faulty)) == {"org/a": 8}
-
-
 def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(place: Place) -> None:
     """The first bytes of a longer object would often be valid YAML. An object that was empty may have any length now,
     and any object may be empty now.
@@ -101,74 +90,6 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
     expected = {"a.yaml": longer, "empty.yaml": "", "filled.yaml": longer, "huge.yaml": "#" * 4000, "emptied.yaml": ""}
     contents = folder.read(names, 4000)
     assert contents == {name: text.encode() for name, text in expected.items()}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("id: org/a\nweights: 3\n", r"^new/a\.yaml: \$\.weights \(line 2\): expected a map, got a whole number"),
-        ("{", r"^new/a\.yaml: "),
-        ("", r"^new/a\.yaml: "),
-        (
-            "#" * (MAX_FILE_BYTES + 10),
-            rf"^new/a\.yaml: \$: expected at most {MAX_FILE_BYTES} bytes, got {MAX_FILE_BYTES + 1}",
-        ),
-    ],
-    ids=["field", "syntax", "empty", "large"],
-)
-def test_a_broken_file_is_named_with_its_place(place: Place, text: str, message: str) -> None:
-    """One broken file stops the reading of all files."""
-    put(place, "good.yaml", ENTRY.format("org/good", 8))
-    put(place, "new/a.yaml", text)
-    with pytest.raises(ValidationFailed, match=message):
-        own(overlay(place))
-
-
-def test_a_prefix_without_models_and_a_bucket_that_is_not_there_end_the_start(place: Place) -> None:
-    put(place, "readme.txt", "x")
-    with pytest.raises(
-        SettingError, match=rf"^SIE_MODELS_DIR: {place.url} has no \*\.yaml or \*\.yml: add such a file"
-    ):
-        own(overlay(place))
-    nowhere = f"{place.url.split(':')[0]}://no-such-bucket/models"
-    with pytest.raises(
-        SettingError,
-        match=rf"^SIE_MODELS_DIR: {nowhere}: there is no bucket no-such-bucket: create it, or name another",
-    ):
-        own(Overlay(settings_of(SIE_MODELS_DIR=nowhere)))
-
-
-REFUSED: list[tuple[str, str]] = [("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied")]
-
-
-@pytest.mark.parametrize("where", ["list", "body"])
-@pytest.mark.parametrize(("status", "code"), REFUSED)
-def test_credentials_that_expired_end_the_start_with_what_to_do(
-    faulty: Place, status: str, code: str, where: str
-) -> None:
-    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    faulty.server.faults.refuse = lambda request: (
-        (status, code) if request.path.endswith("a.yaml") == (where == "body") else None
-    )
-    with pytest.raises(
-        SettingError, match=rf"access is refused \(status {status[:3]} {code}\): set credentials by variables"
-    ):
-        own(overlay(faulty))
-
-
-def test_an_answer_that_may_be_another_one_later_is_asked_for_again(faulty: Place) -> None:
-    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    refused: set[Request] = set()
-
-    def once(request: Request) -> tuple[str, str] | None:
-        if request in refused:
-            return None
-        refused.add(request)
-        return "503 Slow Down", "SlowDown"
-
-    faulty.server.faults = Faults(refuse=once)
-    assert own(overlay(faulty)) == {"org/a": 8}
-    assert len(refused) == 2
 
 
 def folder_at(url: str) -> BucketFolder:
@@ -257,24 +178,3 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
     finally:
         stop.request()
         await follows
-
-
-def test_many_small_files_are_read_some_at_once(faulty: Place, moto: Moto) -> None:
-    for number in range(40):
-        put(faulty, f"{number}.yaml", ENTRY.format(f"org/m{number}", 8))
-    moto.faults = Faults(before=lambda request: time.sleep(0.02) if request.path.endswith(".yaml") else None)
-    assert len(own(overlay(faulty))) == 40
-    assert 2 < moto.faults.most_at_once <= 17
-
-
-@pytest.mark.parametrize("name", ["a//b.yaml", "a/./b.yaml", "a/../b.yaml", "a\x1bb.yaml"])
-def test_an_object_whose_name_no_call_can_use_is_named(faulty: Place, name: str) -> None:
-    """Other programs write such objects. Another attempt does not help."""
-    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    key = f"{faulty.url.removeprefix('s3://')}/{name}".replace(".", "%2E").replace("\x1b", "%1B")
-    httpx.put(f"{faulty.server.url}/{key}", content=b"x", trust_env=False).raise_for_status()
-    faulty.server.faults.requests.clear()
-    with pytest.raises(SettingError, match="rename or remove it") as caught:
-        BucketFolder(faulty.url, SUFFIXES, QUICK).list_files()
-    assert repr(name)[1:-1] in str(caught.value)
-    assert len(faulty.server.faults.requests) == 1

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from inprocess import settings_of, until, until_told
+from inprocess import settings_of, until
 
-from sie_broker import BrokerUnavailable
 from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.overlay import Overlay
 from sie_config_service.process import PreparedCatalogue, prepare
 from sie_config_service.reload import Reload
-from sie_config_service.store import CatalogueStore, normalised
 from sie_config_service.workers import CatalogueReaders
 from sie_contracts.errors import SIEError, ValidationFailed
-from sie_contracts.models.aliases import Alias, Target
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
-from sie_contracts.wire.heartbeats import Heartbeat
 from sie_runtime.feed import packaged_catalogue
 from sie_runtime.process import Stop
 
@@ -72,88 +67,37 @@ def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) ->
     assert set(folder_overlay.read_signature()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
 
 
-def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    folder_overlay = overlay(tmp_path)
-    assert own(folder_overlay) == {"org/a": 8}
-    reads: list[Path] = []
-    actual = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or actual(path))
-    assert own(folder_overlay) == {"org/a": 8}
-    assert reads == []
-    put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
-    os.utime(file, ns=(1, 1))
-    assert own(folder_overlay) == {"org/a": 9}
-    assert reads == [file]
+X = ENTRY.format("org/x", 8)
+EYES = {"bundles/e.yaml": BUNDLE}
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "place"),
     [
-        (
-            {"x.yaml": ENTRY.format("org/x", "many")},
-            "x.yaml: $.max_tokens (line 5): expected a whole number, got a string",
-        ),
-        (
-            {"x.yaml": ENTRY.format("org/x", 8) + "poling: mean\n"},
-            "x.yaml: $.poling (line 6): unknown field; did you mean",
-        ),
-        (
-            {"x.yaml": ENTRY.format("org/x", 8) + "pooling: mean\n"},
-            "x.yaml: $.pooling (line 6): unknown field; did you mean `run",
-        ),
-        ({"x.yaml": "id: [\n"}, "x.yaml: $ (line 2): not YAML"),
-        ({"x.yaml": ""}, "x.yaml: $: expected a document, got nothing"),
-        (
-            {"x.yaml": f"id: x\nalias: [{{model: org/a, weight: 0x{'f' * 5000}}}]\n"},
-            "x.yaml: $ (line 2): a whole number of more than 100 digits",
-        ),
-        (
-            {"x.yaml": ENTRY.format("org/x", 8), "y/x.yaml": ENTRY.format("org/x", 9)},
-            "y/x.yaml: $.id: org/x is in x.yaml too: remove one",
-        ),
-        (
-            {"x.yaml": ENTRY.format("org/x", 8).replace("text-encoder", "eye")},
-            "x.yaml: $.family (line 3): no bundle can serve the f",
-        ),
-        (
-            {"x.yaml": ENTRY.format("org/x", 8) + "bundle: ears\n"},
-            "x.yaml: $.bundle (line 6): there is no bundle 'ears'; name default",
-        ),
-        (
-            {"x.yaml": ENTRY.format("org/x", 8) + "bundle: eyes\n", "bundles/e.yaml": BUNDLE},
-            "x.yaml: $.bundle (line 6): bundle 'eyes' h",
-        ),
-        (
-            {"bundles/e.yaml": BUNDLE, "bundles/f.yaml": BUNDLE},
-            "bundles/f.yaml: $.id: eyes is in bundles/e.yaml too: remove one",
-        ),
-        (
-            {"bundles/e.yaml": BUNDLE + "familys: [eye]\n"},
-            "bundles/e.yaml: $.familys (line 6): unknown field; did you mean `families`?",
-        ),
-        (
-            {"bundles/e.yaml": BUNDLE.replace("id: eyes", "id: Eyes")},
-            "bundles/e.yaml: $.id (line 1): expected 1 to 63 characters a-z",
-        ),
-        (
-            {"bundles/e.yaml": BUNDLE.replace("[pillow]", "[a b]")},
-            "bundles/e.yaml: $.requires[0] (line 4): expected a requirement such as",
-        ),
-        ({"x.yaml": "#" * (1 << 20) + "\n" + ENTRY.format("org/x", 8)}, "x.yaml: $: expected at most 1048576 bytes"),
+        ({"x.yaml": ENTRY.format("org/x", "many")}, "x.yaml: $.max_tokens (line 5): "),
+        ({"x.yaml": X + "poling: mean\n"}, "x.yaml: $.poling (line 6): unknown field; did you mean"),
+        ({"x.yaml": "id: [\n"}, "x.yaml: $ (line 2): "),
+        ({"x.yaml": ""}, "x.yaml: $: "),
+        ({"x.yaml": f"id: x\nalias: [{{model: org/a, weight: 0x{'f' * 5000}}}]\n"}, "x.yaml: $ (line 2): "),
+        ({"x.yaml": X, "y/x.yaml": ENTRY.format("org/x", 9)}, "y/x.yaml: $.id: org/x is in x.yaml too"),
+        ({"x.yaml": X.replace("text-encoder", "eye")}, "x.yaml: $.family (line 3): "),
+        ({"x.yaml": X + "bundle: ears\n"}, "x.yaml: $.bundle (line 6): there is no bundle 'ears'"),
+        ({"x.yaml": X + "bundle: eyes\n", **EYES}, "x.yaml: $.bundle (line 6): bundle 'eyes' h"),
+        ({**EYES, "bundles/f.yaml": BUNDLE}, "bundles/f.yaml: $.id: eyes is in bundles/e.yaml too"),
+        ({"bundles/e.yaml": BUNDLE + "familys: [eye]\n"}, "bundles/e.yaml: $.familys (line 6): unknown field"),
+        ({"bundles/e.yaml": BUNDLE.replace("id: eyes", "id: Eyes")}, "bundles/e.yaml: $.id (line 1): "),
+        ({"bundles/e.yaml": BUNDLE.replace("[pillow]", "[a b]")}, "bundles/e.yaml: $.requires[0] (line 4): "),
+        ({"x.yaml": "#" * (1 << 20) + "\n" + X}, "x.yaml: $: expected at most 1048576 bytes"),
     ],
+    ids=range(14),
 )
-def test_a_broken_folder_names_file_field_and_line(files: dict[str, str], says: str, tmp_path: Path) -> None:
+async def test_a_broken_folder_names_file_field_and_line(files: dict[str, str], place: str, tmp_path: Path) -> None:
     for name, text in files.items():
         put(tmp_path, name, text)
     with pytest.raises(ValidationFailed) as caught:
         overlay(tmp_path).folders()
-    assert caught.value.message.startswith(says), caught.value.message
-
-
-async def test_a_broken_folder_ends_the_start_with_the_name_of_its_setting(tmp_path: Path) -> None:
-    put(tmp_path, "x.yaml", "id: [\n")
-    with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: .*x\.yaml: \$ \(line 2\): not YAML"):
+    assert caught.value.message.startswith(place), caught.value.message
+    with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: "):
         await prepare(settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("x"))
 
 
@@ -221,23 +165,6 @@ async def test_a_broken_file_changes_nothing_and_is_told_once(tmp_path: Path, ca
         await until(lambda: "org/a is at revision 2" in caplog.text, "the log")
 
 
-async def test_a_change_waits_for_a_broker_that_is_away(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with following(tmp_path) as service:
-        seed = service.store.seed
-
-        async def away(_: object) -> None:
-            raise BrokerUnavailable("gone")
-
-        monkeypatch.setattr(service.store, "seed", away)
-        put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-        await until(lambda: "a change of the folder of models could not be applied yet: gone" in caplog.text, "the log")
-        monkeypatch.setattr(service.store, "seed", seed)
-        await until(lambda: "org/a is at revision 1, as in a.yaml" in caplog.text, "the log")
-        assert caplog.text.count("models could not be applied yet") == 1
-
-
 async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,90 +189,6 @@ async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
         assert (await service.model("org/a"))[0] == 1
 
 
-async def test_a_file_that_could_not_be_read_when_a_lost_catalogue_was_seeded_is_applied_once_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    settings, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), Stop()
-    first = await prepare(settings, MemoryServer().connect("sie-config"))
-    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refused)
-        again = await prepare(settings, MemoryServer().connect("sie-config"), first.overlay)
-    task = asyncio.create_task(Reload(again.store, again.overlay, again.signature).run(stop))
-
-    async def is_applied() -> bool:
-        return (await again.store.held("org/a")).revision == 1
-
-    try:
-        await until_told(is_applied, "the model of the file", 5.0)
-    finally:
-        stop.request()
-        await task
-
-
-async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SIE_MODEL_FILTER names a model whose file is moved away twice."""
-    file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
-        for times in (1, 2):
-            file.rename(tmp_path / "a.away")
-            await until(
-                lambda: caplog.text.count("models could not be applied yet: SIE_MODEL_FILTER") == times,  # noqa: B023
-                "the log",
-            )
-            await asyncio.sleep(0.1)  # several more looks
-            assert caplog.text.count("models could not be applied yet") == times
-            (tmp_path / "a.away").rename(file)
-            await until(lambda: not service.reload._trouble.lasting, "a look at it as it was")
-        assert (await service.model("org/a"))[0] == 1
-
-
-async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
-    """Write an alias as the API does."""
-    alias = Alias(name, tuple(map(Target, models)))
-    change = reload.CatalogueChange(name, await store.held(name), normalised(alias), "api", "create")
-    await store.write([change], index=(await store.alias_index()).written({name: alias}))
-
-
-@pytest.mark.parametrize("at_start", [False, True], ids=["reload", "start"])
-@pytest.mark.parametrize(
-    ("now", "says"), [("", "no model named 'org/b'"), (ENTRY.format("org/b", 9), "the vectors of org/b differ from")]
-)
-async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
-    now: str, says: str, at_start: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Aliases of the API name models of files. A file is removed, or its model gives other vectors. The log names only
-    the alias of that model.
-    """
-    for name in "abc":
-        put(tmp_path, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
-    settings, broker, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("sie-config"), Stop()
-    prepared = await prepare(settings, broker)
-    await aliased(prepared.store, "pair", "org/a", "ORG/b")
-    await aliased(prepared.store, "other", "org/a", "org/c")
-    assert "is invalid after a change" not in caplog.text
-    if now:
-        put(tmp_path, "b.yaml", now + "description: longer\n")
-    else:
-        (tmp_path / "b.yaml").unlink()
-    if at_start:
-        await prepare(settings, broker)
-    else:
-        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.signature).run(stop))
-        await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
-        stop.request()
-        await task
-    (record,) = (candidate for candidate in caplog.records if "is invalid after a change" in candidate.getMessage())
-    assert record.levelno == logging.ERROR
-    assert record.getMessage().startswith("the alias pair is invalid after a change")
-    assert says.casefold() in record.getMessage().casefold()
-
-
 async def test_what_was_written_over_the_api_stays_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,18 +205,6 @@ async def test_what_was_written_over_the_api_stays_and_the_log_says_so(
         assert (revision, entry and entry["max_tokens"]) == (2, 32)
 
 
-async def test_a_folder_that_goes_away_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "models"
-    put(folder, "a.yaml", ENTRY.format("org/a", 8))
-    async with following(folder) as service:
-        folder.rename(tmp_path / "away")
-        await until(lambda: "so the catalogue is not changed: SIE_MODELS_DIR" in caplog.text, "the log")
-        assert (await service.model("org/a"))[0] == 1
-        (tmp_path / "away").rename(folder)
-        put(folder, "a.yaml", ENTRY.format("org/a", 9))
-        await until(lambda: "org/a is at revision 2" in caplog.text, "the log")
-
-
 async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,35 +218,3 @@ async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(
         with pytest.raises(SIEError) as caught:
             catalogue.resolve("default:/org/m")
         assert caught.value.extras == {"compatible_bundles": ["eyes"]}
-
-
-async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log names a worker that lacks the change. The wait ends when the worker has it."""
-    async with following(tmp_path) as service:
-        workers = service.reload.workers
-        assert workers is not None
-        beat = Heartbeat(
-            "w1", "_default", "cpu", "default", True, "1", config_epoch=(await service.store.snapshot()).epoch
-        )
-        workers.note(beat)
-        put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-        await until(lambda: "as in a.yaml; after 0.2 s these processes do not have it: w1" in caplog.text, "the log")
-        put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
-        await until(lambda: "org/a is at revision 2, as in a.yaml" in caplog.text, "the log")
-        epoch = (await service.store.snapshot()).epoch
-        workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epoch))
-        await until(
-            lambda: (
-                "org/a is at revision 2, as in a.yaml; all gateways and workers of its bundles have it" in caplog.text
-            ),
-            "the log",
-        )
-
-
-async def test_the_filter_holds_for_files_that_come_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SIE_MODEL_FILTER names another model than the file that comes later."""
-    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
-        put(tmp_path, "b.yaml", ENTRY.format("org/b", 8))
-        await until(lambda: "nothing in the catalogue had to be changed" in caplog.text, "the log")
-        assert list((await service.store.snapshot()).live) == ["org/a"]

@@ -119,28 +119,6 @@ async def test_what_is_at_the_device_keeps_the_fingerprint_of_the_copy_that_runs
     assert {batch.fingerprint for batch in adapter.batches} == {first.fingerprint, new.fingerprint}
 
 
-async def test_work_whose_model_is_reported_as_unloaded_while_it_waits_runs_after_a_load(cluster: Direct) -> None:
-    adapter = await cluster.adapter()
-    adapter.hold_batches = True
-    sidecar = await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")
-    items = [await cluster.publish("a")]
-    await adapter.until(lambda adapter: adapter.running, "a batch that runs")
-    items.append(await cluster.publish("b"))
-
-    async def held() -> bool:
-        return await sidecar.metric("sie_queue_depth", model=ENTRY.id) == 2
-
-    await until_told(held, "all work at the worker")
-    adapter.dropped = (ENTRY.id,)  # a late report of an earlier copy: the adapter has the model
-    await until(lambda: "available" in [status.state for status in cluster.beats[-1].models], "the report")
-    adapter.dropped = ()
-    adapter.let_go()
-    results = [await cluster.result(item) for item in items]
-    (loaded,) = adapter.loaded.values()
-    assert [result.fingerprint for result in results] == [loaded.fingerprint] * 2
-    assert len(adapter.loads) == 2
-
-
 def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
     weights = SimpleNamespace(precision="float32", attention="toy", memory_bytes=1, engine_choice=TORCH)
     residency = ResidentModels(lambda resolved: weights, DeviceMemory(lambda more: MemoryUse(0, 1), lambda: None, 90.0))

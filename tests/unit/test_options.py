@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
-from catalogue_examples import (
-    CATALOGUE,
-    LATE,
-    entry,
-    options,
-    refused,
-)
-from hypothesis import given
-from hypothesis import strategies as st
+from catalogue_examples import CATALOGUE, LATE, entry, options, refused
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.muvera import Muvera
-from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import (
     DTYPES,
     MAX_LABELS,
@@ -115,18 +105,6 @@ def test_without_a_parameter_the_profile_counts_then_the_model_then_the_contract
     assert options({"normalize": True}, "org/rich:short").run.normalize is True
     assert options({"is_query": False, "instruction": None}, "org/rich:cls").run.prefix == "passage: "
     assert options({}, "org/Model").run == RunOptions()
-
-
-def test_without_a_dense_output_the_only_one_is_meant() -> None:
-    sparse = entry("org/sparse", outputs={"sparse": 30522})
-    request_options = run_options(Catalogue({sparse.id: sparse}).resolve(sparse.id), {})[1]
-    assert request_options.run.outputs == ("sparse",)
-
-
-def test_a_request_never_changes_what_the_next_one_gets() -> None:
-    before = options({})
-    options({"normalize": False, "params": {"dimensions": 128, "options": {"profile": "cls"}}})
-    assert options({}) == before
 
 
 # fingerprint
@@ -244,12 +222,6 @@ def test_several_alterations_are_one_variant_that_depends_on_all_of_them() -> No
 # parameters
 
 
-def test_a_width_that_no_entry_lists_is_refused_with_the_command_that_lists_it() -> None:
-    command = "; if it was trained for this width: sie models set org/rich 'run.dimensions=[16, 128, 256]'"
-    assert refused({"dimensions": 16}).message == f"dimensions: org/rich allows 128, 256, 384, got 16{command}"
-    assert refused({"dimensions": 500}).message.endswith("got 500"), "more than the model has"
-
-
 def test_matryoshka_widths_are_the_native_one_and_those_of_the_profile() -> None:
     """In the options of a run 0 means the model's native width."""
     assert [options({"dimensions": width}).run.dimensions for width in (128, 256, 384, 128.0)] == [128, 256, 0, 128]
@@ -307,18 +279,10 @@ def test_a_level_that_is_not_a_map_is_refused(path: str, value: Any) -> None:
     assert refused({path: value}).param == path
 
 
-def test_zero_and_one_are_booleans_here() -> None:
-    assert [options({"normalize": value}).run.normalize for value in (0, 1, False, True)] == [False, True, False, True]
-
-
 def test_how_the_reply_is_shaped() -> None:
     assert (options({}).on_item_error, options({}).item_timing) == ("slot", False)
     request_options = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
     assert (request_options.on_item_error, request_options.item_timing) == ("fail", True)
-
-
-def test_repeated_outputs_are_one() -> None:
-    assert options({"output_types": ["sparse", "dense", "sparse"]}).run.outputs == ("sparse", "dense")
 
 
 # one verb's own options
@@ -443,13 +407,6 @@ def test_a_lora_that_is_ambiguous_or_that_the_model_cannot_have_is_refused() -> 
         for name in ("lora_id", "lora"):
             error = refused({"options": {name: "a"}, **extra}, spec, operation=operation)
             assert (error.reason, error.param) == ("lora_unsupported", f"options.{name}")
-
-
-@pytest.mark.parametrize("path", ["lora", "lora_id"])
-def test_a_lora_is_a_name(path: str) -> None:
-    for level in LEVELS:
-        error = refused(at(level, path, 3))
-        assert (error.reason, error.param) == ("schema", level + path)
 
 
 def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contract() -> None:
@@ -607,13 +564,6 @@ def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> N
         assert (error.reason, error.param) == ("schema", level + name)
 
 
-def test_the_times_of_words_are_a_boolean() -> None:
-    for wrong in ("yes", 2, ["word"]):
-        with pytest.raises(InvalidInput) as caught:
-            variant(LISTENER, word_times=wrong)
-        assert (caught.value.reason, caught.value.param) == ("schema", "word_times")
-
-
 def test_an_option_of_another_family_is_a_warning() -> None:
     request_options = options(
         {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/finder", operation="extract"
@@ -622,86 +572,6 @@ def test_an_option_of_another_family_is_a_warning() -> None:
         "options.hypothesis_template: ignored, no such option of org/finder on this route",
     )
     assert "hypothesis_template" not in request_options.run.parameters
-
-
-def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
-    request_options = options({"instruction": "find"}, "org/cross", operation="score")
-    assert request_options.warnings == ("instruction: ignored, no such option of org/cross on this route",)
-    assert refused({"instruction": "find"}, "org/cross", operation="score", strict=True).reason == "unknown_option"
-    assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
-
-
-def test_an_instruction_that_is_not_read_changes_no_answer() -> None:
-    assert (
-        options({"instruction": "find"}, "org/cross", operation="score").run
-        == options({}, "org/cross", operation="score").run
-    )
-
-
-@pytest.mark.parametrize("body", [{"instruction": "find"}, {"options": {"default_instruction": "find"}}])
-def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[str, Any]) -> None:
-    plain = entry("org/plain", profiles={"bare": {"run": {"instruction": ""}}})
-    resolved = Catalogue({plain.id: plain}).resolve("org/plain:bare")
-    request_options = run_options(resolved, body)[1]
-    assert request_options.run == run_options(resolved, {})[1].run
-    assert request_options.run.prefix == ""
-    (warning,) = request_options.warnings
-    assert warning.endswith("instruction: ignored, no such option of org/plain on this route")
-    with pytest.raises(InvalidInput) as caught:
-        run_options(resolved, body, strict=True)
-    assert caught.value.reason == "unknown_option"
-
-
-def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
-    body = {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}
-    warning = "params.output_schema: ignored, no such option of org/finder on this route"
-    assert options(body, "org/finder", operation="extract").warnings == (warning,)
-    error = refused(body, "org/finder", operation="extract", strict=True)
-    assert (error.reason, error.param) == ("unknown_option", "params.output_schema")
-
-
-@pytest.mark.parametrize("none", [{}, {"relation_labels": None}, {"relation_labels": []}])
-def test_a_threshold_of_relations_without_their_labels_is_a_warning(none: dict[str, Any]) -> None:
-    body = {"labels": ["x"], "params": {**none, "relation_threshold": 0.9}}
-    warning = (
-        "params.relation_threshold: ignored, no such option of org/relations on this route; it needs relation_labels"
-    )
-    assert options(body, "org/relations", operation="extract").warnings == (warning,)
-    error = refused(body, "org/relations", operation="extract", strict=True)
-    assert (error.reason, error.param) == ("unknown_option", "params.relation_threshold")
-
-
-def test_a_threshold_of_relations_is_no_warning_if_it_is_unset_or_the_profile_has_labels() -> None:
-    body = {"labels": ["x"], "params": {"relation_labels": None, "relation_threshold": None}}
-    assert options(body, "org/relations", operation="extract", strict=True).warnings == ()
-    own = entry(
-        "org/own",
-        family="sample-relations",
-        outputs={"entities": 0, "relations": 0},
-        run={"parameters": {"relation_labels": ["knows"]}},
-    )
-    body = {"labels": ["x"], "relation_threshold": 0.9}
-    assert run_options(Catalogue({own.id: own}).resolve(own.id), body, "extract", strict=True)[1].warnings == ()
-
-
-def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> None:
-    outputs = {"entities": 0, "relations": 0}
-    own = [
-        entry("org/alone", family="sample-schemas", outputs=outputs),
-        entry("org/between", family="sample-relations", outputs=outputs),
-        entry("org/entities", family="sample-schemas", outputs={"entities": 0}),
-    ]
-    catalogue = Catalogue({model.id: model for model in own})
-    body = {"params": {"relation_labels": ["knows"]}}
-    request_options = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
-    assert (request_options.run.labels, request_options.run.parameters["relation_labels"]) == ((), ["knows"])
-    for name, param, reason in (
-        ("org/between", "labels", "labels_required"),
-        ("org/entities", "params.relation_labels", "unsupported_output"),
-    ):
-        with pytest.raises(InvalidInput) as caught:
-            run_options(catalogue.resolve(name), body, "extract")
-        assert (caught.value.reason, caught.value.param) == (reason, param)
 
 
 @pytest.mark.parametrize("family", ["sample-schemas", "theirs"])
@@ -797,18 +667,6 @@ def test_a_prompt_that_the_model_lacks_is_refused(name: Any) -> None:
     assert refused({"options": {"prompt_name": name}}).param == "options.prompt_name"
 
 
-def test_a_side_that_the_profile_names_needs_no_warning() -> None:
-    request_options = run_options(Catalogue({PROMPTED.id: PROMPTED}).resolve("org/prompted:queries"), {}, side="")[1]
-    assert (request_options.run.prefix, request_options.warnings) == ("q: ", ())
-
-
-def test_no_prompt_leaves_out_the_instruction_of_a_profile() -> None:
-    bare = msgspec.structs.replace(PROMPTED, prompts={}, default_prompt_name="")
-    resolved = Catalogue({bare.id: bare}).resolve("org/prompted:instructed")
-    assert run_options(resolved, {}, side="")[1].run.prefix == "from the profile "
-    assert run_options(resolved, {"prompt_name": None})[1].run.prefix == ""
-
-
 @pytest.mark.parametrize("side", ["document", ""])
 def test_a_score_knows_its_sides_on_every_route(side: Any) -> None:
     run = run_options(Catalogue({LATE.id: LATE}).resolve(LATE.id), {}, "score", side=side)[1].run
@@ -818,20 +676,6 @@ def test_a_score_knows_its_sides_on_every_route(side: Any) -> None:
 def test_a_model_without_templates_takes_the_instruction_before_the_text() -> None:
     assert options({"instruction": "find this"}, "org/Model").run.prefix == "find this "
     assert options({"is_query": True}, "org/Model").run.prefix == ""
-
-
-@given(st.text(st.sampled_from("{}intrucotex_. 0!:"), min_size=1, max_size=60))
-def test_braces_of_a_client_mean_nothing(instruction: str) -> None:
-    """A template is cut at its own placeholders, and no text is ever formatted."""
-    run = options({"is_query": True, "instruction": instruction}).run
-    assert run.prefix == "Instruct: " + instruction + "\nQuery: "
-    assert run.suffix == " ?"
-
-
-@pytest.mark.parametrize("instruction", ["{text}", "{instruction}", "{0.__class__}", "{", "}", "%s", "{text!r:>1000}"])
-def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
-    assert options({"is_query": True, "instruction": instruction}).run.prefix == f"Instruct: {instruction}\nQuery: "
-    assert options({"instruction": instruction}, "org/Model").run.prefix == f"{instruction} "
 
 
 # unknown options
@@ -854,30 +698,6 @@ def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
     }
     assert options(body, strict=True).warnings == ()
     assert refused({"options": {"items": 1}}, strict=True).param == "options.items"
-
-
-def test_warnings_are_few_and_short() -> None:
-    body = {"is_query": False} | {f"{'x' * 1000}{number}": 1 for number in range(1000)}
-    warnings = options(body).warnings
-    assert len(warnings) == 1
-    assert max(map(len, warnings)) < 300  # a model's name may have 255 characters
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "null"),
-        (True, "True"),
-        (3, "3"),
-        (1.5, "1.5"),
-        ("secret", "a string of length 6"),
-        (b"secret", "bytes"),
-        ({"secret": 1}, "a map"),
-        (["secret"], "a list"),
-    ],
-)
-def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None:
-    assert describe(value) == text
 
 
 def test_the_options_of_what_the_tokenizer_answers() -> None:

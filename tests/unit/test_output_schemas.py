@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-import pydantic
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -124,73 +122,6 @@ def test_each_kind_of_value_is_a_decision_or_a_property_of_a_record() -> None:
     )
 
 
-def test_a_classifier_decides_the_properties_of_an_object_one_by_one() -> None:
-    schema = of({"seller": of({"size": ENUM, "is_new": {"type": "boolean", "description": "The seller is new."}})})
-    assert parts(schema, finds_spans=False) == (
-        Decision(("seller", "size"), ("a", "b"), ("a", "b")),
-        Decision(("seller", "is_new"), ("The seller is new.",), (True, False)),
-    )
-
-
-class Size(enum.Enum):
-    SMALL = "small"
-    LARGE = "large"
-
-
-class Line(msgspec.Struct):
-    text: str
-    price: float | None = None
-
-
-class Order(msgspec.Struct):
-    buyer: str
-    count: Annotated[int, msgspec.Meta(ge=1, lt=9)]
-    size: Size
-    kind: Literal["a", "b"] | None
-    lines: list[Line]
-    first: Line | None = None
-
-
-class PydanticLine(pydantic.BaseModel):
-    """A line of an order."""
-
-    text: str
-    price: float | None = None
-
-
-class PydanticOrder(pydantic.BaseModel):
-    buyer: str
-    count: Annotated[int, pydantic.Field(ge=1, lt=9)]
-    size: Size
-    kind: Literal["a", "b"] | None
-    lines: list[PydanticLine]
-    first: PydanticLine | None = None
-
-
-def test_classes_of_msgspec_and_pydantic_have_the_same_parts() -> None:
-    ours, theirs = parts(msgspec.json.schema(Order)), parts(PydanticOrder.model_json_schema())
-    line = (TextField("text", "string"), TextField("price", "number", is_nullable=True))
-    assert ours == (
-        TextRecord((), "Order", (TextField("buyer", "string"), TextField("count", "integer", minimum=1, below=9))),
-        Decision(("size",), ("large", "small"), ("large", "small")),
-        Decision(("kind",), ("a", "b"), ("a", "b")),
-        TextRecord(("lines",), "lines", line, is_many=True),
-        TextRecord(("first",), "first", line, is_nullable=True),
-    )
-    [record, size, *rest] = theirs
-    assert (record, *rest) == (msgspec.structs.replace(ours[0], name="PydanticOrder"), *ours[2:])
-    assert isinstance(size, Decision)
-    assert set(size.values) == {"small", "large"}
-
-
-def test_groups_are_decisions() -> None:
-    groups = {"urgency": ["low", "high"], "mood": ["calm"]}
-    assert parts_of_groups("label_groups", groups, is_many=True) == (
-        Decision(("urgency",), ("low", "high"), ("low", "high"), is_many=True),
-        Decision(("mood",), ("calm",), ("calm",), is_many=True),
-    )
-
-
 # refusals
 
 
@@ -249,13 +180,6 @@ def test_the_limits_are_inclusive() -> None:
     [decision] = parts(of({"a": {"enum": [str(n) for n in range(MAX_CHOICES)]}}))
     assert isinstance(decision, Decision)
     assert len(decision.labels) == MAX_CHOICES
-
-
-def test_a_class_that_contains_itself_is_too_deep() -> None:
-    tree = of({"name": STRING, "below": {"$ref": "#/$defs/tree"}})
-    error = refused({"$ref": "#/$defs/tree", "$defs": {"tree": tree}})
-    assert error.param == f"{PATH}.$defs.tree.properties.below"
-    assert "too deep" in error.message
 
 
 def test_references_in_a_circle_are_refused() -> None:
@@ -322,10 +246,6 @@ def test_a_schema_takes_the_place_of_labels() -> None:
     assert run("classes", labels=["x"], output_schema={"type": "object"}).run.labels == ("x",)
 
 
-def test_a_profile_may_have_a_schema() -> None:
-    assert parts_of(run("ready").run.parameters) == parts(of({"a": STRING}))
-
-
 def test_groups_of_a_request_replace_the_schema_of_a_profile() -> None:
     groups = {"g": ["p", "q"]}
     assert parts_of(run("ready", label_groups=groups).run.parameters) == parts_of_groups("", groups, is_many=False)
@@ -336,13 +256,6 @@ def test_labels_of_decisions_follow_those_of_a_request_where_each_has_a_row() ->
     assert run("nli", labels=["x"], output_schema=schema).run.labels == ("x", "a", "b", "is new")
     assert run("classes", labels=["x"], output_schema=schema).run.labels == ("x",)
     assert run("nli", label_groups={"g": ["p", "q"]}, options={"multi_label": True}).run.labels == ("p", "q")
-
-
-@pytest.mark.parametrize("name", ["output_schema", "label_groups", "label_thresholds"])
-@pytest.mark.parametrize("model", ["finder", "tags"])
-def test_a_family_without_schemas_warns(model: str, name: str) -> None:
-    warning = f"params.{name}: ignored, no such option of org/{model} on this route"
-    assert run(model, labels=["x"], **{name: {"a": {}}}).warnings == (warning,)
 
 
 @pytest.mark.parametrize(
@@ -364,15 +277,6 @@ def test_faults_of_groups_thresholds_and_examples_have_their_path(params: dict[s
     with pytest.raises(InvalidInput) as caught:
         run("classes", **params)
     assert (caught.value.reason, caught.value.param) == ("schema", param)
-
-
-def test_examples_may_name_labels_by_group() -> None:
-    examples = [{"text": "a", "labels": {"g": "x", "h": ["y", "z"]}}, {"text": "b", "labels": ["x"]}]
-    options = run("classes", label_groups={"g": ["x"], "h": ["y", "z"]}, options={"examples": examples}).run
-    assert options.parameters["examples"] == [
-        {"text": "a", "labels": ["g.x", "h.y", "h.z"]},
-        {"text": "b", "labels": ["x"]},
-    ]
 
 
 def test_a_schema_counts_as_one_pass_for_each_part() -> None:
@@ -512,11 +416,6 @@ def test_values_have_evidence_under_their_path() -> None:
         ("lines[0].size.b", 0.75),
         ("lines[1].size.b", 0.75),
     ]
-
-
-def test_a_text_that_cannot_be_scored_has_no_decision() -> None:
-    answer = answer_parts(parts(of({"a": ENUM, "b": {"type": "array", "items": ENUM}})), [{}, {}], {})
-    assert (answer.data, answer.classifications) == ({"b": []}, [])
 
 
 KEYWORDS = ("type", "properties", "items", "enum", "const", "$ref", "anyOf", "oneOf", "$defs", "minimum", "required")

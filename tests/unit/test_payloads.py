@@ -6,20 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import json
 import os
-import threading
 import time
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
 
-import msgspec
 import pytest
-from direct import ENTRY, Direct, is_right, reasons
+from direct import Direct
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from object_stores import S3, Place
@@ -33,7 +26,6 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import Offload, life_s
 from sie_sidecar.in_flight import InFlight
 from sie_sidecar.prepare.fetching import PayloadFetching
-from sie_store import payloads
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
@@ -115,16 +107,6 @@ def opened(url: str) -> PayloadStore:
     return store
 
 
-async def test_what_one_process_writes_another_one_reads(url: str) -> None:
-    writer, reader = opened(url), opened(url)
-    data = os.urandom(300_000)
-    key = await writer.put(data, period=7, timeout_s=10)
-    assert await reader.get(key, 10) == data
-    assert await reader.size(key, 10) == len(data)
-    assert await writer.put(data, period=7, timeout_s=10) == key
-    assert await writer.put(data, period=8, timeout_s=10) != key
-
-
 async def test_what_is_not_there_is_missing_and_what_is_no_key_is_never_asked_for(url: str) -> None:
     store = opened(url)
     for key in ("0" * 64 + ".1", "../../etc/passwd", "", "x" * 64):
@@ -151,18 +133,6 @@ async def test_the_old_goes_and_nothing_else(url: str) -> None:
     with pytest.raises(PayloadMissing):
         await store.get(keys[0], 10)
     assert bytes(await (await obstore.get_async(store._store, "somebody-elses.txt")).bytes_async()) == b"mine"
-
-
-async def test_payloads_that_another_gateway_removes_meanwhile_end_no_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(str(tmp_path))
-    keys = [await store.put(bytes([number]), period=number, timeout_s=10) for number in range(3)]
-    monkeypatch.setattr(payloads, "failpoint", lambda _: (tmp_path / keys[0]).unlink(missing_ok=True))
-    now_s = time.time() + 1000
-    removed = [await store.sweep(older_than_s=1, now_s=now_s, timeout_s=10) for _ in range(2)]
-    assert sum(removed) <= 2
-    assert not os.listdir(tmp_path)
 
 
 async def test_an_object_that_was_changed_is_not_taken(tmp_path: Path) -> None:
@@ -193,63 +163,6 @@ async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None
     finally:
         s3.resume()
     await store.put(b"x", period=1, timeout_s=10)
-
-
-class Objects(BaseHTTPRequestHandler):
-    """The part of the XML interface of Google Cloud Storage that one object needs. No emulator that can be installed
-    sends all its headers.
-    """
-
-    def __init__(self, objects: dict[str, bytes], *connection: Any) -> None:
-        self.objects = objects
-        super().__init__(*connection)
-
-    def _reply(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"1"')
-        self.send_header("Last-Modified", "Fri, 20 Nov 2026 12:00:00 GMT")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_PUT(self) -> None:
-        self.objects[self.path] = self.rfile.read(int(self.headers["content-length"]))
-        self._reply(200)
-
-    def do_GET(self) -> None:
-        self._reply(200 if self.path in self.objects else 404, self.objects.get(self.path, b""))
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Write nothing."""
-
-
-async def test_a_bucket_of_google_is_reached_by_its_own_interface(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The endpoint and the credentials of gs:// come from the file that GOOGLE_SERVICE_ACCOUNT names. The object lies
-    under bucket and prefix.
-    """
-    objects: dict[str, bytes] = {}
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Objects, objects)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        account = {
-            "gcs_base_url": f"http://127.0.0.1:{server.server_port}",
-            "disable_oauth": True,
-            "client_email": "",
-            "private_key": "",
-        }
-        (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
-        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-        store = opened("gs://bucket/some/prefix")
-        key = await store.put(b"data", period=1, timeout_s=10)
-        assert [unquote(path) for path in objects] == [f"/bucket/some/prefix/{key}"]
-        assert (await store.size(key, 10), await store.get(key, 10)) == (4, b"data")
-        with pytest.raises(PayloadMissing):
-            await store.get("0" * 64 + ".1", 10)
-        server.shutdown()
 
 
 # lifetimes
@@ -323,31 +236,6 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     assert fetching.held_bytes == 0
 
 
-async def test_a_result_that_no_gateway_confirms_keeps_no_memory_for_inputs_and_holds_back_no_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first work item has an older entry than the worker, so it is answered before it gets a device."""
-    monkeypatch.setattr(PayloadFetching.__init__, "__defaults__", (500,))
-    async with Direct(tmp_path) as cluster:
-        store = opened(str(tmp_path / "store"))
-        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
-        await cluster.sidecar(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
-        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
-        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
-        lost = await cluster.publish(payload=key, count=1, reply="nobody", config_revision=-1)
-        await until(
-            lambda: [flight.settled for flight in worker.inventory] == [True], "an answer to a gateway that ended"
-        )
-        assert ENTRY.id not in worker.inventory.coming
-        item = await cluster.publish(payload=key, count=1)
-        assert is_right(await cluster.result(item), msgspec.structs.replace(item, inputs=(Input("x" * 400),)), 0)
-        await until(
-            lambda: [flight.item.request for flight in worker.inventory] == [lost.request], "only the lost result"
-        )
-        await cluster.broker.subscribe("nobody", cluster._on_result)
-        assert reasons(await cluster.result(lost)) == ["NOT_READY config_changed"]
-
-
 async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_is_acknowledged(tmp_path: Path) -> None:
     async with Direct(tmp_path) as cluster:
         store = opened(str(tmp_path / "store"))
@@ -364,74 +252,6 @@ async def test_cancelled_work_frees_the_memory_of_its_inputs_before_its_message_
         assert list(worker.inventory) == [flight], "its message is not acknowledged"
         assert (flight.item.inputs, flight.payload_bytes, flight.hosted) == ((), 0, None)
         await cluster.left(0)
-
-
-async def test_a_read_keeps_its_memory_until_it_ends_although_its_work_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Direct(tmp_path) as cluster:
-        store = opened(str(tmp_path / "store"))
-        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
-        release, get = asyncio.Event(), type(store).get
-
-        async def held(self: Any, *arguments: Any) -> bytes:
-            await release.wait()
-            return await get(self, *arguments)
-
-        monkeypatch.setattr(type(store), "get", held)
-        await cluster.sidecar(await cluster.adapter(), SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
-        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
-        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
-        item = await cluster.publish(payload=key, count=1)
-        await until(lambda: [flight.payload_bytes > 0 for flight in worker.inventory] == [True], "the read")
-        (flight,) = worker.inventory
-        worker.intake.cancel({item.request})
-        assert flight.settled
-        assert flight.payload_bytes > 0
-        release.set()
-        await until(lambda: not flight.payload_bytes, "the end of the read")
-        assert flight.item.inputs == ()
-        await cluster.left(0)
-
-
-async def test_small_inputs_do_not_keep_a_large_one_from_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, now_s = opened(str(tmp_path)), time.monotonic
-    fetching = PayloadFetching(store, now_s, max_bytes=50_000)
-    waiting: list[str] = []
-    fetched: list[str] = []
-    reserve = fetching._reserve_memory
-
-    async def recorded(flight: InFlight, size: int) -> None:
-        waiting.append(flight.item.request)
-        await reserve(flight, size)
-        fetched.append(flight.item.request)
-
-    monkeypatch.setattr(fetching, "_reserve_memory", recorded)
-
-    async def fetch(name: str, size: int) -> InFlight:
-        key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
-        item = WorkItem(name, 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=1)
-        flight = InFlight(None, item, now_s(), now_s() + 60)  # type: ignore[arg-type]
-        await fetching.fetch(flight)
-        return flight
-
-    async def fetch_and_release(name: str, size: int) -> None:
-        fetching.let_go(await fetch(name, size))
-
-    held = [await fetch("first", 20_001), await fetch("second", 20_002)]
-    large = asyncio.create_task(fetch_and_release("large", 45_000))
-    await until(lambda: "large" in waiting, "the large input waits for memory")
-    small = [asyncio.create_task(fetch_and_release(f"small {number}", 20_010 + number)) for number in range(4)]
-    await until(lambda: len(waiting) == 7, "all inputs wait for memory")
-    for flight in held:
-        fetching.let_go(flight)
-        await asyncio.sleep(0)
-    await asyncio.gather(large, *small)
-    assert fetched[:3] == ["first", "second", "large"]
-    assert len(fetched) == 7
-    assert fetching.held_bytes == 0
 
 
 # end to end
@@ -486,46 +306,6 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         assert payload == Payload((Input(text),))
 
 
-@pytest.mark.parametrize("text", [WORDS * 25_000, "h\u00e4llo " * 50_000])
-async def test_a_large_text_is_encoded_beside_the_event_loop_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """Short requests do not wait for the encoding."""
-    in_loop: list[int] = []
-    loop_thread, encode = threading.get_ident(), messages.encode
-
-    def noted(value: object) -> bytes:
-        data = encode(value)
-        if threading.get_ident() == loop_thread:
-            in_loop.append(len(data))
-        return data
-
-    url = str(tmp_path / "payloads")
-    async with cluster(tmp_path, url) as running:
-        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
-        await running.sidecar(await running.adapter(), SIE_PAYLOAD_STORE_URL=url)
-        monkeypatch.setattr(messages, "encode", noted)
-        answer = await gateway.encode(text)
-        assert answer.status_code == 200, answer.text
-    assert in_loop
-    assert max(in_loop) < 100_000
-
-
-@pytest.mark.parametrize("text", ["a" * 600_000, "\u00e4" * 600_000, "a\U0001f600" * 300_000, "\u00e4" * 10, ""])
-def test_a_payload_that_is_encoded_in_pieces_is_the_same(text: str) -> None:
-    for payload in (Payload((Input(text),)), Payload((Input("a"), Input(text, pair=text)), Input(text))):
-        assert messages.encode_in_pieces(payload) == messages.encode(payload)
-    assert messages.utf8_bytes(text) == len(text.encode())
-    assert Input(text, pair=text).least_bytes <= Input(text, pair=text).nbytes
-
-
-def test_a_lone_surrogate_in_any_piece_is_no_text() -> None:
-    for at in (0, messages.PIECE_CHARS - 1, messages.PIECE_CHARS, 2 * messages.PIECE_CHARS + 1):
-        text = "\u00e4" * at + "\ud800" + "\u00e4" * messages.PIECE_CHARS
-        with pytest.raises(UnicodeEncodeError):
-            messages.utf8_bytes(text)
-
-
 @pytest.mark.parametrize(("limit", "size"), [({}, 100_000), ({"SIE_INLINE_PAYLOAD_BYTES": "4096"}, 10_000)])
 async def test_the_inline_limit_decides_what_goes_through_the_store(
     tmp_path: Path, limit: dict[str, str], size: int
@@ -554,25 +334,6 @@ async def test_a_message_leaves_room_for_the_error_of_its_dead_letter(tmp_path: 
         assert len(stored(tmp_path)) == 1
 
 
-async def test_ten_megabytes_give_the_vector_of_what_is_left_of_them(tmp_path: Path) -> None:
-    """The text is as long as a book, at a broker of 1 MiB."""
-    url = str(tmp_path / "payloads")
-    async with cluster(tmp_path, url, max_payload=1 << 20) as running:
-        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
-        await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
-        book, page = await gateway.encode(WORDS * 870_000), await gateway.encode(WORDS * 500)
-        assert book.status_code == 200, book.text
-        assert book.json()["items"][0]["dense"] == page.json()["items"][0]["dense"]
-
-
-async def test_without_a_store_the_refusal_names_the_setting(tmp_path: Path) -> None:
-    async with cluster(tmp_path, "") as running:
-        gateway = await running.gateway()
-        refused = await gateway.encode("x" * 100_000)
-        assert (refused.status_code, refused.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
-        assert "SIE_PAYLOAD_STORE_URL" in refused.json()["error"]["message"]
-
-
 async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_path: Path) -> None:
     """The text is not sent inline instead, because it cannot fit."""
     url = tmp_path / "payloads"
@@ -598,37 +359,6 @@ async def test_an_object_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
         answer = await task
         assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
         assert running.server.streams[STREAM].state().messages == 0
-
-
-async def test_an_object_that_comes_back_within_the_budget_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures: list[StoreError] = []
-    genuine = PayloadStore.size
-
-    async def size(store: PayloadStore, key: str, timeout_s: float) -> int:
-        try:
-            return await genuine(store, key, timeout_s)
-        except StoreError as error:
-            failures.append(error)
-            raise
-
-    monkeypatch.setattr(PayloadStore, "size", size)
-    url = tmp_path / "payloads"
-    async with cluster(tmp_path, str(url)) as running:
-        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
-        task = asyncio.create_task(gateway.encode(WORDS * 10_000))
-        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
-        (file,) = stored(tmp_path)
-        data = file.read_bytes()
-        file.unlink()
-        file.symlink_to(file)  # a read fails, and not because the object is absent
-        await running.sidecar(SIE_PAYLOAD_STORE_URL=str(url))
-        await until(lambda: len(failures) > 1, "failed attempts")
-        file.unlink()
-        file.write_bytes(data)
-        assert (await task).status_code == 200
-        assert not any(isinstance(error, PayloadMissing) for error in failures)
 
 
 async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_the_end(tmp_path: Path) -> None:

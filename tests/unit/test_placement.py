@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from dataclasses import replace
 from typing import Literal
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inprocess import until
 from layouts import place
-from placement_simulation import Case, Simulation, cases, large
+from placement_simulation import Case, Simulation, cases
 from selection import long_but
-from simulation.virtual import in_virtual_time
 
 from sie_broker import BrokerError, Write
 from sie_broker.memory import MemoryBroker, MemoryServer
@@ -31,10 +27,8 @@ from sie_contracts.wire.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.wire.records import Placement, decode_placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.placement import EVERY_S, IDLE_S, UNHEARD_S, Ages, Placer
+from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, ModelBacklog, Planner
-from sie_gateway.streams.backlog import Backlog
-from sie_runtime.process import Stop
 
 LANE = Lane("_default", "l4", "default")
 
@@ -211,12 +205,7 @@ def test_a_model_that_did_not_fit_goes_to_a_worker_that_did_not_refuse_it() -> N
 
 
 def beat(
-    worker: str,
-    *statuses: ModelStatus,
-    rate: float = 1000.0,
-    slots: int = 4,
-    ready: bool = True,
-    pool: str = LANE.pool,
+    worker: str, *statuses: ModelStatus, rate: float = 1000.0, slots: int = 4, ready: bool = True, pool: str = LANE.pool
 ) -> Heartbeat:
     return Heartbeat(
         worker, pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots
@@ -302,15 +291,6 @@ def test_a_profile_with_other_weights_counts_for_its_model_and_other_failures_th
     table = planner.step(before, [beat("w1", ModelStatus("m:int8", "loaded"), failed, small), beat("w2")], [], {}, 1.0)
     assert table is not None
     assert table.hosts == {"m": ("w1",), "n": ("w1",), "o": ("w2",)}
-
-
-def test_a_planner_reads_equal_rates_from_the_first_and_from_later_heartbeats_of_a_worker_with_a_profile() -> None:
-    planner = Planner(2.0)
-    for _ in range(2):
-        statuses = (ModelStatus("m:int8", "loaded", cost_rate=900.0), ModelStatus("n", "loading"))
-        planner.step(None, [beat("w1", *statuses)], [], {}, 1.0)
-        taking = planner._workers["w1"].taking
-        assert {planner._layout.names[int(index)]: rate for index, rate in taking.T} == {"m": 900.0, "n": 0.0}
 
 
 @pytest.mark.parametrize("busy", ["m", "m:int8"])
@@ -427,69 +407,6 @@ async def test_a_pool_whose_stream_is_lost_holds_up_no_other() -> None:
     assert table.hosts == {"m": (f"of-{LANE.pool}",)}
 
 
-@in_virtual_time
-async def test_an_idle_placer_asks_the_broker_less_often() -> None:
-    """Without work it reads the backlog every IDLE_S seconds. Work, and a worker that comes or leaves, end the
-    pause.
-    """
-    broker, backlog, reads = MemoryServer().connect("g"), dict[str, ModelBacklog](), 0
-    fleet = Fleet(broker, load(environ={}).settings, time.monotonic)
-
-    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
-        nonlocal reads
-        reads += 1
-        return backlog
-
-    async def reads_in(seconds: float) -> int:
-        before = reads
-        for _ in range(round(seconds / 0.25)):
-            for worker in workers:
-                fleet.note(worker)
-            await asyncio.sleep(0.25)
-        return reads - before
-
-    placer, stop, workers = Placer(broker, 2.0, fleet, read, time.monotonic, storage="memory"), Stop(), [beat("w1")]
-    running = asyncio.create_task(placer.run(stop))
-    placer.note(LANE, [item("m")])
-    await reads_in(UNHEARD_S)
-    assert await reads_in(10 * IDLE_S) == 10
-    placer.note(LANE, [item("m")])
-    assert await reads_in(2 * EVERY_S) >= 1
-    workers.append(beat("w2"))
-    assert await reads_in(2 * EVERY_S) >= 1
-    workers[1] = msgspec.structs.replace(workers[1], leaving=True)
-    assert await reads_in(2 * EVERY_S) >= 1
-    backlog["m"] = ModelBacklog(1)
-    await reads_in(IDLE_S)
-    assert await reads_in(10 * EVERY_S) >= 9
-    stop.request()
-    await running
-
-
-async def test_a_reservation_that_has_ended_is_not_placed_while_its_workers_leave() -> None:
-    server, clock, pools = MemoryServer(), Clock(), {LANE.pool, "reserved"}
-    broker, lane = server.connect("g"), replace(LANE, pool="reserved")
-    fleet = Fleet(broker, load(environ={}).settings, clock)
-
-    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
-        if lane.pool not in pools and lane not in fleet.lanes():
-            raise BrokerError(f"there is no stream WORK_{lane.pool}")
-        return {}
-
-    placer = Placer(broker, 2.0, fleet, read, clock, serves=pools.__contains__, storage="memory")
-    await placer.start()
-    fleet.note(beat("w1", ModelStatus("m", "loaded"), pool=lane.pool))
-    await placer.step()
-    assert placer.table(lane) is not None
-    pools.discard(lane.pool)
-    placer.drop_pool(lane.pool)
-    await placer.step()
-    fleet.note(beat("w1", ModelStatus("m", "loaded")))
-    await placer.step()  # the stream is gone now
-    assert placer.table(LANE) is not None
-    assert lane not in placer._planners
-
-
 @pytest.mark.parametrize("drops_first", [True, False])
 async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bool) -> None:
     """The table of the pool is removed from the bucket before or after this gateway drops the pool."""
@@ -512,19 +429,6 @@ async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bo
         placer.drop_pool(lane.pool)
     assert not placer._tables
     assert not placer._planners
-
-
-async def test_ages_hold_nothing_of_a_pool_that_was_deleted() -> None:
-    broker = MemoryServer().connect("g")
-    await broker.ensure_stream(topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=0, max_age_s=0))
-    await broker.publish(topology.work_subject(LANE, "bulk", "m"), b"x", "1")
-    ages = Ages(Backlog(broker, {LANE.pool}), Clock())
-    assert (await ages.waiting_of(LANE, ["m"]))["m"].count == 1
-    assert ages._looks
-    ages.drop_pool(LANE.pool)
-    assert not ages._looks
-    assert not ages._names
-    await broker.close()
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -567,17 +471,6 @@ async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places
 
 
 # the table in simulation
-
-
-@pytest.mark.long
-def test_a_rolling_restart_among_a_thousand_workers_loads_what_it_lost_and_moves_nothing_else() -> None:
-    calm = Simulation(large(measured_s=10.0, load=0.03, restarted=0), table=True).run()
-    rolling = Simulation(large(measured_s=10.0, load=0.03, restarted=50), table=True).run()
-    loads, lost = (rolling.loads_per_min - calm.loads_per_min) / 6, 50 * 10
-    assert 0 < loads < lost / 3, "of what a twentieth of the workers had, what was asked for is loaded again, once"
-    assert rolling.p50_s < 1.5 * calm.p50_s
-    assert rolling.p99_s < 2 * 5.0, "a load, and no queue of loads"
-    assert rolling.unanswered < 0.03 * rolling.answered
 
 
 CASES = cases(measured_s=60.0)

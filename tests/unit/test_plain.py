@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 from body_bombs import BOMBS, MIB, Bomb
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sie_contracts import arrays, body_values, plain
 from sie_contracts.body_values import MAX_CONTAINERS, MAX_VALUES
@@ -47,12 +45,6 @@ def test_an_array_of_the_extension_type_is_a_map_until_it_is_unpacked(array: np.
     assert document["b"] == document["a"][0], "which arrays could not be asked"
     unpacked = arrays.unpack(document)["b"]
     assert (unpacked.dtype, unpacked.shape, unpacked.tobytes()) == (array.dtype, array.shape, array.tobytes())
-
-
-def test_both_kinds_of_arrays_are_the_same_multivector() -> None:
-    for sent in (ext(MATRIX), arrays.pack(MATRIX), {key.decode(): value for key, value in arrays.pack(MATRIX).items()}):
-        body = from_msgpack(msgspec.msgpack.encode({"items": [{"multivector": sent}]}))
-        assert arrays.multivector(body["items"][0]["multivector"]).tolist() == MATRIX.tolist()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +113,7 @@ def test_a_message_repeats_nothing_of_what_was_sent() -> None:
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.name)
 def test_a_body_of_many_values_is_refused_before_they_are_made(bomb: Bomb) -> None:
     """The refusal takes at most twice the size of the body. The objects would take up to 70 times that size."""
-    body = bomb.body(20 * MIB)
+    body = bomb.body(12 * MIB)
     tracemalloc.start()
     try:
         with pytest.raises(Malformed) as caught:
@@ -152,72 +144,6 @@ def test_marks_in_a_text_are_no_values() -> None:
     for value in ({"text": text}, {"texts": [text[:200]] * 5000}, {"text": "\\" * 1_000_001 + text}):
         assert from_json(msgspec.json.encode(value)) == value
         assert from_msgpack(msgspec.msgpack.encode(value)) == value
-
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 63), (1 << 64) - 1),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text('a{[,:"\\é\n', max_size=40),
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=20), st.dictionaries(st.text('a{[,:"\\', max_size=40), inner, max_size=18)
-    ),
-    max_leaves=60,
-)
-
-
-def marks_of(value: Any) -> int:
-    """Return the number of commas, colons and opening brackets in the JSON of a value."""
-    if not isinstance(value, dict | list):
-        return 0
-    is_map = isinstance(value, dict)
-    within = sum(map(marks_of, value.values() if isinstance(value, dict) else value))
-    return 1 + max(0, len(value) - 1) + is_map * len(value) + within
-
-
-def values_of(value: Any) -> int:
-    """Return the number of values. A list or map counts as one more than its values and keys."""
-    if not isinstance(value, dict | list):
-        return 0
-    if isinstance(value, list):
-        return 1 + len(value) + sum(map(values_of, value))
-    return 1 + 2 * len(value) + sum(map(values_of, value.values()))
-
-
-@given(VALUES, st.integers(1, 9))
-def test_values_are_counted_without_decoding(value: Any, piece_bytes: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_values, "_PIECE_BYTES", piece_bytes)
-        assert len(b"".join(body_values._marks(msgspec.json.encode(value)))) == marks_of(value)
-    assert body_values.of_json(msgspec.json.encode(value)) >= marks_of(value)
-    assert body_values.of_msgpack(msgspec.msgpack.encode(value)) == values_of(value)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        b"x" * 300,
-        b"x" * 70_000,
-        bytes(100),
-        datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
-        *(msgspec.msgpack.Ext(5, bytes(size)) for size in (1, 2, 3, 4, 8, 16, 17, 300, 70_000)),
-        "x" * 40,
-        "x" * 300,
-        "x" * 70_000,
-        [1.5] * 9,
-        [1.5] * 30_000,
-        [-1] * 20,
-        [300] * 20,
-        [*range(-40, 300)],
-    ],
-)
-def test_values_of_each_size_are_counted_in_msgpack(odd: Any) -> None:
-    for place in (odd, [odd], [odd] * 20, {"a": odd, "b": 1}, [[odd, 1, "x"]] * 20):
-        assert body_values.of_msgpack(msgspec.msgpack.encode(place)) == values_of(place)
 
 
 def test_whatever_the_bytes_are_they_are_counted_or_refused() -> None:

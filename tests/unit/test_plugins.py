@@ -122,18 +122,6 @@ async def test_paths_of_a_plugin_that_is_not_installed_say_how_to_install_it(
         assert "pip" not in (await client.get("/v1/other")).text
 
 
-def test_what_an_extra_lacks_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(tmp_path, monkeypatch, "sie.commands", {"stranger_hello": "raise ValueError"})
-    about = tmp_path / "stranger-1.0.dist-info" / "METADATA"
-    about.write_text(
-        "Metadata-Version: 2.4\nName: stranger\nVersion: 1.0\nProvides-Extra: more\nProvides-Extra: else\n"
-        'Requires-Dist: click>=8; extra == "more"\nRequires-Dist: no-such-package>=2; extra == "more"\n'
-        "Requires-Dist: nor-this-one; extra == 'else'\n"
-    )
-    found = dict(entry_points.lacking("sie.commands"))
-    assert found["hello"] == "no-such-package not installed: pip install 'stranger[more]'"
-
-
 TABLES = """
 from dataclasses import dataclass
 from sie_contracts.settings.rows import row

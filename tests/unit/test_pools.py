@@ -5,12 +5,9 @@ process.
 from __future__ import annotations
 
 import asyncio
-import statistics
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import httpx
 import msgspec
@@ -18,34 +15,18 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import (
-    GatewayProcess,
-    InProcess,
-    SidecarProcess,
-    Source,
-    clock_at,
-    settings_of,
-    unchanged_inference_of,
-    until,
-    until_told,
-)
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
 
-from sie_broker import Write, WrongRevision
-from sie_broker.memory import MemoryServer
+from sie_broker import Write
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
+from sie_contracts.wire.records import Reservation, ReservationSpec
 from sie_contracts.wire.topology import MAX_RESERVATIONS
-from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
-from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.pool_reconciler import PoolReconciler
 from sie_gateway.fleet.pool_rules import HELD_BACK, TOO_FEW
-from sie_gateway.fleet.pools import PoolDirectory, PoolRecord
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec
 from sie_sidecar import process
@@ -207,40 +188,6 @@ def test_a_reservation_gets_no_worker_while_the_gpus_of_one_are_unknown() -> Non
     assert assign([reservation], {"free": free}, {}) == {"free": "r"}
 
 
-@pytest.mark.serial
-async def test_pending_reservations_cost_few_passes_over_all_workers() -> None:
-    """64 reservations, each for more workers than the 1,000 of the cluster. Each request of an autoscaler and each look
-    of the leader considers all of them. The limits are three times what was measured.
-    """
-    bus, clock = MemoryServer().connect("g"), clock_at()
-    settings = settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000")
-    record = PoolRecord(settings, bus, clock)
-    fleet = Fleet(bus, settings, spec=record.spec)
-    directory = PoolDirectory(record, fleet, Mock(), clock, Mock())
-    for number in range(1000):
-        statuses = tuple(ModelStatus(f"m{(number * 7 + place) % 500}", "loaded") for place in range(12))
-        fleet.note(Heartbeat(f"w{number}", "_default", "l4", "default", True, "", models=statuses, own_pool="_default"))
-    specs = [ReservationSpec(f"r{number}", {"l4": 2000}, pinned_models=("m1",)) for number in range(MAX_RESERVATIONS)]
-    pools = {spec.name: Reservation(spec, clock.now_s(), clock.now_s()) for spec in specs}
-    record.reservations = Reservations(pools)
-
-    def cost_s(work: Callable[[], object]) -> float:
-        before_s = time.thread_time()
-        work()
-        return time.thread_time() - before_s
-
-    pass_s = statistics.median(cost_s(directory._assignable) for _ in range(9))
-    workers = directory._assignable()
-    costs = {
-        "look": cost_s(lambda: assign(pools.values(), workers, {})) / pass_s,
-        "scaling": cost_s(lambda: (directory.reserved(), directory.pending())) / pass_s,
-    }
-    print(f"{costs['look']:.0f} and {costs['scaling']:.0f} passes of {pass_s * 1000:.1f} ms")
-    await bus.close()
-    assert costs["look"] < LOOK_PASSES
-    assert costs["scaling"] < SCALING_PASSES
-
-
 # what a spec may be
 
 CATALOGUE = Catalogue({"toy/one": toy_entry()}, {}, "")
@@ -392,12 +339,6 @@ def placers() -> list[Placer]:
     return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
 
 
-def keepers() -> list[PoolReconciler]:
-    """Return what reconciles the reservations in each gateway of this process, by their tasks."""
-    tasks = [task for task in asyncio.all_tasks() if task.get_name() == "pools"]
-    return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
-
-
 def code(answer: httpx.Response) -> tuple[int, str]:
     body = answer.json()
     assert body["detail"]["message"] == body["error"]["message"]  # the Python client reads the message there
@@ -495,18 +436,6 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
     assert code(await client.post("/v1/pools", content=b" " * 70_000)) == (413, "PAYLOAD_TOO_LARGE")
 
 
-async def test_a_pool_of_a_workers_own_settings_is_no_reservation(town: Town) -> None:
-    await town.sidecar(SIE_MACHINE_PROFILE="l4", SIE_POOL="own", ready=False, **FAST)
-    client = town.gateways[0].client
-
-    async def is_shown() -> bool:
-        return (await client.get("/v1/pools/own")).status_code == 200
-
-    await until_told(is_shown, "the gateway has heard the worker")
-    assert code(await client.delete("/v1/pools/own")) == (403, "POOL_OPERATION_FORBIDDEN")
-    assert (await client.post("/v1/pools/own/renew")).json() == {"message": "Pool renewed", "expires_at": None}
-
-
 async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_once(town: Town) -> None:
     specs = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MAX_RESERVATIONS + 6)]
     answers: list[httpx.Response] = []
@@ -535,12 +464,7 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
             lane_figures["wanted_replicas"],
             lane_figures["demand"],
             lane_figures["ready_workers"],
-        ) == (
-            2,
-            2,
-            1,
-            0,
-        )
+        ) == (2, 2, 1, 0)
     answer = await first_gateway.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.6.4")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
     refused = (await first_gateway.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
@@ -587,55 +511,6 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
 
 
-async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten_there(town: Town) -> None:
-    await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": "first"})
-    await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
-    (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
-    (gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
-    stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
-
-    async def late() -> None:
-        stands.set()
-        await looks.wait()
-        await step()
-
-    follower.step = late  # type: ignore[method-assign]
-    await stands.wait()
-    assert (await gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
-    await until(lambda: "team" in follower._queue.consumers.streams, "the follower has its record")
-    assert (await gateway.client.delete("/v1/pools/team")).status_code == 200
-    looks.set()
-    await until(lambda: "team" not in follower._queue.consumers.streams, "it is forgotten")
-    assert "first" in follower._queue.consumers.streams
-
-
-async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_before_a_gateway_looks(
-    town: Town,
-) -> None:
-    await town.gateways[0].client.post("/v1/pools", json=SPEC)
-    await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
-    (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
-    (late_gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
-    (second_gateway,) = (g for g in town.gateways if g is not late_gateway)
-    await until(lambda: "team" in follower._known, "it is known")
-    waiting = asyncio.create_task(late_gateway.encode("x", X_SIE_Pool="team"))
-    await until(lambda: town.server.streams["WORK_team"].state().messages == 1, "work in the stream")
-    stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
-
-    async def late() -> None:
-        stands.set()
-        await looks.wait()
-        await step()
-
-    follower.step = late  # type: ignore[method-assign]
-    await stands.wait()
-    assert (await second_gateway.client.delete("/v1/pools/team")).status_code == 200
-    assert (await second_gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
-    looks.set()
-    assert code(await asyncio.wait_for(waiting, 10)) == (404, "POOL_NOT_FOUND")
-    await until(lambda: "team" in follower._queue.consumers.streams, "the stream of the new one is followed")
-
-
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
     """A caller without the scope admin reserves the only worker. The pool is pending and says why, and one worker more
     is wanted. With a second worker the pool is active, and one worker still serves everybody. The reservation of an
@@ -674,91 +549,6 @@ async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_
     await workers[left].end()
     while (await town.state("pending"))["status"]["assigned_workers"]:
         pass
-
-
-async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The adapter of such a worker may be back within seconds."""
-    monkeypatch.setattr(pool_reconciler, "UNREADY_S", 2.0)
-    patient = {**FAST, **L4, "SIE_HEARTBEAT_TIMEOUT_MS": "30000"}
-    async with Town(tmp_path, toy_entry()) as town:
-        town.gateways = await town.gateway(**patient), await town.gateway(**patient)
-        names = [(await town.worker()).worker for _ in range(2)]
-        await town.gateways[0].client.post("/v1/pools", json=SPEC)
-        [first] = (await town.state("active"))["status"]["assigned_workers"]
-        number = names.index(first["name"])
-        await town.adapters[number].stop()
-        await until(lambda: town.last_beat(first["name"], ready=False), "a heartbeat that says not ready")
-        since_s = asyncio.get_running_loop().time()
-
-        async def is_replaced() -> bool:
-            pool = await town.state("active")
-            return bool(pool["status"]["assigned_workers"][0]["name"] != first["name"])
-
-        await until_told(is_replaced, "another worker")
-        assert asyncio.get_running_loop().time() - since_s >= 1.5
-
-
-async def test_after_a_loss_of_the_broker_reserved_workers_have_the_time_to_send_heartbeats(town: Town) -> None:
-    """The gateways connect again before the worker does, when its last heartbeat is too old already."""
-    worker = await town.worker()
-    await town.gateways[0].client.post("/v1/pools", json=SPEC)
-    await town.state("active")
-    looks: set[PoolReconciler] = set()  # those with a step that began with a connection, and ended
-
-    def watched(keeper: PoolReconciler) -> Callable[[], Coroutine[Any, Any, None]]:
-        step = keeper.step
-
-        async def counted_step() -> None:
-            is_connected = keeper._broker.connected
-            try:
-                await step()
-            finally:
-                if is_connected:
-                    looks.add(keeper)
-
-        return counted_step
-
-    town.server.disconnect()
-    for keeper in keepers():
-        keeper._fleet._clock = lambda: time.monotonic() + 11.0  # above SIE_HEARTBEAT_TIMEOUT_MS
-    await until(lambda: all(keeper._since_s is None for keeper in keepers()), "each knows that the broker is lost")
-    for keeper in keepers():
-        keeper.step = watched(keeper)  # type: ignore[method-assign]
-    for gateway in town.gateways:
-        gateway.broker.reconnect()
-    await until(lambda: set(keepers()) <= looks, "each looks with the broker")
-    assert not any(keeper._fleet.healthy() for keeper in keepers())
-    worker.broker.reconnect()
-    town._observer.reconnect()
-    await town.state("active")
-    assert await town.events("released") == 0
-
-
-async def test_changes_that_always_lose_against_those_of_other_gateways_end_no_gateway(town: Town) -> None:
-    first_gateway, _ = town.gateways
-    records = {keeper._record for keeper in keepers()}
-    assert (await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 1})).status_code == 201
-    changes = [(record._record, record._record.change) for record in records]
-    lost = AsyncMock(side_effect=WrongRevision("another gateway was faster"))
-    for record, _ in changes:
-        record.change = lost  # type: ignore[method-assign]
-    await until(lambda: lost.await_count > 1, "the leader has tried twice to end the reservation")
-    answer = await first_gateway.client.post("/v1/pools", json={**SPEC, "name": "more"})
-    assert code(answer) == (503, "QUEUE_UNAVAILABLE")
-    for record, change in changes:
-        record.change = change  # type: ignore[method-assign]
-    await until(lambda: "WORK_team" not in town.server.streams, "the reservation has ended")
-
-
-async def test_pinned_models_are_loaded_by_the_worker_that_takes_up_the_reservation(town: Town) -> None:
-    await town.worker()
-    [adapter] = town.adapters
-    assert adapter.loads == []
-    answer = await town.gateways[0].client.post("/v1/pools", json={**SPEC, "pinned_models": ["toy/one"]})
-    assert answer.json()["spec"]["pinned_models"] == ["toy/one"]
-    await until(lambda: adapter.loads == ["toy/one"], "the pinned model is loaded")
 
 
 async def test_a_pinned_model_that_was_unloaded_is_loaded_again(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -863,27 +653,3 @@ async def test_reservations_that_cannot_be_read_are_left_as_they_are_until_someb
     assert entry.value == b"\xc1"
     await bucket.write([Write("reservations", None)])
     assert (await client.post("/v1/pools", json={**SPEC, "name": "more"})).status_code == 201
-
-
-async def test_writing_pools_takes_the_scope_or_the_role_that_is_set(tmp_path: Path) -> None:
-    """SIE_POOL_WRITE_ROLE: a user token is enough unless the operator says otherwise."""
-    async with InProcess(tmp_path) as cluster:
-        tokens = {
-            "SIE_AUTH_MODE": "static",
-            "SIE_AUTH_TOKEN": "user",
-            "SIE_ADMIN_TOKEN": "admin",
-            "SIE_CONFIG_READ_TOKEN": "reader",
-        }
-        body = {"name": "team", "gpus": {"l4": 1}}
-        for role, allowed in (("user", {"user", "admin"}), ("admin", {"admin"})):
-            gateway = await cluster.gateway(**tokens, **L4, SIE_POOL_WRITE_ROLE=role)
-            for token in ("", "reader", "user", "admin"):
-                headers = {"authorization": f"Bearer {token}"} if token else {}
-                statuses = [
-                    (await gateway.client.post("/v1/pools", json=body, headers=headers)).status_code,
-                    (await gateway.client.post("/v1/pools/team/renew", headers=headers)).status_code,
-                    (await gateway.client.delete("/v1/pools/team", headers=headers)).status_code,
-                ]
-                refused = 403 if token == "user" else 401
-                assert statuses == ([201, 200, 200] if token in allowed else [refused] * 3), (role, token)
-            assert (await gateway.client.get("/v1/pools", headers={"authorization": "Bearer user"})).status_code == 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import yaml
 from sie_config_service.documents import read
 from sie_config_service.writes import Edits
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import parse_entry
-from sie_contracts.models.public_models import Translation, is_public, translated
-from sie_runtime.feed import read_folder
+from sie_contracts.models.public_models import Translation, translated
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -52,64 +49,6 @@ profiles:
     extends: default
     adapter_options:
       runtime: {{pooling: mean, normalize: true, query_template: "ask: {{text}}"}}
-"""
-LATE = f"""
-sie_id: org/late
-hf_id: org/late
-hf_revision: {COMMIT}
-tasks: {{encode: {{multivector: {{dim: 128}}}}, score: {{}}}}
-max_sequence_length: 512
-profiles:
-  default:
-    max_batch_tokens: 16384
-    adapter_path: sie_server.adapters.colbert:ColBERTAdapter
-    adapter_options:
-      loadtime:
-        token_dim: 128
-        normalize: true
-        query_prefix: '[unused0]'
-        doc_prefix: '[unused1]'
-        query_max_length: 32
-        query_expansion: true
-        doc_punctuation_skiplist: true
-        muvera_config: {{num_repetitions: 40, center_tokens: true}}
-      runtime: {{max_seq_length: 300, muvera: null}}
-  muvera:
-    extends: default
-    adapter_options:
-      runtime: {{max_seq_length: 300, muvera: {{}}, output_types: [dense], output_similarity: {{dense: dot}}}}
-"""
-DECODER = f"""
-sie_id: org/judge
-hf_id: org/judge
-hf_revision: {COMMIT}
-tasks: {{score: {{}}}}
-max_sequence_length: 4096
-profiles:
-  default:
-    max_batch_tokens: 16384
-    compute_precision: bfloat16
-    adapter_path: sie_server.adapters.qwen2_flash_cross_encoder.adapter:Qwen2FlashCrossEncoderAdapter
-    adapter_options:
-      loadtime:
-        yes_token: 'yes'
-        no_token: 'no'
-        input_format: qwen3
-        score_mode: log_softmax
-        default_instruction: Judge it
-"""
-LABELS = f"""
-sie_id: org/labels
-hf_id: org/labels
-hf_revision: {COMMIT}
-tasks: {{extract: {{}}}}
-max_sequence_length: 512
-profiles:
-  default:
-    max_batch_tokens: 16384
-    adapter_path: sie_server.adapters.sample:SampleClassesAdapter
-    adapter_options:
-      runtime: {{threshold: 0.3, classification_type: multi-label}}
 """
 PERSONS = """
 sie_id: org/persons
@@ -174,53 +113,6 @@ def test_a_dense_encoder_has_its_pooling_prompts_and_profiles() -> None:
     ]
 
 
-def test_late_interaction_has_its_markers_and_lengths() -> None:
-    translation = entry_of(LATE)
-    assert translation.entry["outputs"] == {"multivector": 128}
-    assert translation.entry["head"] == {
-        "query_marker": "[unused0]",
-        "document_marker": "[unused1]",
-        "query_length": 32,
-        "query_expansion": True,
-        "skip_punctuation": True,
-        "muvera": {"num_repetitions": 40},
-        "document_length": 300,
-    }
-    assert translation.entry["profiles"] == {"muvera": {"run": {"muvera": True, "output_types": ["dense"]}}}
-    assert any(
-        note.endswith("muvera_config.center_tokens: ignored, it has no counterpart") for note in translation.ignored
-    )
-
-
-def test_a_decoder_that_scores_has_the_pieces_of_its_pair() -> None:
-    entry = entry_of(DECODER).entry
-    assert (entry["family"], entry["outputs"]) == ("decoder-reranker", {"score": 0})
-    assert entry["head"] == {"yes_token": "yes", "no_token": "no", "score": "probability"}
-    assert entry["prompts"] == {"default_instruction": "Judge it"}
-    ours = read_folder(packaged_folder() / "models")
-    assert tuple(entry["pair"]) == ours["Qwen/Qwen3-Reranker-4B"].pair
-    mixed = yaml.safe_load(DECODER)
-    options = mixed["profiles"]["default"]["adapter_options"]["loadtime"]
-    options |= {"input_format": "mxbai", "score_mode": "logit_diff", "yes_token": "1", "no_token": "0"}
-    model_entry = translated(mixed).entry
-    assert tuple(model_entry["pair"]) == ours["mixedbread-ai/mxbai-rerank-large-v2"].pair
-    assert model_entry["head"]["score"] == "difference"
-
-
-def test_options_of_a_family_are_parameters() -> None:
-    entry = entry_of(LABELS).entry
-    assert (entry["family"], entry["outputs"]) == ("sample-classes", {"classifications": 0})
-    assert entry["run"] == {"parameters": {"threshold": 0.3, "multi_label": True}}
-
-
-def test_a_class_of_two_families_is_that_of_the_option_that_a_profile_has() -> None:
-    profile = yaml.safe_load(PERSONS)["profiles"]["default"]
-    options = {"adapter_options": {"loadtime": {}, "runtime": {"relation_threshold": 0.7}}}
-    entry = entry_of(PERSONS, profiles={"default": profile | options}).entry
-    assert (entry["family"], entry["outputs"]) == ("sample-relations", {"entities": 0, "relations": 0})
-    assert entry["run"] == {"parameters": {"relation_threshold": 0.7}}
-
-
 def test_weights_without_a_commit_are_unpinned_and_named() -> None:
     translation = entry_of(PERSONS)
     assert translation.entry["weights"] == {"hub": "org/persons", "unpinned": True}
@@ -247,13 +139,6 @@ def test_what_a_file_does_not_say_is_that_of_the_catalogue() -> None:
     assert refused(PERSONS, max_sequence_length=None)[0] == "$.max_sequence_length"
 
 
-def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None:
-    raw = yaml.safe_load(PERSONS)
-    translation = entry_of(PERSONS, profiles={"candle": raw["profiles"]["default"]})
-    assert translation.entry["profiles"] == {"candle": {}}
-    assert any(note.startswith("profiles: the file has no default profile") for note in translation.ignored)
-
-
 @pytest.mark.parametrize(
     ("changes", "loc", "words"),
     [
@@ -270,53 +155,6 @@ def test_a_model_that_nothing_here_computes_is_refused_by_its_field(
     location, message = refused(WRITER, **changes)
     assert location == loc
     assert words in message
-
-
-def test_a_profile_of_another_family_is_named_and_left_out() -> None:
-    raw = yaml.safe_load(DENSE)
-    raw["profiles"]["remote"] = {
-        "extends": "default",
-        "adapter_path": "sie_server.adapters.remote.sie:SieUpstreamAdapter",
-    }
-    raw["profiles"]["cross"] = {"extends": "default", "adapter_path": "a:CrossEncoderAdapter"}
-    translation = translated(raw)
-    assert {"remote", "cross"}.isdisjoint(translation.entry["profiles"])
-    named = {note.partition(":")[0] for note in translation.ignored}
-    assert {"profiles.remote", "profiles.cross"} <= named
-
-
-def test_files_of_the_public_server_are_told_from_entries() -> None:
-    assert [
-        is_public(document) for document in ({"sie_id": "a"}, {"hf_id": "a"}, {"id": "a", "hf_id": "b"}, [], None)
-    ] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
-@pytest.mark.long
-def test_every_file_of_the_public_server_is_an_entry_or_refused_by_a_field_that_it_has() -> None:
-    """The files are the 213 of version 0.10.1, whose classes are replaced by families of the core. `make test` installs
-    it.
-    """
-    ours = read_folder(packaged_folder() / "models")
-    outcomes: Counter[str] = Counter()
-    for file in sorted(INSTALLED.glob("*.yaml")):
-        raw = yaml.safe_load(file.read_text())
-        try:
-            translation = entry_of(file.read_text())
-        except ValidationFailed as error:
-            loc = error.extras["errors"][0]["loc"]
-            assert loc.split(".")[1] in raw or loc == "$.max_sequence_length", file.name
-            outcomes[loc.rpartition(".")[2]] += 1
-            continue
-        outcomes["entry"] += 1
-        own = ours.get(raw["sie_id"])
-        assert own is None or translation.entry["family"] == own.family, file.name
-    assert outcomes == {"entry": 91, "generate": 21, "adapter_path": 101}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from click.testing import CliRunner
 from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 from parity.score_checkpoints import build_head
@@ -42,14 +40,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sie_adapter.loading.inspection import inspect
-from sie_adapter.loading.loading import Loader
 from sie_adapter.loading.weight_files import check_weights, holds_nan
-from sie_cli.main import main
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import parse_entry
-from sie_contracts.settings import Settings
-from sie_store.weights.sources import WeightSources
 
 
 def dense(folder: Path) -> Path:
@@ -68,12 +61,7 @@ def sparse(folder: Path) -> Path:
     return heads_checkpoints.splade(folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"))
 
 
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "dense": dense,
-    "cross": cross,
-    "late": late,
-    "sparse": sparse,
-}
+KINDS: dict[str, Callable[[Path], Path]] = {"dense": dense, "cross": cross, "late": late, "sparse": sparse}
 
 
 @pytest.fixture(scope="module")
@@ -87,32 +75,14 @@ CASES = [
     ("dense", with_its_configuration_alone, ["has no tokenizer", COPY]),
     ("dense", empty, ["tokenizer", COPY]),
     ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
-    *(
-        (kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"])
-        for kind in (
-            "dense",
-            "cross",
-        )
-    ),
+    *((kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"]) for kind in ("dense", "cross")),
     ("dense", lacking("[UNK]"), ["has no [UNK], which the model needs", COPY]),
     ("dense", lacking("[CLS]", "[SEP]"), ["has no token with the id", "which the model needs", COPY]),
     ("cross", without_markers, ["puts no special token before a text", COPY]),
     *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense",)),
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
-    *(
-        (kind, with_nan, [WEIGHTS, "contains NaN in 1 of its tensors"])
-        for kind in (
-            "dense",
-            "sparse",
-        )
-    ),
-    *(
-        (kind, without_a_tensor, ["1 missing"])
-        for kind in (
-            "dense",
-            "cross",
-        )
-    ),
+    *((kind, with_nan, [WEIGHTS, "contains NaN in 1 of its tensors"]) for kind in ("dense", "sparse")),
+    *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross")),
     ("dense", quantised(torch.int8), [WEIGHTS, "in int8, and config.json has no quantization_config"]),
     (
         "cross",
@@ -131,27 +101,9 @@ USUAL = [case for number, case in enumerate(CASES) if case[1] not in [spoil for 
     ("kind", "spoil", "texts"), long_but(CASES, USUAL), ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES]
 )
 def test_a_folder_that_cannot_be_right_is_refused_everywhere(
-    kind: str,
-    spoil: Callable[[Path], None],
-    texts: list[str],
-    good: Good,
-    tmp_path: Path,
+    kind: str, spoil: Callable[[Path], None], texts: list[str], good: Good, tmp_path: Path
 ) -> None:
     refused_everywhere(spoil, texts, good(kind), tmp_path)
-
-
-def test_weights_that_change_after_a_load_are_checked_again(good: Good, tmp_path: Path) -> None:
-    source, entry = good("dense")
-    folder = shutil.copytree(source, tmp_path / "model")
-    loader = Loader(
-        torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")
-    )
-    parsed = parse_entry({**entry, "weights": {"path": str(folder)}})
-    resolved = Catalogue.resolve_profile(parsed, "default", parsed.id)
-    loader.load(resolved)
-    torch.save({"weight": torch.tensor([[1.0, float("nan")]])}, folder / "sparse_linear.pt")
-    with pytest.raises(ModelLoadFailed, match=r"sparse_linear\.pt contains NaN"):
-        loader.load(resolved)
 
 
 def test_a_file_shorter_than_its_header_is_refused_without_reading_it(tmp_path: Path) -> None:
@@ -176,39 +128,6 @@ def test_nan_is_seen_in_every_float(name: str) -> None:
     assert not holds_nan(torch.tensor([1, 2]))
 
 
-def added(file: Path, models: Path) -> str:
-    done = CliRunner().invoke(
-        main, ["models", "add", str(file), "--models-dir", str(models)], env={"SIE_HF_FALLBACK": "false"}
-    )
-    assert done.exit_code == 0, done.output
-    return " ".join(done.output.split())
-
-
-def test_an_entry_whose_weights_are_elsewhere_is_added_and_says_that_a_load_checks_them(
-    good: Good, tmp_path: Path
-) -> None:
-    folder, entry = good("dense")
-    for number, weights in enumerate(
-        ({"hub": "org/absent", "revision": "a" * 40}, {"path": str(tmp_path / "absent")}, entry["weights"])
-    ):
-        file = tmp_path / f"{number}.yaml"
-        file.write_text(yaml.safe_dump({**entry, "id": f"test/{number}", "weights": weights}))
-        output = added(file, tmp_path / "models")
-        assert (tmp_path / f"models/test/{number}.yaml").is_file()
-        assert (f"checked the files in {folder}" in output) == (number == 2)
-        assert ("a worker checks them when it loads the model" in output) == (number != 2)
-
-
-def test_an_entry_with_the_digest_of_another_file_is_not_added(good: Good, tmp_path: Path) -> None:
-    folder, entry = good("dense")
-    file = tmp_path / "entry.yaml"
-    file.write_text(yaml.safe_dump({**entry, "weights": {"path": str(folder), "digests": {WEIGHTS: "0" * 64}}}))
-    done = CliRunner().invoke(main, ["models", "add", str(file), "--models-dir", str(tmp_path / "models")])
-    assert done.exit_code == 1
-    assert f"{WEIGHTS} has the SHA-256" in " ".join(done.output.split())
-    assert not (tmp_path / "models").exists()
-
-
 def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(good: Good, tmp_path: Path) -> None:
     """Published models have such tokens, for images for instance. A text that holds one is no fault of its client."""
     source, entry = good("dense")
@@ -222,15 +141,3 @@ def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(good: 
     ids = served.encode("the <image> runs").ids
     assert max(ids) < model.vocabulary
     assert ids == Tokenizer.from_file(str(source / "tokenizer.json")).encode("the <image> runs").ids
-
-
-def test_a_vocabulary_of_one_script_or_smaller_than_the_table_is_good(tmp_path: Path) -> None:
-    """Many published models have a vocabulary of English alone, or a padded table."""
-    folder = add_modules(
-        build(tmp_path / "padded", ARCHITECTURES["bert"], vocab_size=4096), modules_of(ARCHITECTURES["bert"])
-    )
-    entry = inspect(folder, "test/padded", {"path": str(folder)}).entry
-    model = load(parse_entry(entry))
-    served = Tokenizer.from_buffer(model.tokenizer)
-    assert served.get_vocab_size() < model.vocabulary == 4096
-    assert set(served.encode("河流", add_special_tokens=False).tokens) == {"[UNK]"}

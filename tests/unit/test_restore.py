@@ -12,13 +12,12 @@ from inprocess import settings_of, until, until_told
 from unit.test_models_folder import ENTRY, put
 
 from sie_broker.memory import MemoryServer
-from sie_config_service.mirror import HeldModel
 from sie_config_service.process import prepare
 from sie_config_service.restore import Restore, Unloadable, unloadable
 from sie_config_service.store import RESTORE, CatalogueChange, CatalogueStore
 from sie_config_service.workers import CatalogueReaders
-from sie_config_service.writes import CatalogueWriter, WriteRequest
-from sie_contracts.errors import ContentConflict, ErrorInfo
+from sie_config_service.writes import CatalogueWriter
+from sie_contracts.errors import ErrorInfo
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_runtime.process import Stop
@@ -127,23 +126,6 @@ async def test_neither_a_restored_revision_nor_an_older_one_is_replaced(followin
     assert await following.history() == before
 
 
-async def test_a_model_that_was_removed_meanwhile_is_not_restored(following: Following) -> None:
-    await following.write(16)
-    held = await following.store.held(MODEL)
-    await following.store.write([CatalogueChange(MODEL, held, None, "api", "delete")])
-
-    async def unchecked(_entry: dict[str, Any]) -> None:
-        pass
-
-    async def edit(_held: HeldModel) -> dict[str, Any] | None:
-        return held.entry
-
-    restore = WriteRequest(RESTORE, MODEL, edit, if_match=held.revision, source="overlay")
-    with pytest.raises(ContentConflict):
-        await CatalogueWriter(following.store, unchecked).write(restore)
-    assert (await following.history())[0] == (3, "delete", None)
-
-
 async def test_a_restored_model_is_seeded_again_only_after_its_file_changed(following: Following) -> None:
     await following.write(16)
     await following.write(8, RESTORE)
@@ -154,24 +136,3 @@ async def test_a_restored_model_is_seeded_again_only_after_its_file_changed(foll
         return [change.operation for change in changes if change.model == MODEL]
 
     assert (await seeds(16), await seeds(8), await seeds(32)) == ([], [], ["seed"])
-
-
-async def test_a_model_that_cannot_be_restored_is_logged_once(
-    following: Following, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another model, for which there is nothing to do, is reported beside it in each heartbeat."""
-    restored = following.restore._restore
-
-    async def refused(status: Unloadable) -> None:
-        if status.model == "org/refused":
-            raise ContentConflict("an alias needs it")
-        await restored(status)
-
-    monkeypatch.setattr(following.restore, "_restore", refused)
-    for _ in range(3):
-        following.beat(failed(2, 1, model="org/refused"), failed(9, 8))
-        await until(lambda: not following.workers.failed.is_set(), "the look at the heartbeat")
-    await following.end()
-    assert [record.getMessage() for record in caplog.records if "is not replaced" in record.getMessage()] == [
-        "a revision that cannot be loaded is not replaced yet: an alias needs it"
-    ]

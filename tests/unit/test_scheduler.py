@@ -1,31 +1,41 @@
-"""The batch former: its invariants under random work, checked by a state machine, and its order in hand-written cases.
-
-The invariants: No job is lost or runs twice. A batch of several jobs stays within the cost budget and the request cap.
-No job waits past its bound while the device is idle. Between two bulk batches there are at most `bulk_max_overtakes`
-interactive ones. No priority, model, key or LoRA starves.
+"""The batch former: its invariants under random work, checked by a state machine, its order in hand-written cases, its
+rate, and what a running sidecar tells of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from batch_entries import BatchEntry
+from fake_adapter import SPECIAL, toy_entry
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from inprocess import InProcess, until
 
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_sidecar.batch import (
+    MEMORY_S,
     Batch,
     BatchKey,
     BatchLimits,
     DeviceLoad,
     Load,
+    Quantum,
+    Rate,
     Waiting,
     WaitUntil,
     credit,
     next_batch,
 )
+from sie_sidecar.intake import WorkIntake
+from sie_sidecar.prepare.rows import TokenRow
 
 MODELS = ("m0", "m1", "m2")
 LORAS = ("", "l1", "l2", "l3")
@@ -55,10 +65,7 @@ class Scheduling(RuleBasedStateMachine):
         self.number = 0
         self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
         # by priority: the oldest due job, and within how many batches of its priority it must run
-        self.due: dict[bool, tuple[BatchEntry[int], int] | None] = {
-            False: None,
-            True: None,
-        }
+        self.due: dict[bool, tuple[BatchEntry[int], int] | None] = {False: None, True: None}
 
     @rule(
         model=st.sampled_from(MODELS),
@@ -364,3 +371,117 @@ def test_credit_is_what_two_batches_for_each_lane_can_take_beyond_what_is_held()
     assert credit(Load(2000, 3, 1), 500.0, limits) == 0, "no room"
     assert credit(Load(80, 8, 1), 10.0, limits) == 12, "small ones are bounded by number"
     assert credit(Load(200, 20, 1), 10.0, limits) == 0
+
+
+ROWS = ((12, 0), (12, 32), (40, 32))  # tokens of a row, and its length on the device
+
+
+def test_time_without_a_batch_does_not_count() -> None:
+    rate = Rate()
+    assert rate.tokens_per_s == 0
+    for began_s in (0.0, 100.0, 200.0):
+        rate.sent(began_s)
+        rate.ended(500, began_s + 0.5)
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+def test_batches_sent_ahead_count_the_time_once() -> None:
+    """One lane has two batches at the adapter at any time: one runs for 1 s, the other waits."""
+    rate = Rate()
+    rate.sent(0.0)
+    rate.sent(0.0)
+    for second in range(1, 20):
+        rate.ended(1000, float(second))
+        rate.sent(float(second))
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+def test_lanes_that_run_side_by_side_add_up() -> None:
+    rate = Rate()
+    for _ in range(4):
+        rate.sent(0.0)
+    for _ in range(4):
+        rate.ended(250, 1.0)
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
+    rate = Rate()
+    for second in range(20):
+        rate.sent(float(second))
+        rate.ended(1000, second + 1.0)
+    before = rate.tokens_per_s
+    rate.sent(20.0)
+    rate.ended(0, 21.0)
+    assert rate.tokens_per_s < before
+    for second in range(int(5 * MEMORY_S)):
+        rate.sent(30.0 + second)
+        rate.ended(100, 31.0 + second)
+    assert rate.tokens_per_s == pytest.approx(100, rel=0.1)
+
+
+def test_what_inputs_cost() -> None:
+    """The cost of a text is its number of tokens, or its length on the device if that is more."""
+    costs = [TokenRow(np.zeros(tokens, np.int32), tokens, expanded=expanded).cost for tokens, expanded in ROWS]
+    assert costs == [12, 32, 40]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry("toy/one"), toy_entry("toy/two")) as cluster:
+        yield cluster
+
+
+async def test_a_gathering_whose_deliveries_were_all_cancelled_is_not_counted() -> None:
+    metrics, queues = Mock(), Mock(all=[Mock()])
+    intake = WorkIntake(Mock(), Mock(), queues, Mock(), Mock(), Quantum(0.0, 0.0, 1.0), metrics, None)
+    intake.arrived = [Mock(settled=True)]
+    intake._arrival.set()
+    assert await intake.next(Mock(tokenising=0), Mock(more_expected=Mock(return_value=False))) == []
+    metrics.gathered.observe.assert_not_called()
+
+
+async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_device_is(cluster: InProcess) -> None:
+    """After a batch the heartbeat has the rate. While batches are held, it has their tokens and the age of the oldest
+    item of each model. Afterwards these are zero again.
+    """
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    sidecar = await cluster.sidecar(adapter, SIE_HEALTH_PUBLISH_INTERVAL_MS="100", SIE_HEARTBEAT_TIMEOUT_MS="5000")
+    started = cluster.last_beat("w0", ready=True)
+    assert started is not None
+    assert started.rate == started.held_cost == 0
+    # two batches wait and two are at the adapter (one lane, a pipeline of 2), each of at most 16384 tokens and 12
+    # messages
+    assert (started.credit_cost, started.credit_items) == (4 * 16384, 4 * 12)
+    before_s = time.perf_counter()
+    await gateway.encode("x" * 100)
+    took_s = time.perf_counter() - before_s
+    beat = await until(lambda: rated(cluster), "a rate")
+    assert beat.rate > (100 + SPECIAL) / took_s
+    adapter.hold_batches = True
+    texts = (("abc", "toy/one"), ("abcde", "toy/one"), ("ab", "toy/two"))
+    sent = [asyncio.create_task(gateway.encode(text, model=model)) for text, model in texts]
+    tokens = 10 + 3 * SPECIAL
+    beat = await until(lambda: held(cluster, tokens), "what is held")
+    first = {status.model: status.oldest_s for status in beat.models}
+    assert await sidecar.metric("sie_queue_depth", model="toy/one") == 2
+    assert await sidecar.metric("sie_queue_depth", model="toy/two") == 1
+    later = await until(lambda: (new_beat := held(cluster, tokens)) is not beat and new_beat, "a later heartbeat")
+    for status in later.models:
+        assert status.oldest_s > first[status.model] >= 0
+    adapter.let_go()
+    await asyncio.gather(*sent)
+    beat = await until(lambda: held(cluster, 0), "nothing held")
+    assert [status.oldest_s for status in beat.models] == [0.0, 0.0]
+    assert await sidecar.metric("sie_queue_depth") == 0
+
+
+def rated(cluster: InProcess) -> Heartbeat | None:
+    beat = cluster.last_beat("w0")
+    return beat if beat is not None and beat.rate else None
+
+
+def held(cluster: InProcess, tokens: int) -> Heartbeat | None:
+    beat = cluster.last_beat("w0")
+    return beat if beat is not None and beat.held_cost == tokens else None

@@ -76,24 +76,6 @@ def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     assert final_info["state"] == "loaded"
 
 
-def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:
-    with pytest.raises(sie_client.InvalidInputError, match="video"):
-        replied(cluster.warmed("m", {}, Session()), {"name": "m", "inputs": ["video"], "tasks": ["encode"]})
-
-
-def test_filters_of_models_are_a_query() -> None:
-    (step,), models = replied(
-        cluster.list_models({"task": "score", "loaded": True, "output": None}, Session()), {"data": [{"id": "m"}]}
-    )
-    assert (step.path, models) == ("/v1/models?task=score&loaded=true", [{"id": "m"}])
-
-
-def test_capacity_counts_the_workers_of_a_machine_profile() -> None:
-    workers = [{"name": "a", "gpu": "l4", "gpu_count": 2}, {"name": "b", "gpu": "cpu", "gpu_count": 1}]
-    _, capacity = replied(cluster.capacity(" L4 ", Session()), {"workers": workers})
-    assert capacity == {"worker_count": 1, "gpu_count": 2, "workers": workers[:1]}
-
-
 SESSION = Session()
 PLANS = {
     "list_models": lambda: cluster.list_models({}, SESSION),
@@ -117,10 +99,3 @@ PLANS = {
 def test_a_reply_that_is_none_is_an_error_of_the_server(name: str, reply: Any) -> None:
     with pytest.raises(sie_client.ServerError, match="could not be read"):
         replied(PLANS[name](), reply)
-
-
-def test_a_name_that_cannot_be_a_path_is_refused() -> None:
-    with pytest.raises(sie_client.InvalidInputError):
-        next(cluster.get_model("\ud800", SESSION))
-    with pytest.raises(sie_client.InvalidInputError):
-        next(cluster.create_pool("p", {"l4": object()}, {}, SESSION))  # type: ignore[dict-item]

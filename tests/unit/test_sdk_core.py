@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import enum
 import json
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import nanoarrow
 import numpy as np
-import pandas
-import polars
-import pyarrow
-import pydantic
 import pytest
 from public_certificates import certified
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, core, transport, verbs, wire
+from sie_client import SIEClient, verbs
 from sie_client.core import (
     BlockingWork,
-    Hedges,
     HttpAnswer,
     Pause,
     Plan,
@@ -129,22 +120,6 @@ def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
     assert msgspec.msgpack.decode(step.body) == {"items": ["a"], "params": {}}
 
 
-def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameters() -> None:
-    session = Session.from_options({"gpu": "l4", "timeout_s": 300, "hedge_after_s": 1.0})
-    step = next(
-        verbs.encode(
-            "m",
-            ["a"],
-            {"gpu": "a100", "pool": None, "timeout_s": None, "is_query": True, "hedge_after_s": 0.5},
-            session,
-        )
-    )
-    assert isinstance(step, Send)
-    assert (step.headers["x-sie-machine-profile"], step.hedge_after_s) == ("a100", 0.5)
-    assert step.within_s > 300, "the server's own deadline comes first"
-    assert msgspec.msgpack.decode(step.body)["params"] == {"is_query": True}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -170,35 +145,6 @@ def test_options_that_cannot_be_meant_are_named_and_secrets_are_not(wrong: dict[
         Session.from_options({"colour": "red"})
 
 
-def test_results_are_writable_arrays_with_timing() -> None:
-    _, results = outcome(plan(["a", "b"]), answered(2))
-    first, second = results  # type: ignore[misc]
-    for result in (first, second):
-        assert result["dense"].flags.writeable
-        assert result["dense"].flags.owndata, "and no other array sees what is written"
-        assert result["dense"].flags.aligned
-    second["dense"][0] = 9
-    assert (first["dense"].dtype, second["dense"].tolist()) == (np.float32, [9, 1])
-    assert (first["timing"], first["fingerprint"], first["request_id"]) == ({"total_ms": 1.0}, "f", "r2")
-
-
-def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
-    count = verbs.MAX_ITEMS + 3
-    sent, results = outcome(plan(["x"] * count), answered(verbs.MAX_ITEMS), answered(3))
-    assert [len(request["items"]) for request in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
-    assert [slot["dense"][0] for slot in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
-    assert results.usage == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": []}  # type: ignore[attr-defined]
-
-
-def test_each_item_has_its_own_usage_and_the_list_that_of_the_call() -> None:
-    """If an older server reports only the usage of the request, the items have none."""
-    own = {"prompt_tokens": 2, "total_tokens": 2, "truncated": True}
-    _, results = outcome(plan(["x", "y"]), replied(items=[{"usage": own}, {}]))
-    assert [result.get("usage") for result in results] == [own, None]  # type: ignore[attr-defined]
-    assert results.usage == SHARED["usage"]  # type: ignore[attr-defined]
-    assert (SHARED["usage"], verbs.Results()) == ({"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}, [])
-
-
 def test_parts_are_bounded_by_tokens_and_one_item_may_be_more() -> None:
     texts = ["a" * 40, "b" * 40, "c" * 400, "d" * 4, "ü" * 20]  # 12, 12, 102, 3 and 12 estimated tokens
     sent, _ = outcome(plan(texts, part_tokens=24), answered(2), answered(1), answered(2))
@@ -210,39 +156,6 @@ def test_no_part_is_larger_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -
     items = [{"document": b"%PDF-" + b"x" * 45}] * 5
     sent, _ = outcome(verbs.extract("m", items, {}, Session()), *(replied(items=[{}] * count) for count in (2, 2, 1)))  # type: ignore[arg-type]
     assert [len(request["items"]) for request in sent] == [2, 2, 1]  # type: ignore[arg-type]
-
-
-def test_only_the_parts_under_way_are_made_ready() -> None:
-    """A file is read when its part is sent, so a long list of files does not fill memory."""
-    read = []
-
-    class File:
-        def read(self) -> bytes:
-            read.append(1)
-            return b"%PDF-"
-
-    session = Session.from_options({"part_tokens": 2000})
-    steps = verbs.encode("m", [{"document": File()} for _ in range(10)], {}, session)  # type: ignore[typeddict-item]
-    work = next(steps)
-    assert isinstance(work, BlockingWork)
-    together = steps.send(work.function())
-    assert isinstance(together, Together)
-    assert len(read) == 2, "the first part, and the item that did not fit"
-    next(together.plans)
-    next(together.plans)
-    assert len(read) == 3
-
-
-def test_work_that_takes_long_is_asked_for_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, large bodies and large replies do not hold up an event loop."""
-    monkeypatch.setattr(verbs, "ASIDE_BYTES", 10)
-    steps = plan(["a text of more than ten bytes"])
-    encoding = next(steps)
-    assert isinstance(encoding, BlockingWork)
-    assert isinstance(steps.send(encoding.function()), Send)
-    decoding = steps.send(answered(1))
-    assert isinstance(decoding, BlockingWork)
-    assert isinstance(steps.send(decoding.function()), HttpAnswer)
 
 
 def test_a_retryable_error_is_waited_out_as_long_as_the_server_says() -> None:
@@ -263,29 +176,6 @@ def test_patience_ends_with_the_class_of_the_last_cause() -> None:
     with pytest.raises(sie_client.ModelLoadingError, match="MODEL_LOADING") as caught:
         steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
     assert (caught.value.code, caught.value.status, caught.value.request_id) == ("MODEL_LOADING", 503, "r1")
-
-
-def test_not_waiting_for_capacity_waits_for_nothing() -> None:
-    steps = plan(["a"], wait_for_capacity=False)
-    next(steps)
-    with pytest.raises(sie_client.QueueFullError):
-        steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=1))
-
-
-def test_not_waiting_is_not_waiting_for_a_connection_either() -> None:
-    steps = plan(["a"], wait_for_capacity=False)
-    next(steps)
-    with pytest.raises(sie_client.SIEConnectionError) as caught:
-        steps.send(TransportFailed(ConnectionRefusedError("nobody there")))
-    assert caught.value.retryable
-
-
-def test_a_quota_is_waited_for_as_the_server_says() -> None:
-    steps = plan(["a"])
-    next(steps)
-    pause = steps.send(refused("RATE_LIMITED", 429, retryable=True, retry_after_s=40))
-    assert isinstance(pause, Pause)
-    assert (30 <= pause.seconds <= 50, pause.cause, 845 <= pause.remaining_s <= 870) == (True, "RATE_LIMITED", True)
 
 
 @pytest.mark.parametrize(
@@ -317,32 +207,6 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
         steps.send(Received(503, {}, b""))
 
 
-@pytest.mark.parametrize("code", ["null", "503"])
-def test_a_proxy_that_answers_with_an_error_without_a_code_is_one_too(code: str) -> None:
-    steps = plan(["a"])
-    next(steps)
-    error = f'{{"error": {{"message": null, "code": {code}, "request_id": null}}}}'.encode()
-    pause = steps.send(Received(503, {"x-sie-request-id": "r9"}, error))
-    assert isinstance(pause, Pause)
-    assert pause.cause == "connection"
-    failure = core.failure_of(Received(503, {"x-sie-request-id": "r9"}, error))
-    assert (failure.code, failure.request_id) == ("", "r9")
-    assert str(failure).startswith("503: status 503 without an error of SIE")
-
-
-@pytest.mark.parametrize(
-    ("retry_after", "min_s", "max_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
-)
-def test_a_retry_after_that_is_no_number_of_seconds_means_five(retry_after: str, min_s: float, max_s: float) -> None:
-    steps = plan(["a"])
-    next(steps)
-    pause = steps.send(
-        Received(503, {"retry-after": retry_after, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b"")
-    )
-    assert isinstance(pause, Pause)
-    assert min_s <= pause.seconds <= max_s
-
-
 def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:
     steps = plan(["a"])
     pauses = []
@@ -353,61 +217,6 @@ def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:
         pauses.append(pause.seconds)
     for pause_s, expected_s in zip(pauses, (5, 10, 20, 30, 30), strict=True):
         assert 0.75 * expected_s <= pause_s <= 1.25 * expected_s
-
-
-def test_the_last_cause_is_chained_to_the_one_before_and_says_how_long_it_took() -> None:
-    steps = plan(["a"], capacity_budget_s=6)
-    next(steps)
-    steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
-    next(steps)
-    with pytest.raises(sie_client.QueueFullError, match=r"QUEUE_FULL: no \(attempt 2, after \d+ s\)") as caught:
-        steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=4))
-    assert isinstance(caught.value.__cause__, sie_client.ModelLoadingError)
-
-
-def test_patience_for_a_connection_and_for_capacity_are_two() -> None:
-    steps = plan(["a"], connection_budget_s=3, capacity_budget_s=100)
-    for _ in range(3):
-        next(steps)
-        steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=5))
-    next(steps)
-    assert isinstance(steps.send(TransportFailed(ConnectionResetError(), elapsed_s=0.0)), Pause)
-
-
-def test_an_answer_to_one_part_renews_the_patience_of_the_others() -> None:
-    """A call of hours may have many short waits. It ends if no part is answered within the budget."""
-    together = next(plan(["a" * 40] * 3, part_tokens=12, capacity_budget_s=8))
-    assert isinstance(together, Together)
-    first, second, _ = together.plans
-    waiting = refused("QUEUE_FULL", 503, retryable=True, retry_after_s=6)
-    next(first)
-    assert isinstance(first.send(waiting), Pause)
-    next(second)
-    second.send(answered(1))
-    next(first)
-    assert isinstance(first.send(waiting), Pause), "without the other's answer this would be the end"
-    next(first)
-    with pytest.raises(sie_client.QueueFullError):
-        first.send(waiting)
-
-
-def test_hedges_are_one_and_then_one_for_each_five_requests() -> None:
-    hedges = Hedges()
-    assert (hedges.acquire(), hedges.acquire()) == (True, False)
-    for _ in range(5):
-        assert not hedges.acquire()
-        hedges.sent()
-    assert (hedges.acquire(), hedges.acquire()) == (True, False)
-    for _ in range(1000):
-        hedges.sent()
-    assert [hedges.acquire() for _ in range(11)] == [True] * 10 + [False]
-
-
-def test_time_spent_waiting_for_answers_counts_against_patience() -> None:
-    steps = plan(["a"], connection_budget_s=120)
-    next(steps)
-    with pytest.raises(sie_client.SIEConnectionError):
-        steps.send(TransportFailed(TimeoutError("read"), elapsed_s=150))
 
 
 def test_what_can_never_be_sent_is_not_tried_again() -> None:
@@ -422,15 +231,6 @@ def test_what_can_never_be_sent_is_not_tried_again() -> None:
         pytest.raises(sie_client.SIEConnectionError, match="UnsupportedProtocol"),
     ):
         client.encode("m", "text")
-
-
-def test_a_broken_connection_is_tried_again_and_then_named() -> None:
-    """A wrong host ends in a connection error that names its cause."""
-    steps = plan(["a"], connection_budget_s=0.5)
-    next(steps)
-    with pytest.raises(sie_client.SIEConnectionError, match="ConnectionRefusedError") as caught:
-        steps.send(TransportFailed(ConnectionRefusedError("nobody there")))
-    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
 
 @pytest.mark.parametrize(
@@ -474,42 +274,8 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
         client_error.param,
         client_error.request_id,
         client_error.retryable,
-    ) == (
-        leaf.code,
-        error.status,
-        "a_reason",
-        "items[3].text",
-        "r9",
-        error.retryable,
-    )
+    ) == (leaf.code, error.status, "a_reason", "items[3].text", "r9", error.retryable)
     assert (client_error.details["limit"], client_error.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
-
-
-def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
-    assert sie_client.errors.codes().keys() == {leaf.code for leaf in errors.catalogue()}
-    assert all(
-        kind.__name__ in sie_client.__all__ and code in (sie_client.errors.__doc__ or "")
-        for code, kind in sie_client.errors.codes().items()
-    )
-
-
-def test_the_page_of_the_client_has_every_code_beside_its_class() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sdk.md").read_text("utf-8")
-    assert all(f"| `{code}` | `{kind.__name__}` |" in page for code, kind in sie_client.errors.codes().items())
-
-
-def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
-    body = {
-        "error": {"code": "INVALID_INPUT", "message": "items[1].text: too long", "param": "items[1].text"},
-        "errors": [{"index": 1, "code": "INVALID_INPUT", "message": "items[1].text: too long"}],
-    }
-    steps = plan(["a" * 40] * 4, part_tokens=24, on_item_error="fail")
-    with pytest.raises(sie_client.InvalidInputError, match=r"INVALID_INPUT: items\[3\].text: too long") as caught:
-        outcome(steps, answered(2), Received(400, {}, json.dumps(body).encode()))
-    assert caught.value.param == "items[3].text"
-    assert caught.value.details["errors"] == [
-        {"index": 3, "code": "INVALID_INPUT", "message": "items[3].text: too long"}
-    ]
 
 
 def failed(count: int) -> Received:
@@ -546,18 +312,6 @@ def test_a_part_of_which_all_items_fail_leaves_the_results_of_the_other_parts(
     assert results.usage == {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}  # type: ignore[attr-defined]
 
 
-def test_documents_of_a_failed_part_come_last_in_a_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
-    scores = replied(query_id=None, scores=[entry("0", 0.5, 0)])
-    _, result = outcome(verbs.score("m", "q", ["a", {"id": "z", "text": "b"}], {}, Session()), scores, failed(1))
-    assert [(row["item_id"], row["score"], row["rank"]) for row in result["scores"]] == [  # type: ignore[index]
-        ("item-0", 0.5, 0),
-        ("z", None, 1),
-    ]
-    assert result["scores"][1]["error"]["code"] == "INVALID_INPUT"  # type: ignore[index]
-    assert (result["request_id"], result["query_id"]) == ("r2", None)  # type: ignore[index]
-
-
 def test_a_list_of_which_all_items_fail_or_that_may_have_no_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
     for options, first in (({}, failed(2)), ({"on_item_error": "fail"}, answered(2))):
@@ -574,58 +328,6 @@ def test_an_unreadable_reply_is_a_server_error(body: bytes) -> None:
     next(steps)
     with pytest.raises(sie_client.ServerError, match="could not be read"):
         steps.send(Received(200, {}, body))
-
-
-def provisioning() -> Received:
-    error = {
-        "code": "PROVISIONING",
-        "message": "no worker is ready yet",
-        "retryable": True,
-        "request_id": "r3",
-        "gpu": "l4",
-        "bundle": "default",
-        "estimated_wait_s": 41.5,
-    }
-    headers = {"retry-after": "5", "x-should-retry": "true", "x-sie-error-code": "PROVISIONING"}
-    return Received(503, headers, json.dumps({"error": error}).encode())
-
-
-def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
-    steps = plan(["a"], capacity_budget_s=7)
-    next(steps)
-    pause = steps.send(provisioning())
-    assert isinstance(pause, Pause)
-    assert (3.75 <= pause.seconds <= 6.25, pause.cause) == (True, "PROVISIONING")
-    steps.send(None)
-    with pytest.raises(sie_client.ProvisioningError, match="PROVISIONING: no worker is ready yet") as caught:
-        steps.send(provisioning())
-    error = caught.value
-    assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == (
-        "PROVISIONING",
-        503,
-        "r3",
-        41.5,
-    )
-
-
-def test_an_unreadable_error_still_has_its_status() -> None:
-    steps = plan(["a"], wait_for_capacity=False)
-    next(steps)
-    with pytest.raises(sie_client.ServerError, match="502") as caught:
-        steps.send(Received(502, {}, b"<html>bad gateway</html>"))
-    assert (caught.value.status, caught.value.retryable) == (502, True)
-
-
-def test_parameters_are_passed_on_as_they_are() -> None:
-    parameters = {
-        "output_types": ["dense"],
-        "muvera": {"seed": 7},
-        "lora_id": "org/lora",
-        "options": {"pooling": "cls"},
-        "truncate": False,
-    }
-    (sent,), _ = outcome(verbs.encode("m", ["a"], parameters, Session()), answered(1))
-    assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": parameters}
 
 
 def test_every_output_is_an_array_that_outputs_describes() -> None:
@@ -668,48 +370,8 @@ def test_every_output_is_an_array_that_outputs_describes() -> None:
     assert (result["id"], result["muvera"], result["warnings"]) == ("a", {"seed": 42}, ["w"])
 
 
-@pytest.mark.parametrize("lost", ["scale", "offset"])
-def test_embed_refuses_vectors_that_need_a_scale_or_an_offset(lost: str) -> None:
-    vectors = {"dims": 1, "dtype": "uint8", "values": arrays.pack(np.zeros(1, np.uint8)), lost: 0.25}
-    steps = verbs.embed("m", ["a"], 1, {"output_dtype": "uint8"}, Session())
-    with pytest.raises(sie_client.InvalidInputError, match="output_dtype: embed cannot return the scale"):
-        outcome(steps, replied(items=[{"dense": vectors}]))
-
-
-def test_the_logged_warnings_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    logged = core.LoggedWarnings()
-    for number in range(2 * core.MAX_TOLD):
-        logged.warn([f"warning {number}"])
-    assert len(caplog.records) == len(logged._logged) == core.MAX_TOLD
-
-
-def test_an_item_that_failed_carries_its_error_and_no_output() -> None:
-    _, results = outcome(verbs.encode("m", ["a"], {}, Session()), replied(items=[{"error": {"code": "INVALID_INPUT"}}]))
-    assert results[0]["error"] == {"code": "INVALID_INPUT"}  # type: ignore[index]
-    assert results[0]["outputs"] == {}  # type: ignore[index]
-
-
 def entry(item_id: str, score: float | None, rank: int) -> dict[str, object]:
     return {"item_id": item_id, "score": score, "rank": rank}
-
-
-def test_scores_come_back_as_the_server_ordered_them() -> None:
-    entries = [entry("b", 0.9, 0), entry("item-0", 0.5, 1)]
-    steps = verbs.score("m", {"id": "q", "text": "who"}, ["x", {"id": "b", "text": "y"}], {"lora_id": "l"}, Session())
-    (sent,), result = outcome(steps, replied(query_id="q", scores=entries))
-    assert sent == {
-        "path": "/v1/score/m",
-        "query": {"id": "q", "text": "who"},
-        "items": ["x", {"id": "b", "text": "y"}],
-        "params": {"lora_id": "l"},
-    }
-    assert result == {
-        **SHARED,
-        "query_id": "q",
-        "scores": entries,
-        "request_id": "r2",
-        "headers": {"x-sie-request-id": "r2"},
-    }
 
 
 def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -744,150 +406,6 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
     assert result["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": [2, 3]}  # type: ignore[index]
 
 
-def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
-    slots = [
-        [{"id": "item-0", "entities": []}, {"id": "x", "entities": []}],
-        [{"id": "item-0", "entities": [{"label": "person"}]}],
-    ]
-    steps = verbs.extract(
-        "m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session()
-    )
-    sent, results = outcome(steps, *(replied(items=part) for part in slots))
-    assert [request["params"] for request in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
-    assert [slot["id"] for slot in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
-    assert results[2]["entities"] == [{"label": "person"}]  # type: ignore[index]
-
-
-def test_an_empty_list_needs_no_request_but_a_score_is_the_server_s_to_refuse() -> None:
-    for plan in (verbs.encode("m", [], {}, Session()), verbs.extract("m", [], {}, Session())):
-        with pytest.raises(StopIteration) as end:
-            next(plan)
-        assert end.value.value == []
-    assert isinstance(next(verbs.score("m", "q", [], {}, Session())), Send)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"items": 3},
-        {"items": [3]},
-        {"scores": [{}]},
-        {"scores": None},
-        {"items": [], "scores": []},
-        {"items": [{"entities": []}] * 2, "scores": [{"item_id": "7", "score": 1.0, "rank": 0}]},
-        {"items": [{"entities": []}] * 2, "scores": [{"item_id": "0", "score": "high", "rank": 0}]},
-    ],
-)
-def test_an_unreadable_score_or_extraction_is_a_server_error(
-    monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
-) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
-    for steps in (verbs.score("m", "q", ["a", "b"], {}, Session()), verbs.extract("m", ["a"], {}, Session())):
-        with pytest.raises(sie_client.ServerError, match="could not be read"):
-            outcome(steps, *[replied(**body)] * 2)
-
-
-def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
-    with pytest.raises(sie_client.RequestError, match="got int"):
-        next(verbs.score("m", "q", ["a", 5], {}, Session()))  # type: ignore[list-item]
-    with pytest.raises(sie_client.RequestError):
-        next(verbs.extract("m", ["a"], {"threshold": object()}, Session()))
-
-
-@pytest.mark.parametrize(("wrong", "description"), [(5, "got int"), (None, "got NoneType"), (b"bytes", "got bytes")])
-def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, description: str) -> None:
-    with SIEClient("http://127.0.0.1:9") as client:
-        for call in (client.encode, client.extract, client.rerank):
-            args = ("m", "q", wrong) if call == client.rerank else ("m", wrong)
-            with pytest.raises(
-                sie_client.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {description}"
-            ):
-                call(*args)
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [table({"number": [1], "title": ["a"]}) for table in (pandas.DataFrame, polars.DataFrame, pyarrow.table)],
-    ids=type,
-)
-async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame: Any) -> None:
-    """An iteration over a table yields the names of its columns, which would be encoded."""
-    with SIEClient("http://127.0.0.1:1") as client:
-        for call in (
-            lambda: client.encode("m", frame),
-            lambda: client.embed("m", frame),
-            lambda: client.score("m", "q", frame),
-            lambda: client.extract("m", frame, labels=["a"]),
-        ):
-            with pytest.raises(
-                TypeError, match=r"items: .*(DataFrame|Table): pass one of its columns, such as df\['title'\]"
-            ):
-                call()
-    async with SIEAsyncClient("http://127.0.0.1:1") as client:
-        for coroutine in (
-            client.encode("m", frame),
-            client.embed("m", frame),
-            client.score("m", "q", frame),
-            client.extract("m", frame, labels=["a"]),
-        ):
-            with pytest.raises(TypeError, match="pass one of its columns"):
-                await coroutine
-
-
-def columns(*texts: str) -> dict[str, Any]:
-    """Return the same texts as a column of each library and type that holds texts."""
-    array = pyarrow.array(texts)
-    return {
-        "array": array,
-        "chunked": pyarrow.chunked_array([texts[:1], texts[1:]]),
-        "large": array.cast(pyarrow.large_string()),
-        "view": array.cast(pyarrow.string_view()),
-        "dictionary": array.dictionary_encode(),
-        "table": pyarrow.table({"title": array})["title"],
-        "batch": pyarrow.record_batch({"title": array})["title"],
-        "scalars": list(array),
-        "nanoarrow": nanoarrow.Array(list(texts), nanoarrow.string()),
-        "pandas": pandas.Series(texts),
-        "pandas of arrow": pandas.Series(texts, dtype="string[pyarrow]"),
-        "polars": polars.Series(texts),
-        "polars categories": polars.Series(texts, dtype=polars.Categorical),
-        "numpy": np.array(texts),
-        "numpy objects": np.array(texts, object),
-        "tuple": texts,
-    }
-
-
-@pytest.mark.parametrize("kind", columns("a", "b"))
-def test_a_column_of_texts_is_sent_as_its_texts(kind: str) -> None:
-    listed = transport.as_list(columns("a", "b")[kind])
-    assert [wire.mapped(wire.item(value, "items"), "items") for value in listed] == [{"text": "a"}, {"text": "b"}]
-    iterable, count = transport.as_iterable(columns("a", "b")[kind])
-    assert ([str(value) for value in iterable], count) == (["a", "b"], 2)
-
-
-def test_a_column_of_maps_is_sent_as_items_and_a_value_that_is_none_is_named() -> None:
-    column = pyarrow.array([{"id": "1", "text": "a"}])
-    assert transport.as_list(column[0]) == [{"id": "1", "text": "a"}]
-    assert transport.is_single(column[0])
-    assert transport.as_list(column) == [{"id": "1", "text": "a"}]
-    with pytest.raises(sie_client.InvalidInputError, match=r"items\[1\]: expected a str or a map, got NoneType"):
-        [
-            wire.item(value, f"items[{place}]")
-            for place, value in enumerate(transport.as_list(pyarrow.array(["a", None])))
-        ]
-
-
-def test_one_text_is_one_item_not_its_letters() -> None:
-    assert transport.as_list(pandas.Series(["a", "b"])) == ["a", "b"]
-    assert transport.as_list(polars.Series(["a", "b"])) == ["a", "b"]
-    assert transport.as_list("abc") == ["abc"]
-    assert transport.as_list({"text": "abc"}) == [{"text": "abc"}]
-    assert transport.as_list(letter for letter in "abc") == ["a", "b", "c"]
-
-
 def test_a_reply_with_fewer_results_than_items_is_refused_not_shifted() -> None:
     with pytest.raises(sie_client.ServerError, match="expected 2 entries, got 1"):
         outcome(plan(["a", "b"]), answered(1))
@@ -914,112 +432,21 @@ async def test_a_certificate_that_is_not_trusted_ends_at_once(tmp_path: Path) ->
             await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 30)
 
 
-async def test_https_at_a_port_of_plain_http_ends_at_once_and_names_its_cause() -> None:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        with SIEClient(url) as client, pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
-            await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 30)
-        async with SIEAsyncClient(url) as client:
-            with pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
-                await asyncio.wait_for(client.encode("m", "a"), 30)
-
-
-def test_the_usage_of_a_call_has_the_images_and_the_cached_items_of_all_parts() -> None:
-    used = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": [0]}
-    bodies = [{"usage": used}, {"usage": {**used, "images": 2, "cached_items": 1, "cached_tokens": 3}}]
-    usage = verbs._summed([verbs._PartReply(place, body, {}) for place, body in enumerate(bodies)])
-    assert usage == {
-        "prompt_tokens": 6,
-        "total_tokens": 6,
-        "truncated_items": [0, 1],
-        "images": 2,
-        "cached_items": 1,
-        "cached_tokens": 3,
-    }
-
-
-class Plain:
-    who: str
-
-
-class Mixed(msgspec.Struct):
-    who: Plain
-
-
-class Called(pydantic.BaseModel):
-    who: Callable[[], int]
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("schema", "text"),
+    ("verb", "params", "says"),
     [
-        ({"type": "object"}, "schema: expected a class, got dict: pass a JSON Schema as output_schema"),
-        (Plain, "schema: Plain has a field without a JSON Schema"),
-        (Mixed, "schema: Mixed has a field without a JSON Schema"),
-        (Called, "schema: Called has a field without a JSON Schema"),
+        ("encode", {"outptu": 1}, "unexpected parameter 'outptu'; did you mean output_"),
+        ("encode", {"dimension": 1}, "did you mean dimensions?"),
+        ("extract", {"label": ["a"]}, "did you mean labels?"),
+        ("score", {"zzz": 1}, "in options={...}"),
     ],
 )
-def test_a_class_without_a_json_schema_is_refused_before_anything_is_sent(schema: Any, text: str) -> None:
-    with (
-        sie_client.SIEClient("http://127.0.0.1:9", api_key=None) as client,
-        pytest.raises(sie_client.InvalidInputError, match=text),
-    ):
-        client.extract("org/model", "a text", schema=schema)
-
-
-class Colour(enum.Enum):
-    RED = "red"
-
-
-class Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True)
-
-    day: datetime.date
-    colours: set[Colour]
-    pair: tuple[int, ...]
-
-
-def test_a_strict_class_of_pydantic_reads_the_values_as_json() -> None:
-    values = {"day": "2024-03-01", "colours": ["red"], "pair": [1, 2]}
-    _, (result,) = outcome(extracted(Strict, 1), replied(items=[{"data": values}]))  # type: ignore[misc]
-    assert result["data"] == Strict(day=datetime.date(2024, 3, 1), colours={Colour.RED}, pair=(1, 2))
-
-
-class Looked(pydantic.BaseModel):
-    who: str
-
-    @pydantic.field_validator("who")
-    @classmethod
-    def _number(cls, name: str) -> str:
-        return {"Ada": "1"}[name]
-
-
-class LookedStruct(msgspec.Struct):
-    who: str
-
-    def __post_init__(self) -> None:
-        self.who = {"Ada": "1"}[self.who]
-
-
-def extracted(schema: type[Any], items: int, **params: Any) -> Plan[Any]:
-    return verbs.extract("org/model", ["a text"] * items, params, Session.from_options({}), schema)
-
-
-@pytest.mark.parametrize("schema", [Looked, LookedStruct])
-def test_an_exception_of_a_class_is_the_error_of_its_item(schema: Any) -> None:
-    """The exception may be of any kind. A reply without values, from a model that ignores schemas, is an error too."""
-    reply = replied(items=[{"data": {"who": "Ada"}}, {"data": {"who": "Charles"}}, {}])
-    _, results = outcome(extracted(schema, 3), reply)
-    good, bad, empty = results  # type: ignore[misc]
-    assert good["data"].who == "1"
-    assert bad["error"]["code"] == "INVALID_INPUT"
-    assert f"items[1]: its values do not fit {schema.__name__}: KeyError: 'Charles'" == bad["error"]["message"]
-    assert "items[2]: its values do not fit" in empty["error"]["message"]
-    with pytest.raises(sie_client.InvalidInputError, match=r"items\[1\]: .* KeyError: 'Charles'"):
-        outcome(extracted(schema, 3, on_item_error="fail"), reply)
+def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str, Any], says: str) -> None:
+    """The client raises the error before it sends anything: no server runs here."""
+    with SIEClient(NOBODY) as client, pytest.raises(TypeError) as caught:
+        getattr(client, verb)("org/one", *(("q",) if verb == "score" else ()), ["a"], **params)
+    assert f"{verb}() got an " in str(caught.value)
+    assert says in str(caught.value)

@@ -6,14 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import gc
 import itertools
 import json
 import math
-import os
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,22 +17,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pandas
-import polars
 import pytest
 import websockets.sync.server as websocket_server
 from websockets.exceptions import ConnectionClosed
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, cluster, core, threads, transport, watching
-from sie_client.threads import ThreadDriver
+from sie_client import SIEAsyncClient, SIEClient, cluster, watching
 from sie_contracts import arrays
-
-
-@dataclasses.dataclass
-class Plain:
-    who: str
-
 
 HANGING = 30.0  # seconds; only a step that hangs takes longer
 
@@ -189,47 +175,6 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
     assert [report.done for report in reports] == list(range(10, 101, 10))
 
 
-@pytest.mark.parametrize("listed", [list, pandas.Series, polars.Series, np.array, iter], ids=repr)
-def test_embed_makes_one_array_of_texts_in_their_order(
-    listed: Callable[[Any], Any], server: Server, using: Callable[..., Any]
-) -> None:
-    server.special = lambda _, __, body, ___: time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)
-    counts: list[sie_client.Progress] = []
-    array = using(
-        server.url,
-        lambda client: client.embed("m", listed(TEXTS), on_progress=counts.append),
-        part_tokens=TEN_A_PART,
-        concurrency=4,
-    )
-    assert (array.shape, array.dtype) == ((100, 1), np.float32)
-    assert array[:, 0].tolist() == [float(text) for text in TEXTS]
-    assert [count.done for count in counts] == list(range(10, 101, 10))
-    params = [body["params"] for _, _, body in server.seen]
-    assert params == [{"on_item_error": "fail", "output_types": ["dense"]}] * 10
-
-
-@pytest.mark.parametrize("on_error", [None, "slot", "fail"])
-def test_embed_and_rerank_fail_if_an_item_fails(
-    on_error: str | None, server: Server, using: Callable[..., Any]
-) -> None:
-    server.special = lambda *_: (400, failure("INVALID_INPUT"))
-    for function in (
-        lambda client: client.embed("m", "7", on_item_error=on_error),
-        lambda client: client.rerank("m", "q", ["7"], on_item_error=on_error),
-        lambda client: client.extract("m", "7", schema=Plain, on_item_error=on_error),
-    ):
-        with pytest.raises(sie_client.InvalidInputError):
-            using(server.url, function)
-    sent = [body["params"]["on_item_error"] for _, _, body in server.seen]
-    assert sent == ["fail", "fail", on_error or "fail"]
-
-
-def test_embed_of_one_text_is_one_vector_and_of_none_no_row(server: Server, using: Callable[..., Any]) -> None:
-    assert using(server.url, lambda client: client.embed("m", "7")).tolist() == [7.0]
-    for empty in ([], iter(())):
-        assert using(server.url, lambda client, texts=empty: client.embed("m", texts)).shape[0] == 0
-
-
 def test_embed_reads_an_iterator_no_further_than_the_parts_under_way(server: Server, using: Callable[..., Any]) -> None:
     """The input has a million texts. When the first part is answered with an error, few have been read."""
     read = itertools.count()
@@ -238,19 +183,6 @@ def test_embed_reads_an_iterator_no_further_than_the_parts_under_way(server: Ser
     with pytest.raises(sie_client.InvalidInputError):
         using(server.url, lambda client: client.embed("m", texts), part_tokens=TEN_A_PART, concurrency=2)
     assert next(read) < 1000
-
-
-def test_results_are_printed_short(server: Server) -> None:
-    """The repr has the shapes and the first results, and never all numbers."""
-    with SIEClient(server.url) as client:
-        results = client.encode("m", TEXTS)
-    shown = repr(results)
-    assert shown.startswith("Results([{'model': 'm', ")
-    assert "'dense': <float32 [1]>" in shown
-    assert "… 100 in all" in shown
-    assert len(shown) < 1500
-    assert results[0] == dict(results[0])
-    assert msgspec.json.decode(msgspec.json.encode({**results[0], "dense": None}))["model"] == "m"
 
 
 @pytest.mark.parametrize("name", ["SIE_API_KEY", "SIE_AUTH_TOKEN"])
@@ -266,11 +198,6 @@ def test_a_client_without_an_address_or_a_key_takes_those_of_the_environment(
     for options in ({}, {"api_key": "own"}, {"api_key": None}):
         using(None, lambda client: client.encode("m", ["1"]), **options)
     assert keys == ["Bearer key-of-the-environment", "Bearer own", None]
-
-
-def test_a_client_without_an_address_asks_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SIE_BASE_URL", raising=False)
-    assert transport.address(None) == "http://127.0.0.1:8080"
 
 
 def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
@@ -293,140 +220,6 @@ def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
     assert len(server.seen) <= 5, "one that was being taken at that moment may still go"
 
 
-def test_what_is_under_way_when_a_part_fails_reports_no_progress_later(
-    server: Server, using: Callable[..., Any]
-) -> None:
-    waiting, released = threading.Event(), threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
-        if body["items"][0] == "0":
-            assert waiting.wait(HANGING)
-            return 400, failure("INVALID_INPUT")
-        waiting.set()
-        released.wait(HANGING)
-        return None
-
-    server.special = special
-    reports: list[sie_client.Progress] = []
-    with pytest.raises(sie_client.InvalidInputError):
-        using(
-            server.url,
-            lambda client: client.encode("m", TEXTS, on_progress=reports.append),
-            part_tokens=TEN_A_PART,
-            concurrency=3,
-        )
-    released.set()
-    end_of_threads()
-    assert reports == []
-
-
-def end_of_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "sie-sdk":
-            thread.join(HANGING)
-
-
-def test_a_call_without_enough_threads_fails_and_sends_no_more(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, numbers = threading.Thread.start, itertools.count(1)
-
-    def limited(thread: threading.Thread) -> None:
-        if thread.name == "sie-sdk" and next(numbers) > 1:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    server.special = lambda *_: time.sleep(0.05)
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    with SIEClient(server.url, part_tokens=TEN_A_PART) as client:
-        with pytest.raises(RuntimeError, match="thread"):
-            client.encode("m", TEXTS)
-        end_of_threads()
-    assert len(server.seen) <= 1
-
-
-def test_a_download_ends_when_another_plan_of_the_call_fails(server: Server) -> None:
-    arriving, failed = threading.Event(), threading.Event()
-    pieces: list[int] = []
-
-    class Sink:
-        def begin(self) -> None:
-            pass
-
-        def write(self, piece: bytes) -> None:
-            pieces.append(len(piece))
-            arriving.set()
-            failed.wait(HANGING)
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
-        if path == "/file":
-            return 200, bytes(8 << 20)
-        assert arriving.wait(HANGING)
-        return 400, failure("INVALID_INPUT")
-
-    server.special = special
-    session = core.Session()
-    sends = [core.Send("GET", "/file", {}, sink=Sink()), core.Send("GET", "/refused", {})]
-
-    def plan() -> core.Plan[Any]:
-        return (yield core.Together((core.call(send, session) for send in sends), 2))
-
-    with SIEClient(server.url) as client, pytest.raises(sie_client.InvalidInputError):
-        client._driver.run(plan())
-    failed.set()
-    end_of_threads()
-    assert len(pieces) == 1
-
-
-def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One part fails while another one connects. The `with` block ends before that connection is made."""
-    connect, numbers = socket.create_connection, itertools.count()
-    connecting, closed = threading.Event(), threading.Event()
-
-    def slow(*arguments: Any, **named: Any) -> socket.socket:
-        if next(numbers):
-            connecting.set()
-            assert closed.wait(HANGING)
-        return connect(*arguments, **named)
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
-        assert connecting.wait(HANGING)
-        return None if closed.is_set() else (400, failure("INVALID_INPUT"))
-
-    monkeypatch.setattr(socket, "create_connection", slow)
-    server.special = special
-    with (
-        pytest.raises(sie_client.InvalidInputError),
-        SIEClient(server.url, part_tokens=TEN_A_PART, concurrency=2) as client,
-    ):
-        client.encode("m", TEXTS)
-    closed.set()
-    with server.changed:
-        assert server.changed.wait_for(lambda: server.connected == 2 and not server.connections, HANGING)
-    gc.collect()  # Python warns now of a connection that was not closed, and pytest makes that an error
-
-
-def test_a_wait_ends_when_another_part_fails(server: Server, using: Callable[..., Any]) -> None:
-    waiting = threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
-        if "0" in body["items"]:
-            waiting.set()
-            return 503, failure("QUEUE_FULL")
-        waiting.wait(HANGING)
-        return 400, failure("INVALID_INPUT")
-
-    server.special = special
-    with pytest.raises(sie_client.InvalidInputError):
-        using(server.url, lambda client: client.encode("m", TEXTS), part_tokens=100, concurrency=2)
-
-
-def test_a_file_that_cannot_be_read_ends_the_call(server: Server, using: Callable[..., Any]) -> None:
-    items: list[Any] = ["1"] * 30 + [{"document": "/no/such/file"}]
-    with pytest.raises(sie_client.InvalidInputError, match=r"items\[30\].document"):
-        using(server.url, lambda client: client.encode("m", items), part_tokens=TEN_A_PART)
-
-
 def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(
     server: Server, using: Callable[..., Any]
 ) -> None:
@@ -443,107 +236,6 @@ def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(
     released.set()
     assert result["dense"].tolist() == [7.0]
     assert [body for _, _, body in server.seen] == [{"items": ["7"], "params": {}}] * 2
-
-
-def test_a_copy_that_fails_is_no_answer_while_the_other_is_under_way(server: Server, using: Callable[..., Any]) -> None:
-    second = threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
-        if number == 2:
-            second.set()
-            return 500, failure("INTERNAL_ERROR")
-        second.wait(HANGING)
-        time.sleep(0.05)
-        return None
-
-    server.special = special
-    assert using(server.url, lambda client: client.encode("m", "7", hedge_after_s=0.02))["dense"].tolist() == [7.0]
-
-
-def test_no_second_copy_goes_where_the_first_is_answered_in_time(server: Server, using: Callable[..., Any]) -> None:
-    using(server.url, lambda client: client.encode("m", TEXTS, hedge_after_s=HANGING), part_tokens=TEN_A_PART)
-    assert len(server.seen) == 10
-
-
-def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
-    with SIEClient(server.url) as client:
-        client.encode("m", "1")
-        child = os.fork()
-        if not child:
-            os._exit(client.encode("m", "2")["dense"].tolist() != [2.0])
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert client.encode("m", "3")["dense"].tolist() == [3.0]
-    assert server.connected == 2
-
-
-def test_threads_of_a_forked_process_share_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, clients = ThreadDriver("http://127.0.0.1:9", core.Session()), []
-    driver._process = -1  # as after a fork
-    opens: list[None] = []
-
-    def use() -> None:
-        with driver._connections() as client:
-            clients.append(client)
-
-    def open_while_another_thread_begins() -> None:
-        opens.append(None)
-        if len(opens) == 1:
-            second.start()
-            second.join(0.2)  # the other thread ends here if it does not wait for this one
-        ThreadDriver._open(driver)
-
-    second = threading.Thread(target=use)
-    monkeypatch.setattr(driver, "_open", open_while_another_thread_begins)
-    use()
-    second.join()
-    driver.close()
-    assert len(opens) == 1
-    assert clients[0] is clients[1]
-    assert clients[0].is_closed
-
-
-def test_a_fork_waits_until_no_thread_has_the_lock_of_the_drivers() -> None:
-    held, forking = threading.Event(), threading.Event()
-    os.register_at_fork(before=forking.set)  # called before the hooks that were registered earlier
-
-    def hold() -> None:
-        with threads._lock:
-            held.set()
-            forking.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    child = os.fork()
-    if not child:
-        os._exit(not threads._lock.acquire(timeout=0.1))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    holder.join()
-
-
-def test_a_client_that_was_closed_says_so(server: Server) -> None:
-    client = SIEClient(server.url)
-    client.close()
-    with pytest.raises(sie_client.SIEConnectionError, match="closed"):
-        client.encode("m", "1")
-
-
-@pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_AGAIN])
-def test_a_host_that_does_not_exist_is_told_at_once(
-    using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int
-) -> None:
-    """The client repeats a lookup only if the resolver's failure is temporary (EAI_AGAIN)."""
-    attempts = []
-
-    def nobody(*_: object, **__: object) -> Any:
-        attempts.append(1)
-        raise socket.gaierror(errno, "told by the resolver")
-
-    monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
-    with pytest.raises(sie_client.SIEConnectionError, match="told by the resolver"):
-        using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.8)
-    assert (len(attempts) > 1) == (errno == socket.EAI_AGAIN)
 
 
 POOL = {"name": "eval", "spec": {"gpus": {"l4": 1}}, "status": {"state": "active"}}
@@ -629,60 +321,6 @@ def test_a_reservation_whose_lease_lapsed_is_made_again(
     assert bodies == [{"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 1}] * 2
 
 
-def test_a_renewal_that_ends_after_its_reservation_does_not_create_it_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
-    monkeypatch.setattr("sie_client.transport.CLOSE_S", 0.1)
-    well, deleted = pools(server), threading.Event()
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
-        if path.endswith("/renew"):
-            assert deleted.wait(HANGING)
-            return 404, failure("POOL_NOT_FOUND")
-        if method == "DELETE":
-            deleted.set()
-        return well(method, path, body, number)
-
-    server.special = special
-    with SIEClient(server.url) as client:
-        reserve(client, lambda: len(server.seen) >= 2)
-        for thread in threading.enumerate():
-            if thread.name == "sie-sdk":
-                thread.join(HANGING)
-    assert [path for method, path, _ in server.seen if method == "POST"].count("/v1/pools") == 1
-
-
-def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
-    server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A renewal and the delete hang, and the block fails. The error of the block is raised soon. The log says that the
-    reservation ends with its lease.
-    """
-    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
-    monkeypatch.setattr(cluster, "CLOSE_S", 0.1)
-    monkeypatch.setattr("sie_client.transport.CLOSE_S", 0.1)
-    released, well = threading.Event(), pools(server)
-
-    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
-        if number > 1:
-            released.wait(HANGING)
-        return well(method, path, body, number)
-
-    def failing() -> bool:
-        if len(server.seen) > 1:
-            raise LookupError("the block's own")
-        return False
-
-    server.special = special
-    started_s = time.monotonic()
-    with pytest.raises(LookupError, match="the block's own"):
-        using(server.url, lambda client: reserve(client, failing))
-    assert time.monotonic() - started_s < HANGING / 2
-    released.set()
-    assert "it ends when its lease ends" in caplog.text
-
-
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
     """Yield the address of a websocket that breaks after two frames each time, and the tokens that it received."""
@@ -720,72 +358,3 @@ def first(client: Any, count: int) -> Any:
             return [await anext(watched) for _ in range(count)]
 
     return found()
-
-
-def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], using: Callable[..., Any]) -> None:
-    url, tokens = frames
-    watched = using(url, lambda client: first(client, 5), api_key="good")
-    assert [frame["timestamp"] for frame in watched] == [0, 1, 0, 1, 0]
-    assert tokens == ["Bearer good"] * 3
-
-
-async def test_a_watch_that_is_cancelled_as_a_frame_comes_ends() -> None:
-    arrived = asyncio.get_running_loop().create_future()
-
-    class Connection:
-        async def recv(self, *, decode: bool) -> bytes:
-            frame: bytes = await arrived
-            return frame
-
-    socket = watching.AsyncStatusSocket("http://gateway")
-    socket._connection = Connection()
-    task = asyncio.create_task(socket.next())
-    for _ in range(3):
-        await asyncio.sleep(0)  # the task waits for the frame now
-    arrived.set_result(b"{}")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-def test_a_broken_connection_is_closed_before_the_next_one(frames: tuple[str, list[str]]) -> None:
-    url, _ = frames
-    session = core.Session(api_key="good")
-    request = watching.request(watching.CLUSTER_STATUS, session)
-    with contextlib.closing(watching.StatusSocket(url)) as blocking:
-        blocking.open(request)
-        broken = blocking._connection
-        while blocking.next() is not None:
-            pass
-        assert broken.socket.fileno() == -1
-        assert not blocking._open.pop_all()._exit_callbacks  # type: ignore[attr-defined]
-
-
-def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
-    frames: tuple[str, list[str]], using: Callable[..., Any]
-) -> None:
-    with pytest.raises(sie_client.AuthenticationError):
-        using(frames[0], lambda client: first(client, 1), api_key="bad")
-    with pytest.raises(sie_client.SIEConnectionError):
-        using("http://127.0.0.1:1", lambda client: first(client, 1), wait_for_capacity=False)
-    with pytest.raises(sie_client.SIEConnectionError):
-        using("http://:80", lambda client: first(client, 1))
-
-
-def test_a_watch_waits_as_other_calls_do_where_no_server_runs(
-    using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(core, "NOBODY_BUDGET_S", 0.0)
-    with pytest.raises(sie_client.SIEConnectionError, match=r"no server at http://127\.0\.0\.1:1: "):
-        using("http://127.0.0.1:1", lambda client: first(client, 1))
-    assert not caplog.records, "nothing is waited for"
-
-
-async def test_watch_without_its_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("websockets.sync.client", "websockets.asyncio.client"):
-        monkeypatch.setitem(sys.modules, module, None)
-    request = core.Send("GET", "/ws/status", {})
-    with pytest.raises(sie_client.RequestError, match=r"pip install 'sie-cluster\[watch\]'"):
-        watching.StatusSocket("http://127.0.0.1:1").open(request)
-    with pytest.raises(sie_client.RequestError, match=r"pip install 'sie-cluster\[watch\]'"):
-        await watching.AsyncStatusSocket("http://127.0.0.1:1").open(request)

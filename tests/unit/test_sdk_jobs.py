@@ -5,25 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
-import subprocess
-import sys
-import typing
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
 from job_server import FILE, JOB, JobServer
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, core, files, jobs
-from sie_client.types import JobOptions
-from sie_client.types import JobOutput as OutputOptions
-from sie_contracts.api.jobs import JobInfo, JobInput, JobOutput, JobRequest
+from sie_client import SIEAsyncClient, SIEClient, core, jobs
+from sie_contracts.api.jobs import JobInput, JobOutput, JobRequest
 
 COMPLETED = {"state": "completed", "counts": {"rows": 3, "done": 3}}
 
@@ -115,23 +107,6 @@ def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callabl
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "place"),
-    [
-        ("s3://bucket/docs/", JobInput(url="s3://bucket/docs/")),
-        ("file:///data/docs.csv", JobInput(url="file:///data/docs.csv")),
-        (f"{FILE}0", JobInput(file=f"{FILE}0")),
-    ],
-)
-def test_an_address_and_a_file_that_was_sent_are_named(
-    server: JobServer, using: Callable[..., Any], source: str, place: JobInput
-) -> None:
-    job = using(lambda client, do: do(client.jobs.submit("org/m", source, output="s3://bucket/out/")))
-    assert server.bodies[job.id].input == place
-    assert server.bodies[job.id].output == JobOutput(url="s3://bucket/out/")
-    assert server.asked("POST", "/v1/files") == []
-
-
 def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Callable[..., Any]) -> None:
     """Two calls with the caller's idempotency key are one job. Two calls without one are two jobs."""
 
@@ -142,163 +117,7 @@ def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Ca
     assert using(submit) == [f"{JOB}0", f"{JOB}0", f"{JOB}1", f"{JOB}2"]
 
 
-def test_a_file_that_is_sent_again_for_one_job_is_deleted(
-    server: JobServer, using: Callable[..., Any], rows: Path
-) -> None:
-    """The job reads the first upload."""
-
-    def submit(client: Any, do: Callable[[Any], Any]) -> Any:
-        return [do(client.jobs.submit("org/m", rows, idempotency_key="mine")).id for _ in range(2)]
-
-    assert using(submit) == [f"{JOB}0", f"{JOB}0"]
-    assert list(server.files) == [f"{FILE}0"]
-
-
-def test_a_file_that_was_sent_for_a_refused_job_is_deleted(
-    server: JobServer, using: Callable[..., Any], rows: Path
-) -> None:
-    server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "input.text: there is no column titel"
-    with pytest.raises(sie_client.InvalidInputError, match="titel") as caught:
-        using(lambda client, do: do(client.jobs.submit("org/m", rows, text="{titel}")))
-    assert (caught.value.request_id, caught.value.status) == ("r", 400)
-    assert server.files == {}
-
-
-def test_a_file_that_cannot_be_deleted_then_is_told_of(
-    server: JobServer, using: Callable[..., Any], rows: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.refuses |= {
-        "POST /v1/jobs": (404, "MODEL_NOT_FOUND", "no model org/m"),
-        "DELETE /v1/files": (503, "QUEUE_UNAVAILABLE", "no broker"),
-    }
-    with caplog.at_level(logging.WARNING, "sie_client"), pytest.raises(sie_client.ModelNotFoundError):
-        using(lambda client, do: do(client.jobs.submit("org/m", rows)))
-    assert f"{FILE}0, which no job uses, could not be deleted" in caplog.text
-
-
-def test_what_is_no_input_is_refused_before_anything_is_sent(
-    server: JobServer, using: Callable[..., Any], tmp_path: Path
-) -> None:
-    for source, why in ((tmp_path / "none.csv", "none.csv: No such file"), (tmp_path, "is a folder"), (7, "got int")):
-        with pytest.raises(sie_client.InvalidInputError, match=why):
-            using(lambda client, do, source=source: do(client.jobs.submit("org/m", source)))
-    with pytest.raises(TypeError, match="'txt'; did you mean 'text'"):
-        using(lambda client, do: do(client.jobs.submit("org/m", "s3://b/", txt="{title}")))
-    assert server.seen == []
-
-
-def test_a_file_that_grows_while_it_is_sent_is_refused(
-    server: JobServer, using: Callable[..., Any], rows: Path
-) -> None:
-    def grow(progress: sie_client.Progress) -> None:
-        with rows.open("a") as file:
-            file.write("more\n")
-
-    with pytest.raises(sie_client.InvalidInputError, match="the file was changed during the upload"):
-        using(lambda client, do: do(client.files.upload(rows, on_progress=grow)))
-    assert server.files == {}
-
-
-@pytest.mark.parametrize("error", [ValueError, RuntimeError, httpx.ReadTimeout, BrokenPipeError])
-def test_an_error_of_the_callback_of_a_transfer_is_the_callers_own(
-    server: JobServer, using: Callable[..., Any], rows: Path, tmp_path: Path, error: type[Exception]
-) -> None:
-    """It is neither taken for a failure of the connection, which would be tried again, nor for one of the file."""
-    calls = 0
-
-    def fail(progress: sie_client.Progress) -> None:
-        nonlocal calls
-        calls += 1
-        raise error("mine")
-
-    def transfer(call: Callable[[Any], Any]) -> None:
-        nonlocal calls
-        calls = 0
-        with pytest.raises(error, match="mine"):
-            using(lambda client, do: do(call(client)))
-        assert calls == 1
-
-    transfer(lambda client: client.files.upload(rows, on_progress=fail))
-    file = using(lambda client, do: do(client.files.upload(rows)))
-    transfer(lambda client: client.files.save(file.id, tmp_path / "saved", on_progress=fail))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [rows.name]
-
-
-def test_the_progress_of_a_saved_file_begins_at_zero(
-    server: JobServer, using: Callable[..., Any], rows: Path, tmp_path: Path
-) -> None:
-    size, reports = rows.stat().st_size, list[sie_client.Progress]()
-    file = using(lambda client, do: do(client.files.upload(rows)))
-    using(lambda client, do: do(client.files.save(file.id, tmp_path / "saved", on_progress=reports.append)))
-    assert (reports[0], reports[-1]) == (sie_client.Progress(0, size), sie_client.Progress(size, size))
-
-
-UPLOAD = """
-import asyncio, resource, sys
-from sie_client import SIEAsyncClient, SIEClient
-
-url, path, save, kind = sys.argv[1:]
-
-async def run():
-    async with SIEAsyncClient(url) as client:
-        file = await client.files.upload(path)
-        await client.files.save(file.id, save)
-
-with SIEClient(url) as client:
-    client.files.upload(__file__ if "__file__" in globals() else sys.executable)  # what imports and connections take
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if kind == "sync":
-        file = client.files.upload(path)
-        client.files.save(file.id, save)
-    else:
-        asyncio.run(run())
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
-"""
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind: str) -> None:
-    """An upload and a download of 256 MiB take less than 48 MiB of memory."""
-    path, saved = tmp_path / "large.jsonl", tmp_path / "saved"
-    with path.open("wb") as file:
-        file.truncate(256 << 20)
-    done = subprocess.run(
-        [sys.executable, "-c", UPLOAD, server.url, str(path), str(saved), kind],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert saved.stat().st_size == 256 << 20
-    assert int(done.stdout) < 48
-
-
-def test_an_error_in_the_shape_of_another_api_has_the_class_of_its_code() -> None:
-    """The routes of files answer errors in the shape of OpenAI."""
-    body = {"error": {"message": "there is no such file", "type": "invalid_request_error", "code": "not_found"}}
-    headers = {"x-sie-error-code": "NOT_FOUND", "x-should-retry": "false"}
-    plan = files.get(f"{FILE}0", core.Session())
-    next(plan)
-    with pytest.raises(sie_client.NotFoundError, match="NOT_FOUND: there is no such file") as caught:
-        plan.send(core.Received(404, headers, msgspec.json.encode(body)))
-    assert caught.value.code == "NOT_FOUND"
-
-
 # ---- look, steer, wait
-
-
-def test_all_pages_of_jobs_and_of_a_state(server: JobServer, using: Callable[..., Any]) -> None:
-    for number in range(5):
-        server.add(state="paused" if number % 2 else "running")
-
-    def listed(client: Any, do: Callable[[Any], Any]) -> Any:
-        return [job.id for job in do(client.jobs.list(page=2))], [job.id for job in do(client.jobs.list("paused"))]
-
-    everything, paused = using(listed)
-    assert everything == [f"{JOB}{number}" for number in (4, 3, 2, 1, 0)]
-    assert paused == [f"{JOB}3", f"{JOB}1"]
-    assert server.asked("GET", "/v1/jobs?")[1] == f"/v1/jobs?limit=2&after={JOB}3"
 
 
 def test_a_job_is_steered(server: JobServer, using: Callable[..., Any]) -> None:
@@ -348,39 +167,6 @@ def test_what_an_attempt_without_an_answer_did_is_a_success(server: JobServer, u
         using(lambda client, do: do(do(client.jobs.get(f"{JOB}1")).cancel()))
 
 
-def test_an_upload_is_not_sent_again_once_its_last_byte_is_sent(
-    server: JobServer, using: Callable[..., Any], rows: Path
-) -> None:
-    server.losses["POST /v1/files"] = 1
-    with pytest.raises(sie_client.SIEConnectionError) as caught:
-        using(lambda client, do: do(client.files.upload(rows)))
-    assert caught.value.may_have_run
-    assert list(server.files) == [f"{FILE}0"]
-
-
-@pytest.mark.parametrize(
-    "failed", [core.TransportFailed(ConnectionResetError("reset")), core.Received(504, {}, b"<html>of a proxy</html>")]
-)
-def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(
-    rows: Path, failed: core.TransportFailed | core.Received
-) -> None:
-    plan = files.uploaded(rows, "jobs", None, core.Session())
-    size = next(plan)
-    assert isinstance(size, core.BlockingWork)
-    request = plan.send(size.function())
-    assert isinstance(request, core.Send)
-    assert isinstance(request.body, core.UploadStream)
-    pieces = request.body.pieces()
-    next(pieces)
-    assert isinstance(plan.send(failed), core.Pause)
-    assert next(plan) == request
-    *_, last = request.body.pieces()
-    assert last.endswith(b"--\r\n")
-    with pytest.raises(sie_client.SIEError) as caught:
-        plan.send(failed)
-    assert caught.value.may_have_run
-
-
 def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> None:
     server.add()
     server.script = [{"state": "planning"}, {"state": "running", "counts": {"rows": 3, "done": 1}}, COMPLETED]
@@ -395,30 +181,6 @@ def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> No
     assert repr(job).endswith(f"{JOB}0 completed, 3 of 3 rows>")
 
 
-def test_a_job_that_ends_otherwise_raises_and_one_that_takes_too_long(
-    server: JobServer, using: Callable[..., Any]
-) -> None:
-    server.add(state="running")
-    with pytest.raises(sie_client.JobTimeoutError, match=r"not ended within 0\.05 s: its state is running") as late:
-        using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait(timeout_s=0.05)))
-    assert late.value.retryable
-    server.script = [{"state": "failed", "error": {"code": "MODEL_LOAD_FAILED", "message": "no weights"}}]
-    with pytest.raises(
-        sie_client.JobFailedError, match="ended in the state failed: MODEL_LOAD_FAILED: no weights"
-    ) as failed:
-        using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait()))
-    assert (failed.value.code, failed.value.details["state"]) == ("MODEL_LOAD_FAILED", "failed")
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "job-1?x", "\ud800", 7])
-def test_what_is_no_id_asks_nothing(server: JobServer, name: Any) -> None:
-    with SIEClient(server.url) as client:
-        for ask in (client.jobs.get, client.jobs.delete, client.files.get, client.files.content):
-            with pytest.raises(sie_client.InvalidInputError):
-                ask(name)
-    assert server.seen == []
-
-
 # ---- download
 
 
@@ -429,37 +191,6 @@ def finished(server: JobServer, count: int = 5) -> None:
 
 def download(folder: Path, **more: Any) -> Callable[[Any, Callable[[Any], Any]], Any]:
     return lambda client, do: do(do(client.jobs.get(f"{JOB}0")).download(folder, **more))
-
-
-def test_an_incomplete_download_is_deleted_before_its_error_is_raised(
-    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished(server, 1)
-    begin = files.Arriving.begin
-
-    def begin_on_a_full_disk(arriving: files.Arriving) -> None:
-        begin(arriving)
-        with files.on_disk(tmp_path):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.Arriving, "begin", begin_on_a_full_disk)
-    with pytest.raises(sie_client.InvalidInputError, match="No space left") as caught:
-        using(download(tmp_path))
-    # `caught` holds the frames of the call, so no garbage collection deleted the file
-    assert list(tmp_path.iterdir()) == []
-    assert caught.value.__traceback__ is not None
-
-
-@pytest.mark.parametrize("name", ["", "here/..", "there"])
-def test_a_file_is_not_fetched_if_it_cannot_be_saved_as_a_folder(
-    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("here", "there"):
-        (tmp_path / folder).mkdir()
-    with pytest.raises(sie_client.InvalidInputError, match="is a folder"):
-        using(lambda client, do: do(client.files.save(f"{FILE}0", name)))
-    assert server.seen == []
 
 
 def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
@@ -481,24 +212,6 @@ def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callabl
     using(download(folder))
     assert server.asked("GET", f"/v1/jobs/{JOB}0/part") == [f"/v1/jobs/{JOB}0/part?name=part-00001.parquet"]
     assert paths[1].read_bytes() == server.parts["part-00001.parquet"]
-
-
-def test_a_download_that_began_later_to_the_same_file_is_not_mixed_with_this_one(tmp_path: Path) -> None:
-    """The thread of a call that was interrupted may still write when the call is repeated."""
-    path, data = tmp_path / "part-0.jsonl", bytes(range(256)) * 1024
-    digest = hashlib.sha256(data).hexdigest()
-    earlier, later = (files.Arriving(path, len(data), digest, lambda _: None) for _ in range(2))
-    earlier.begin()
-    earlier.write(data[:100_000])
-    later.begin()
-    later.write(data[:10])
-    earlier.write(data[100_000:])
-    with pytest.raises(sie_client.InvalidInputError, match="another download"):
-        earlier.finish()
-    earlier.drop()
-    later.write(data[10:])
-    later.finish()
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: data}
 
 
 def test_a_part_with_another_digest_does_not_appear(
@@ -533,52 +246,4 @@ def test_the_folder_of_another_job_is_left_alone(server: JobServer, using: Calla
         using(download(tmp_path))
 
 
-def test_files_that_are_elsewhere_are_read_there(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
-    output = {"url": "s3://bucket/out/"}
-    server.add(**COMPLETED, request={"model": "org/m", "input": {"file": "f"}, "output": output})
-    with pytest.raises(sie_client.InvalidInputError, match="the job wrote its output files to s3://bucket/out/"):
-        using(download(tmp_path))
-
-
-@pytest.mark.parametrize("broken", [b"[]", b"{}", b"no", b'{"id": 3}'])
-def test_a_reply_that_is_none_is_an_error_of_the_server(broken: bytes) -> None:
-    session = core.Session()
-    for plan in (
-        jobs.get("job-1", session),
-        jobs.page(None, 1, None, session),
-        jobs.steered("job-1", "pause", session),
-        jobs.retried("job-1", session),
-        jobs.deleted("job-1", session),
-        jobs.rows("job-1", 1, None, session),
-        jobs.manifest("job-1", session),
-    ):
-        next(plan)
-        with pytest.raises(sie_client.ServerError, match="could not be read"):
-            plan.send(core.Received(200, {}, broken))
-
-
-def test_a_list_of_jobs_that_repeats_a_page_is_an_error_of_the_server() -> None:
-    plan = jobs.page(None, 1, "job-1", core.Session())
-    next(plan)
-    with pytest.raises(sie_client.ServerError, match="never ends"):
-        plan.send(core.Received(200, {}, b'{"data": [], "next": "job-1"}'))
-
-
 # ---- shapes
-
-
-def test_the_options_of_a_job_are_the_fields_of_its_request() -> None:
-    own = {"on_upload", "idempotency_key"}
-    of_input = {"input_format" if name == "format" else name for name in JobInput.__struct_fields__} - {"file", "url"}
-    of_request = set(JobRequest.__struct_fields__) - {"model", "input"}
-    assert set(JobOptions.__annotations__) == own | of_input | of_request
-    assert set(OutputOptions.__annotations__) == set(JobOutput.__struct_fields__)
-    for name, hint in typing.get_type_hints(OutputOptions).items():
-        declared = typing.get_type_hints(JobOutput)[name]
-        assert hint == declared, name
-
-
-def test_what_the_example_of_the_contract_says_is_read() -> None:
-    info = msgspec.convert(JobInfo.EXAMPLE | {"of_tomorrow": 1, "state": "sleeping"}, jobs.JobInfo)
-    assert (info.state, info.has_ended, info.counts.rows) == ("sleeping", False, 1_000_000)
-    assert info.request == JobInfo.EXAMPLE["request"]

@@ -9,7 +9,7 @@ import pytest
 from inprocess import InProcess, until, until_told
 
 from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, ModelLoadFailed, SIEError, catalogue
-from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, NATIVE, SERVER_VERSION, dialect_of, server_version
+from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, SERVER_VERSION, dialect_of, server_version
 
 VERSIONS = ("0.3.1", "0.6.4", "0.6.5", "0.8.0", "0.10.1")
 # by version, the codes with status 503 that the SDK of this version repeats; None: all of them
@@ -58,12 +58,6 @@ def test_an_error_that_may_not_be_retried_keeps_its_code(version: str) -> None:
     spoken = dialect.spoken(failed)
     assert (spoken.status, spoken.extras, spoken.reason) == (502, {"attempts": 3, "permanent": True}, "")
     assert failed.status == 500  # other requests that wait for the same load get the error unchanged
-
-
-def test_native_errors_stay_as_they_are() -> None:
-    for leaf in catalogue():
-        error = leaf("message")
-        assert NATIVE.spoken(error) is error
 
 
 @pytest.mark.parametrize(
@@ -180,14 +174,3 @@ async def test_a_public_sdk_is_told_of_a_drain_under_a_code_that_it_repeats(clus
     assert public.json()["error"]["reason"] == "shutting_down"
     adapter.let_go()
     assert (await occupant).status_code == 200
-
-
-async def test_a_reply_has_the_units_that_public_sdks_read(cluster: InProcess) -> None:
-    gateway = await cluster.gateway()
-    await cluster.sidecar(await cluster.adapter())
-    answer = await gateway.encode("a", "b")
-    tokens = answer.json()["usage"]["prompt_tokens"]
-    assert tokens > 0
-    units = [answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens")]
-    assert units == ["local", str(tokens)]
-    assert "x-sie-units-pairs" not in answer.headers

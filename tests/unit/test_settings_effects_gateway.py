@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 from body_times import body_times
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from msgspec.structs import replace
 
-from sie_broker import Delivery
 from sie_broker.memory import MemoryServer
-from sie_contracts.errors import InvalidInput, MethodNotAllowed, NotFound, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.errors import InvalidInput, NotFound
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.configs import ConfigDelta
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.http.app import Gate
-from sie_gateway.http.routes import TABLE
-from sie_sidecar.settle import Leases
 
 STREAM = "WORK__default"
 
@@ -76,31 +69,6 @@ async def test_a_body_may_have_this_many_bytes_and_not_one_more(cluster: InProce
         answer = await gateway.client.post("/v1/encode/toy/one", content=content)
         assert answer.status_code == status, answer.text
     assert answer.json()["error"]["limit"] == most
-
-
-async def test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again(cluster: InProcess) -> None:
-    """SIE_BODY_MEMORY_BYTES: 1. a body of 2 MiB waits for a device; 2. another large body is refused, and so is one
-    that decodes to many values; 3. a small body is admitted; 4. after the first answer a large body is admitted.
-    """
-    gateway = await cluster.gateway(SIE_BODY_MEMORY_BYTES=str(10 << 20))
-    adapter = await cluster.adapter()
-    adapter.hold_batches = True
-    await cluster.sidecar(adapter)
-
-    def post(content: bytes) -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(gateway.client.post("/v1/encode/toy/one", content=content))
-
-    large = b'{"items": ["a"]' + b" " * (2 << 20) + b"}"
-    first = post(large)
-    await adapter.until(lambda state: state.running, "a batch")
-    for content in (large, b'{"items": ["a"], "x": [' + b"0," * 120_000 + b"0]}"):
-        refused = await post(content)
-        assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_FULL")
-        assert "SIE_BODY_MEMORY_BYTES" in refused.json()["error"]["message"]
-        assert int(refused.headers["retry-after"]) >= 1
-    small = post(b'{"items": ["b"]}')
-    adapter.let_go()
-    assert [(await post_task).status_code for post_task in (first, small, post(large))] == [200] * 3
 
 
 async def must_come_at_the_least_rate(
@@ -159,41 +127,6 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
     adapter.let_go()
     answers = await asyncio.gather(*(task for tasks in sent for task in tasks))
     assert sorted(answer.status_code for answer in answers) == [200] * 40 + [503] * 6
-
-
-async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_keys(
-    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A key alone may take all 16 slots. With other active keys, the last two are for keys below their share."""
-    settings = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-a,key-b", "SIE_MAX_CONCURRENT_REQUESTS": "16"}
-    gateway = await cluster.gateway(**settings)
-    adapter = await cluster.adapter()
-    await cluster.sidecar(adapter)
-
-    async def send(key: str, requests: int, accepted: int) -> list[asyncio.Task[httpx.Response]]:
-        """Send requests and return those that are accepted, after the others were refused."""
-        tasks = [
-            asyncio.create_task(gateway.encode(f"{key} {number}", Authorization=f"Bearer {key}"))
-            for number in range(requests)
-        ]
-        await until(lambda: sum(task.done() for task in tasks) == requests - accepted, f"{accepted} are accepted")
-        assert {task.result().json()["code"] for task in tasks if task.done()} <= {"QUEUE_FULL"}
-        return [task for task in tasks if not task.done()]
-
-    async def finish(*tasks: asyncio.Task[httpx.Response]) -> None:
-        adapter.let_go()
-        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
-
-    adapter.hold_batches = True
-    alone = await send("key-a", 20, accepted=16)
-    await send("key-b", 1, accepted=0)
-    await finish(*alone)
-    adapter.hold_batches = True
-    bulk = await send("key-a", 20, accepted=14)  # the other key was refused a moment ago
-    await finish(*bulk, *await send("key-b", 3, accepted=2))
-    monkeypatch.setattr("sie_gateway.admission.model_queue.REFUSED_S", 0.0)
-    adapter.hold_batches = True
-    await finish(*await send("key-a", 20, accepted=16))
 
 
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
@@ -270,21 +203,6 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
     assert len(stream.messages) == expected
     await cluster.sidecar(SIE_WORKER_ID="idle")
     assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
-
-
-async def test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget(cluster: InProcess) -> None:
-    """SIE_LOAD_HOLD_S: the default is 20 s. No request is held for longer than its budget."""
-    default, short = await cluster.gateway(), await cluster.gateway(SIE_LOAD_HOLD_S="0.2")
-    assert default.settings.load_hold_s == 20.0
-    for gateway, headers, min_s, max_s in ((short, {}, 0.2, 15), (default, {"X_SIE_Timeout_Ms": "300"}, 0.3, 15)):
-        started_s = time.monotonic()
-        answer = await gateway.encode("x", **headers)
-        assert (answer.status_code, answer.json()["code"]) == (503, "PROVISIONING")
-        assert min_s <= time.monotonic() - started_s < max_s
-    waiting = asyncio.create_task(default.encode("x"))
-    await until(lambda: cluster.server.streams[STREAM].messages, "held work")
-    await cluster.sidecar()
-    assert (await waiting).status_code == 200
 
 
 async def test_text_over_the_inline_limit_is_refused_with_the_limit(tmp_path: Path) -> None:
@@ -371,38 +289,6 @@ async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_toke
     assert (off.status_code, "SIE_GATEWAY_API_METRICS" in off.json()["error"]["message"]) == (404, True)
 
 
-async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProcess) -> None:
-    """Both ports answer alike. The JSON counts the healthy workers. curl, whose Accept is a wildcard, gets text."""
-    gateway = await cluster.gateway()
-
-    async def told(accept: str) -> tuple[str, str]:
-        answers = [
-            await gateway.client.get(f"{url}/readyz", headers={"accept": accept})
-            for url in (gateway.url, gateway.side_url)
-        ]
-        assert answers[0].content == answers[1].content
-        return answers[0].headers["content-type"], answers[0].text
-
-    assert await told("application/json") == ("application/json", '{"status":"ready","healthy_workers":0}')
-    await cluster.sidecar()
-    assert (await gateway.encode("a text")).status_code == 200  # after this the gateway knows the worker
-    assert await told("text/html, application/json;q=0.9") == (
-        "application/json",
-        '{"status":"ready","healthy_workers":1}',
-    )
-    for accept in ("*/*", "text/plain", "application/json;q=0"):
-        assert await told(accept) == ("text/plain; charset=utf-8", "ok")
-
-
-async def test_a_taken_metrics_port_ends_the_start_with_the_name_of_the_variable(cluster: InProcess) -> None:
-    """SIE_GATEWAY_METRICS_PORT."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        with pytest.raises(SettingError, match=r"^SIE_GATEWAY_METRICS_PORT: cannot listen"):
-            await cluster.gateway(SIE_GATEWAY_METRICS_PORT=str(holder.getsockname()[1]))
-
-
 # routing
 
 ENTRY = toy_entry()
@@ -438,22 +324,9 @@ async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_
         lane(fleet, "h100")
 
 
-async def test_a_refused_machine_profile_is_a_400_before_anything_is_queued(cluster: InProcess) -> None:
-    """SIE_GATEWAY_CONFIGURED_GPUS."""
-    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4", SIE_GATEWAY_REQUEST_TIMEOUT="1")
-    refused = await gateway.encode("x", X_SIE_Machine_Profile="h100")
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "gpu_not_configured")
-    held = await gateway.encode("x", X_SIE_Machine_Profile="l4")
-    assert (held.status_code, held.json()["code"]) == (503, "PROVISIONING"), "no worker of it is up yet"
-    assert (await gateway.client.get("/health")).json()["configured_gpu_types"] == ["l4"]
-
-
 @pytest.mark.parametrize(
     ("variable", "timeout_s"),
-    [
-        ({}, 15.0),
-        ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0),
-    ],
+    [({}, 15.0), ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0)],
 )
 async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
     variable: dict[str, str], timeout_s: float
@@ -480,50 +353,6 @@ async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
 # leases
 
 
-@pytest.mark.parametrize(("variable", "ack_wait_s"), [({}, 10), ({"SIE_ACK_WAIT_S": "5"}, 5)])
-async def test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait(
-    variable: dict[str, str], ack_wait_s: int
-) -> None:
-    """SIE_ACK_WAIT_S: the holder gives up its lease before the broker delivers the work again."""
-    now_s = 1000.0
-    settings = settings_of(**variable)
-    server = MemoryServer(clock=lambda: now_s)
-    broker = server.connect("gateway")
-    await broker.ensure_stream(topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0))
-    consumer = topology.work_consumer(
-        Lane("_default", "l4", "default"), "interactive", "toy/one", float(settings.ack_wait_s)
-    )
-    await broker.ensure_consumer(consumer)
-    got: dict[str, list[Delivery]] = {"silent": [], "other": []}
-    for worker, deliveries in got.items():
-        server.connect(worker).pulls(STREAM, deliveries.append).want(consumer.name, 1)
-        if worker == "silent":
-            await broker.publish(consumer.subject, b"work", "1")
-            await until(lambda: got["silent"], "the first delivery")
-    leases = Leases(float(settings.ack_wait_s), lambda: True, lambda: now_s)
-    lease = leases.hold(got["silent"][0])
-    now_s += 0.79 * ack_wait_s
-    assert leases.is_mine(lease)
-    await leases.renew_all()
-    now_s += 0.81 * ack_wait_s
-    assert not leases.is_mine(lease), "the holder fences itself before the broker gives the work away"
-    server.run_due()
-    await asyncio.sleep(0)
-    assert got["other"] == []
-    now_s += 0.2 * ack_wait_s
-    server.run_due()
-    await until(lambda: got["other"], "the redelivery")
-    assert got["other"][0].delivered == 2
-
-
-async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess) -> None:
-    """SIE_ACK_WAIT_S."""
-    gateway = await cluster.gateway(SIE_ACK_WAIT_S="7", SIE_GATEWAY_REQUEST_TIMEOUT="1")
-    await gateway.encode("x")
-    (consumer,) = cluster.server.streams[STREAM].consumers.values()
-    assert consumer.spec.ack_wait_s == 7.0
-
-
 async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_changed_behind_the_operator(
     cluster: InProcess,
 ) -> None:
@@ -540,86 +369,6 @@ async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_chang
 
 
 # authorisation
-
-
-def allowed(gate: Gate, token: str, method: str = "POST", path: str = "/v1/encode/m") -> bool | type[SIEError]:
-    try:
-        gate.check(method, path, f"Bearer {token}" if token else "")
-    except MethodNotAllowed:  # authorised, but a gateway does not serve this
-        return True
-    except SIEError as error:
-        return type(error)
-    return True
-
-
-def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
-    """SIE_AUTH_MODE."""
-    assert allowed(Gate(settings_of()), "") is True
-    assert allowed(Gate(settings_of(SIE_AUTH_MODE="none", SIE_AUTH_TOKEN="a")), "") is True
-    for tokenless in ({}, {"SIE_AUTH_TOKEN": ""}):
-        with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
-            Gate(settings_of(SIE_AUTH_MODE="static", **tokenless))
-    static = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
-    assert allowed(static, "") is Unauthenticated
-    assert allowed(static, "a") is True
-    assert allowed(static, "", "GET", "/healthz") is True
-    with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
-        Gate(settings_of(SIE_AUTH_MODE="token"))
-
-
-def test_routes_have_the_scopes_of_the_contract() -> None:
-    def scope_of(method: str, path: str) -> str | None:
-        row = TABLE.match(path).route(method)
-        return (row.scope or None) if row is not None else "read"
-
-    for route in ("encode", "score", "extract"):
-        assert scope_of("POST", f"/v1/{route}/org/m") == "infer"
-    for path in ("/v1/models", "/v1/scaling/a.b.c", "/v1/pools/assignments", "/health", "/nothing"):
-        assert scope_of("GET", path) == "read"
-    assert scope_of("POST", "/v1/configs/models") == "config"
-    assert scope_of("GET", "/readyz") is None
-
-
-def test_the_auth_token_passes_user_routes_and_no_admin_route() -> None:
-    """SIE_AUTH_TOKEN: with or without the word Bearer."""
-    gate = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
-    gate.check("GET", "/v1/models", "a")
-    assert allowed(gate, "a", "GET", "/v1/models") is True
-    assert allowed(gate, "b") is Unauthenticated
-    assert allowed(gate, "a", "POST", "/v1/configs/models") is PermissionDenied
-
-
-def test_every_one_of_the_auth_tokens_passes_until_it_is_dropped() -> None:
-    """SIE_AUTH_TOKENS: spaces and empty entries are ignored."""
-    both = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=" a , ,b,"))
-    assert [allowed(both, token) for token in ("a", "b", "c", "")] == [True, True, Unauthenticated, Unauthenticated]
-    rotated = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="b"))
-    assert [allowed(rotated, token) for token in ("a", "b")] == [Unauthenticated, True]
-
-
-def test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_closed() -> None:
-    """SIE_ADMIN_TOKEN: this holds in auth mode none too."""
-    write = ("POST", "/v1/configs/models")
-    for mode in ({}, {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "user"}):
-        gate = Gate(settings_of(SIE_ADMIN_TOKEN="root", **mode))
-        assert allowed(gate, "root", *write) is True
-        assert allowed(gate, "root") is True
-        assert allowed(gate, "", *write) is Unauthenticated
-        assert allowed(gate, "wrong", *write) is Unauthenticated
-        closed = Gate(settings_of(**mode))
-        assert [allowed(closed, token, *write) for token in ("root", "")] == [PermissionDenied, PermissionDenied]
-
-
-async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: InProcess) -> None:
-    """SIE_AUTH_TOKEN: over HTTP."""
-    gateway = await cluster.gateway(
-        SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good", SIE_GATEWAY_REQUEST_TIMEOUT="1"
-    )
-    refused = await gateway.encode("x", Authorization="Bearer secret-bad")
-    assert (refused.status_code, refused.json()["code"]) == (401, "UNAUTHENTICATED")
-    assert refused.headers["www-authenticate"] == "Bearer"
-    assert "secret" not in refused.text
-    assert (await gateway.encode("x", Authorization="Bearer secret-good")).json()["code"] == "PROVISIONING"
 
 
 # default models
@@ -658,3 +407,11 @@ async def test_deltas_are_taken_from_trusted_producers_alone(cluster: InProcess)
 
     assert await counted(plain) == (0, 1, 404)
     assert await counted(trusting) == (1, 0, 200)
+
+
+async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess) -> None:
+    """SIE_ACK_WAIT_S: test_sidecar.py has what a worker does when it is over."""
+    gateway = await cluster.gateway(SIE_ACK_WAIT_S="7", SIE_GATEWAY_REQUEST_TIMEOUT="1")
+    await gateway.encode("x")
+    (consumer,) = cluster.server.streams[STREAM].consumers.values()
+    assert consumer.spec.ack_wait_s == 7.0

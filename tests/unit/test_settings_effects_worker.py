@@ -5,7 +5,6 @@ a test needs it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -14,16 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_adapter import TOKENIZER, FakeAdapter, toy_entry
+from fake_adapter import TOKENIZER, toy_entry
 from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of, until, until_told
-from websockets.asyncio.client import connect
 
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import ipc, messages, topology
 from sie_contracts.wire.configs import ConfigDelta
-from sie_sidecar import process
 from sie_sidecar.models import Hosting
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
@@ -69,53 +66,13 @@ async def test_the_pipeline_depth_is_how_many_batches_are_sent_ahead(
     assert await peak_of_batches(cluster, depth, SIE_MAX_CONCURRENT_BATCHES="8", **variable) == depth
 
 
-@pytest.mark.parametrize(("variable", "most"), [({}, 4), ({"SIE_MAX_CONCURRENT_BATCHES": "3"}, 3)])
-async def test_never_more_batches_are_in_progress_than_allowed(
-    cluster: InProcess, variable: dict[str, str], most: int
-) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES."""
-    assert await peak_of_batches(cluster, most, SIE_RUST_PIPELINE_DEPTH="8", **variable) == most
-
-
-@pytest.mark.parametrize(
-    ("variable", "most"),
-    [
-        ({}, 4),
-        ({"SIE_MAX_CONCURRENT_BATCHES": "1"}, 1),
-        ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 6),
-    ],
-)
-async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
-    tmp_path: Path, variable: dict[str, str], most: int
-) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES: the bound holds for the batches of all models together."""
-    entries = [toy_entry(f"toy/model-{number}") for number in range(8)]
-    async with InProcess(tmp_path, *entries) as cluster:
-        gateway = await cluster.gateway()
-        adapter = await cluster.adapter(lanes=8)
-        sidecar = await cluster.sidecar(adapter, **variable)
-        adapter.hold_batches = True
-        sent = [asyncio.create_task(gateway.encode("x", model=entry.id)) for entry in entries]
-        await adapter.until(lambda adapter: adapter.running >= most, f"{most} batches at the adapter")
-        async with asyncio.timeout(30):
-            while await sidecar.metric("sie_queue_depth") < len(entries):
-                pass  # the scrape yields to the event loop
-        assert await sidecar.metric("sie_batches_in_progress") == adapter.peak_running == most
-        assert adapter.connections == 1 + most, "SIE_IPC_POOL_SIZE follows it, one more carries control"
-        adapter.let_go()
-        assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
-
-
 @pytest.mark.parametrize(
     ("lanes", "environ", "most", "connections"),
     [
         (2, {}, 3, 7),
-        (8, {}, 9, 10),
         (80, {}, 64, 65),
         (8, {"SIE_MAX_CONCURRENT_BATCHES": "4"}, 4, 5),
         (8, {"SIE_IPC_POOL_SIZE": "5"}, 5, 6),
-        (8, {"SIE_RUST_PIPELINE_DEPTH": "3"}, 10, 11),
-        (8, {"SIE_MACHINE_PROFILE": "mine", "SIE_GPU_COUNT": "0"}, 9, 10),
         (8, {"SIE_MACHINE_PROFILE": "mine"}, 4, 5),
     ],
 )
@@ -142,22 +99,31 @@ async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
 
 
-@pytest.mark.parametrize(
-    ("environ", "connections"),
-    [
-        ({}, 5),
-        ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7),
-        ({"SIE_IPC_POOL_SIZE": "2"}, 3),
-    ],
-)
-async def test_the_pool_has_so_many_connections_and_one_for_control(
-    cluster: InProcess, environ: dict[str, str], connections: int
-) -> None:
-    """SIE_IPC_POOL_SIZE: unset it follows SIE_MAX_CONCURRENT_BATCHES."""
+SHOWN: list[tuple[dict[str, str], dict[str, Any], int]] = [  # variables, fields of the heartbeat, connections
+    ({}, {"worker": "w0", "gpu_count": 1, "machine_profile": "_default", "gpu": "NVIDIA H100", "pool": "_default"}, 5),
+    ({"SIE_WORKER_ID": "Rack-7.gpu-1"}, {"worker": "rack-7.gpu-1"}, 5),
+    ({"SIE_GPU_COUNT": "2"}, {"gpu_count": 2}, 5),
+    ({"SIE_GPU_COUNT": "0"}, {"gpu_count": 0}, 7),  # the values of a CPU
+    ({"SIE_GPU_TYPE": "L4"}, {"gpu": "l4", "machine_profile": "l4"}, 5),
+    ({"SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}, {"gpu": "l4", "machine_profile": "l4-spot"}, 5),
+    ({"SIE_MACHINE_PROFILE": "h100"}, {"gpu": "NVIDIA H100", "machine_profile": "h100"}, 5),
+    ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, {}, 7),
+    ({"SIE_IPC_POOL_SIZE": "2"}, {}, 3),
+]
+
+
+async def test_what_a_worker_is_shows_in_its_heartbeat_and_at_its_adapter(cluster: InProcess) -> None:
+    """SIE_WORKER_ID, SIE_GPU_COUNT, SIE_GPU_TYPE, SIE_MACHINE_PROFILE, SIE_IPC_POOL_SIZE: unset, the size of the pool
+    follows SIE_MAX_CONCURRENT_BATCHES, and one more connection carries control.
+    """
     await cluster.gateway()
-    adapter = await cluster.adapter()
-    await cluster.sidecar(adapter, **environ)
-    assert adapter.connections == connections
+    for environ, fields, connections in SHOWN:
+        adapter = await cluster.adapter(f"{len(cluster.adapters)}.sock", gpu="NVIDIA H100")
+        sidecar = await cluster.sidecar(adapter, **{"SIE_WORKER_ID": "w0", **environ})
+        beat = cluster.last_beat(fields.get("worker", "w0"), ready=True)
+        assert {name: getattr(beat, name) for name in fields} == fields, environ
+        assert adapter.connections == connections, environ
+        await sidecar.end()
 
 
 # the adapter's health
@@ -221,96 +187,19 @@ async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals
 # identity
 
 
-async def test_the_worker_id_is_in_results_heartbeats_and_logs(
-    cluster: InProcess, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SIE_WORKER_ID."""
-    caplog.set_level(logging.INFO)
-    gateway = await cluster.gateway()
-    await cluster.sidecar(SIE_WORKER_ID="Rack-7.gpu-1")
-    answer = await gateway.encode("x")
-    assert answer.headers["x-sie-worker"] == "rack-7.gpu-1"
-    assert {beat.worker for beat in cluster.beats} == {"rack-7.gpu-1"}
-    assert "sidecar rack-7.gpu-1 serves lane" in caplog.text
-
-
-async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess, tmp_path: Path) -> None:
-    """SIE_GPU_COUNT."""
-    gateway = await cluster.gateway()
-    await cluster.sidecar()
-    await cluster.sidecar(SIE_GPU_COUNT="2")
-    await cluster.sidecar(SIE_GPU_COUNT="0")
-    cluster.adapters.append(on_cpu := FakeAdapter(tmp_path / "cpu.sock", device="cpu"))
-    await on_cpu.start()
-    alone = await cluster.sidecar(on_cpu)  # the device is a CPU, so the default of one GPU does not count
-    health = (await gateway.client.get("/health")).json()
-    assert [worker["gpu_count"] for worker in health["workers"]] == [1, 2, 0, 0]
-    assert health["cluster"]["gpu_count"] == 3
-    async with connect(f"{alone.side_url.replace('http', 'ws')}/ws/status", proxy=None) as status:
-        assert json.loads(await status.recv())["gpu_count"] == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "profile"),
-    [
-        ({}, "_default"),
-        ({"SIE_GPU_TYPE": "L4"}, "l4"),
-        ({"SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}, "l4-spot"),
-    ],
-)
-async def test_the_machine_profile_is_what_requests_are_routed_by(
-    cluster: InProcess, environ: dict[str, str], profile: str
-) -> None:
-    """SIE_MACHINE_PROFILE: the default is SIE_GPU_TYPE, else the pool. A worker of another profile gets none of the
-    work.
+async def test_requests_are_routed_by_the_machine_profile(cluster: InProcess) -> None:
+    """SIE_MACHINE_PROFILE: a worker of another profile gets none of the work. With SIE_GPU_TYPE the gateway queues work
+    for this type before any worker is up.
     """
-    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="other,_default,l4,l4-spot")
-    named, idle_adapter = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
-    sidecar = await cluster.sidecar(named, **environ)
-    await cluster.sidecar(idle_adapter, SIE_MACHINE_PROFILE="other")
-    beat = cluster.last_beat(sidecar.worker)
-    assert beat is not None
-    assert beat.machine_profile == profile
-    for _ in range(3):
-        assert (await gateway.encode("x", X_SIE_Machine_Profile=profile.upper())).headers[
-            "x-sie-worker"
-        ] == sidecar.worker
-    assert not idle_adapter.batches
-
-
-async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InProcess) -> None:
-    """SIE_GPU_TYPE: a gateway with the same setting queues work for this type before any worker is up."""
     gateway = await cluster.gateway(SIE_GPU_TYPE="l4")
     early = asyncio.create_task(gateway.encode("before any worker"))
     await until(lambda: cluster.server.streams["WORK__default"].messages, "the message in the stream")
-    detected = await cluster.adapter("detected.sock", gpu="NVIDIA H100")
-    await cluster.sidecar(detected, SIE_MACHINE_PROFILE="h100")
-    beat = cluster.last_beat("w0")
-    assert beat is not None
-    assert (beat.gpu, beat.machine_profile) == ("NVIDIA H100", "h100")
-    overridden = await cluster.adapter("overridden.sock", gpu="NVIDIA H100")
-    await cluster.sidecar(overridden, SIE_GPU_TYPE="l4")
-    beat = cluster.last_beat("w1")
-    assert beat is not None
-    assert (beat.gpu, beat.machine_profile) == ("l4", "l4")
-    assert (await early).headers["x-sie-worker"] == "w1"
-
-
-async def test_without_a_gpu_type_the_detected_one_routes(cluster: InProcess) -> None:
-    """SIE_GPU_TYPE: requests may name the detected type. The refusal of another type lists the types that there are."""
-    gateway = await cluster.gateway()
-    adapter = await cluster.adapter(gpu="NVIDIA H100 80GB HBM3")
-    await cluster.sidecar(adapter)
-    assert (await gateway.encode("x", X_SIE_Machine_Profile="H100")).headers["x-sie-worker"] == "w0"
-    batches = len(adapter.batches)
-    refused = await gateway.encode("x", X_SIE_Machine_Profile="l4")
-    error = refused.json()["error"]
-    assert (refused.status_code, error["reason"], error["configured_gpu_types"]) == (
-        404,
-        "gpu_not_found",
-        ["_default", "h100"],
-    )
-    assert len(adapter.batches) == batches
+    named, idle_adapter = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
+    sidecar = await cluster.sidecar(named, SIE_GPU_TYPE="L4")
+    await cluster.sidecar(idle_adapter, SIE_MACHINE_PROFILE="other")
+    for answer in (await early, await gateway.encode("x", X_SIE_Machine_Profile="L4")):
+        assert answer.headers["x-sie-worker"] == sidecar.worker
+    assert not idle_adapter.batches
 
 
 async def test_work_of_a_pool_is_taken_by_workers_of_that_pool_only(cluster: InProcess) -> None:
@@ -472,22 +361,6 @@ async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: I
     assert (await sidecar.get("/readyz")).status_code == 200
     assert (await gateway.encode("x")).status_code == 200
     assert adapter.loads == ["toy/one", "toy/two"]
-
-
-async def test_a_preload_that_failed_loads_the_entry_that_an_operator_has_corrected(
-    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "PRELOAD_RETRY_S", 0.1)
-    gateway = await cluster.gateway()
-    adapter = await cluster.adapter()
-    adapter.refusals["toy/one"] = ModelLoadFailed("too little memory", extras={"error_class": "OOM"})
-    await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one", SIE_WORKER_CONFIG_POLL_INTERVAL_MS="1000")
-    await adapter.until(lambda adapter: adapter.loads, "the load that fails")
-    adapter.refusals.clear()
-    cluster.source.put(toy_entry("toy/one", max_tokens=256))
-    await until(lambda: cluster.last_beat("w0", ready=True), "ready")
-    assert (await gateway.encode("x")).status_code == 200
-    assert adapter.loads == ["toy/one", "toy/one"]
 
 
 async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_and_does_not_hold_the_rest_for_ever(

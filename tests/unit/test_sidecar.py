@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import traceback
 from dataclasses import dataclass
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from batch_entries import BatchEntry
 from inprocess import settings_of
 
-import sie_sidecar.health
 from sie_broker import BrokerUnavailable
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
@@ -21,7 +18,6 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop, cancel_all
-from sie_sidecar.batch import BatchKey, Waiting
 from sie_sidecar.health import WorkerHealth
 from sie_sidecar.link import AdapterLinks
 from sie_sidecar.models import Hosting
@@ -73,15 +69,6 @@ async def test_a_renewal_that_the_broker_did_not_hear_renews_nothing() -> None:
     hears = True
     await leases.renew_all()
     assert not leases.is_mine(lease), "another worker may have the message"
-
-
-def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
-    waiting: Waiting[BatchEntry[int]] = Waiting()
-    key = BatchKey("m", "r", "encode", "", "")
-    waiting.add(BatchEntry(key, 1, 10.0, 10))
-    for number in (2, 0, 3, 1):
-        waiting.add(BatchEntry(key, 1, float(number), number), back=True)
-    assert [job.work for job in waiting] == [0, 1, 2, 3, 10]
 
 
 class _Refusing:
@@ -140,17 +127,6 @@ async def test_work_until_a_stop_leaves_no_task(end: str) -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_heartbeats_that_cannot_be_sent_are_logged_once_per_outage(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    away = BrokerUnavailable("away")
-    bus = Mock(send=AsyncMock(side_effect=[away, away, None, away]))
-    health = _health(bus, monkeypatch)
-    for warnings in (1, 1, 1, 2):
-        await health.publish()
-        assert len([record for record in caplog.records if "away" in record.getMessage()]) == warnings
-
-
 async def test_an_adapter_that_does_not_reply_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: asyncio.Queue[bytes] = asyncio.Queue()
     reads = asyncio.Event()
@@ -168,37 +144,6 @@ async def test_an_adapter_that_does_not_reply_delays_no_heartbeat(monkeypatch: p
         await reads.wait()
         health.changed()
         await sent.get()
-    await cancel_all(tasks)
-
-
-async def test_changes_of_the_catalogue_share_a_heartbeat_while_the_disk_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reads = [threading.Event(), threading.Event()]
-    begun, go_on = iter(reads), threading.Event()
-
-    def on_disk(entries: object, cache: object) -> tuple[str, ...]:
-        next(begun).set()
-        go_on.wait(20)
-        return ()
-
-    monkeypatch.setattr(sie_sidecar.health, "on_disk", on_disk)
-    sent: asyncio.Queue[bytes] = asyncio.Queue()
-    health = _health(Mock(send=AsyncMock(side_effect=lambda _, data: sent.put_nowait(data))), monkeypatch)
-    catalogue = health.feed.catalogue = Mock(entries={}, epoch="none")
-    tasks = [asyncio.create_task(work) for work in (health.run(), health.observe())]
-    async with asyncio.timeout(20):
-        await sent.get()
-        assert await asyncio.to_thread(reads[0].wait, 20)
-        for epoch in range(100):
-            catalogue.epoch = str(epoch)
-            health.catalogue_changed()
-            await asyncio.sleep(0)
-        assert sent.empty()
-        go_on.set()
-        await sent.get()
-        assert await asyncio.to_thread(reads[1].wait, 20)
-    assert sent.qsize() <= 1
     await cancel_all(tasks)
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.packed.packing import MalformedBatch, items, sounds
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.sounds import Shape, SoundRecipe
+from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_gateway.inference import body as bodies
@@ -95,12 +95,6 @@ def test_bytes_of_a_sound_count_in_the_size_and_not_as_text() -> None:
     (item,) = bodies.items({"items": [{"text": "four", "images": [b"y"], "audio": b"x" * 1000}]}, limit=1)
     assert (item.size, item.file_bytes, len(item.files)) == (1005, 1001, 2)
     assert Input("four", images=(b"y",), audio=b"x" * 1000).nbytes == 1005
-
-
-def test_a_text_beside_a_sound_is_told_to_be_unread() -> None:
-    inputs = bodies.items({"items": [{"text": "a", "audio": b"x"}, {"audio": b"x"}, "b"]}, limit=3)
-    (warning,) = bodies.unread_texts(inputs, "org/ear")
-    assert warning == "text: ignored in 1 of 3 inputs; org/ear reads the sound of an input that also has a text"
 
 
 # the sidecar and the adapter
@@ -185,7 +179,3 @@ def test_a_sound_of_a_row_that_is_not_there_is_refused() -> None:
     batch_sounds = sounds(np.array([(3, 1, 1, 1)], np.int32).tobytes(), bytes(4), RECIPE)
     with pytest.raises(MalformedBatch, match="a sound belongs to row 3"):
         items(np.array([0, 0], np.int32).tobytes(), b"", b"", None, batch_sounds)
-
-
-def test_the_shape_of_a_recipe_is_what_its_features_have() -> None:
-    assert RECIPE.shape == Shape(1, 21, 8)

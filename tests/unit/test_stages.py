@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from sie_cli.trying.shown import _AT_WORKER
-from sie_contracts.stages import STAGE_WORDS, STAGES
+from sie_contracts.stages import STAGES
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok, Stages, WorkResult
 from sie_gateway.inference.results import _TIMING_HEADERS, stage_times
 from sie_sidecar.in_flight import InFlight, stages_of
-from sie_sidecar.spans import _STAGES
 
-ROOT = Path(__file__).parents[2]
 AT_WORKER = Stages(
     load_ms=400.0,
     preprocess_ms=2.0,
@@ -27,10 +22,6 @@ AT_WORKER = Stages(
     worker_ms=457.0,
     fetch_ms=1.0,
 )
-
-
-def page(path: str) -> str:
-    return (ROOT / path).read_text("utf-8")
 
 
 def test_stages_of_a_reply_are_contiguous_and_each_wait_has_its_own() -> None:
@@ -69,21 +60,3 @@ def test_a_batch_that_is_tokenised_in_the_adapter_waits_for_the_device_after_its
     )
     done = ipc.BatchDone("b", (), b"", 2000.0, preprocess_ms=tokenised_there_ms)
     assert stages_of(flight, 9.0, done).device_wait_ms == waited_ms
-
-
-def test_spans_have_the_stages_of_a_reply() -> None:
-    assert {f"{stage}_time" for stage in _STAGES if stage not in ("fetch", "device_wait")} <= set(STAGES)
-
-
-def test_the_command_line_names_the_times_of_a_worker_by_the_same_words() -> None:
-    at_worker = {name for name in Stages.__struct_fields__ if name != "worker_ms"}
-    assert at_worker <= _AT_WORKER.keys()
-    assert {_AT_WORKER[name] for name in at_worker - {"fetch_ms", "device_wait_ms"}} <= set(STAGE_WORDS.values())
-
-
-def test_the_pages_name_the_same_stages() -> None:
-    rows = re.findall(r"^\| `(\w+_time)` \| ([a-z ]+) \|", page("docs/request-lifecycle.md"), re.M)
-    assert rows == [*STAGE_WORDS.items(), ("total_time", "total")]
-    logged = re.search(r'"message": "encode 200 ([^"]+)"', page("docs/logs.md"))
-    assert logged is not None
-    assert tuple(re.findall(r"(\w+_time)=", logged[1])) == STAGES

@@ -11,7 +11,6 @@ from pathlib import Path
 import obstore
 import pytest
 
-from sie_contracts.settings import SettingError
 from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError, failure, opened, sync
 
 QUICK = RetryPolicy(stall_s=0.05, tries=3, pause_s=0.001)
@@ -61,12 +60,6 @@ async def test_what_never_answers_ends_at_the_bound() -> None:
     with pytest.raises(StoreError, match=r"no answer within 0\.05 s"):
         await QUICK.call(lambda: asyncio.sleep(3600))
     assert time.monotonic() - began_s < 30
-
-
-def test_what_cannot_be_opened_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/no/such/file.json")
-    with pytest.raises(SettingError, match=r"^SIE_CLUSTER_CACHE: .*/no/such/file\.json"):
-        opened("gs://bucket", "SIE_CLUSTER_CACHE")
 
 
 async def test_sync_and_opened_leave_each_name_on_the_way_to_an_object_on_the_disk(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import until
 from message_examples import EXAMPLES
-from nats_server import NatsServer
 
 from sie_broker import Broker, Entry, PayloadTooBig
 from sie_broker.memory import MemoryServer
-from sie_broker.nats import connect
 from sie_broker.tables import PART_BYTES, WHOLE_BYTES, StoredTable, decode
 from sie_contracts.settings import load
 from sie_contracts.wire import messages, topology
@@ -197,13 +194,3 @@ async def _exercise(brokers: list[Broker]) -> None:
 async def test_gateways_and_workers_share_a_table_of_ten_thousand_models() -> None:
     server = MemoryServer(max_payload=1 << 16)
     await _exercise([server.connect(f"b{number}") for number in range(3)])
-
-
-async def test_gateways_and_workers_share_a_table_of_ten_thousand_models_over_nats(tmp_path: Path) -> None:
-    with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
-        brokers: list[Broker] = [await connect(server.url, name=f"b{number}") for number in range(3)]
-        try:
-            await _exercise(brokers)
-        finally:
-            for broker in brokers:
-                await broker.close()

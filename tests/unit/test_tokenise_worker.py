@@ -15,8 +15,7 @@ from fake_adapter import TOKENIZER, WIDTH, ids_of, texts_of, toy_entry, vector_o
 from sie_contracts.errors import ModelLoadFailed, ResourceExhausted
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.options import counting, decoding, tokenizing
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import CancelRequests, Input, Ok, RunOptions, Vectors, WorkItem, WorkResult
+from sie_contracts.wire.messages import Input, Ok, RunOptions, Vectors, WorkItem, WorkResult
 from sie_sidecar.intake import Prepare, WorkIntake
 from sie_sidecar.models import Hosting
 from sie_sidecar.prepare import layouts
@@ -75,19 +74,6 @@ async def test_the_tokenizer_answers_without_a_batch(cluster: Direct) -> None:
     await cluster.left(0)
 
 
-async def test_a_model_that_is_unloaded_keeps_its_tokenizer(cluster: Direct) -> None:
-    adapter = await cluster.adapter()
-    await cluster.sidecar(adapter)
-    await cluster.result(await cluster.publish("a", operation="tokenize", options=COUNT))
-    assert adapter.loads == [ENTRY.id]
-    adapter.hold_loads = True
-    await adapter.die()
-    await adapter.until(lambda state: state.pings, "the sidecar at the adapter that follows")
-    counted = await cluster.result(await cluster.publish("ab", operation="tokenize", options=COUNT))
-    assert [outcome.tokens for outcome in counted.outcomes if isinstance(outcome, Ok)] == [4]
-    assert not adapter.loaded
-
-
 class _NoLink:
     """Link of a hosting that loads nothing."""
 
@@ -123,20 +109,6 @@ async def test_a_load_that_fails_and_a_budget_that_is_over_are_told(cluster: Dir
     failure = await cluster.result(failing)
     assert reasons(failure) == ["MODEL_LOAD_FAILED"] * 2
     await cluster.left(0)
-
-
-async def test_work_that_was_cancelled_while_it_waits_is_not_answered(cluster: Direct) -> None:
-    adapter = await cluster.adapter()
-    adapter.hold_loads = True
-    await cluster.sidecar(adapter)
-    item = await cluster.publish("a", operation="tokenize", options=TELL)
-    await adapter.until(lambda state: state.loads, "its model on its way")
-    await cluster.send(topology.cancel_subject("_default"), messages.encode(CancelRequests((item.request,))))
-    await cluster.left(0)
-    adapter.let_go()
-    after = await cluster.publish("b", operation="tokenize", options=TELL)
-    await cluster.result(after)
-    assert (item.request, item.chunk) not in cluster.results
 
 
 async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from inprocess import GatewayProcess, InProcess
@@ -23,10 +20,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from otlp import Collector, HttpCollector, Seen
 
 from sie_cli.serve.ports import free_port
-from sie_contracts.settings import SettingError, load
+from sie_contracts.settings import load
 from sie_contracts.wire.trace_context import NONE
-from sie_gateway.inference.call import Call
-from sie_gateway.inference.results import RequestResult
 from sie_runtime import current_trace, spans, tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -102,11 +97,7 @@ async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_no
         assert "x-trace-id" not in answer.headers
         batch = adapter.batches[-1]
         # the context of the client is passed on without spans
-        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (
-            CLIENT,
-            "vendor=1",
-            "",
-        )
+        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (CLIENT, "vendor=1", "")
     assert len(collector.spans) == before
 
 
@@ -265,95 +256,6 @@ def test_without_the_propagator_a_client_s_context_is_left_alone() -> None:
         assert (current_trace.trace_id_of(context.traceparent) == TRACE) == is_taken_up
 
 
-def test_the_service_name_is_also_taken_from_the_resource_attributes() -> None:
-    """OTEL_SERVICE_NAME comes first."""
-    attributes = {"OTEL_RESOURCE_ATTRIBUTES": "team=a, service.name=my%20search,x"}
-    assert settings_of(**attributes).service_name == "my search"
-    assert settings_of(**attributes, OTEL_SERVICE_NAME="sie-server").service_name == "sie-server"
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "OTEL_EXPORTER_OTLP_COMPRESSION=brotli",
-        "OTEL_EXPORTER_OTLP_TIMEOUT=10s",
-        "OTEL_BSP_SCHEDULE_DELAY=-5",
-        "OTEL_ATTRIBUTE_COUNT_LIMIT=x",
-        "OTEL_EXPORTER_OTLP_HEADERS=nonsense",
-        "OTEL_RESOURCE_ATTRIBUTES=nonsense",
-        "OTEL_EXPORTER_OTLP_CERTIFICATE=/nowhere.pem",
-        "OTEL_PROPAGATORS=nonsense",
-    ],
-)
-def test_no_variable_of_the_sdk_ends_a_process(
-    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The process ignores the variable, or tracing stays off with a warning that says why."""
-    monkeypatch.setenv(*variable.split("=", 1))
-    tracer = tracing.start(
-        settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway"
-    )
-    messages = [record.message for record in caplog.records if record.name == "sie.tracing"]
-    assert (tracer is None) == any(
-        line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in messages
-    )
-    if tracer is not None:
-        tracer.begin("x").end()
-        tracer.close()
-
-
-@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "OTEL_EXPORTER_OTLP_COMPRESSION=none",
-        "OTEL_EXPORTER_OTLP_COMPRESSION=gzip",
-        "OTEL_EXPORTER_OTLP_COMPRESSION=",
-        "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION=none",
-        "OTEL_EXPORTER_OTLP_TIMEOUT=",
-        "OTEL_EXPORTER_OTLP_TIMEOUT=10",
-        "OTEL_BSP_SCHEDULE_DELAY=",
-        "OTEL_ATTRIBUTE_COUNT_LIMIT=",
-        "OTEL_EXPORTER_OTLP_HEADERS=",
-    ],
-)
-def test_what_the_specification_allows_is_taken_without_a_word(
-    variable: str, protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An empty value means unset, and `none` is a compression. The SDK refuses both."""
-    monkeypatch.setenv(*variable.split("=", 1))
-    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_PROTOCOL=protocol), "gateway")
-    assert tracer is not None
-    tracer.close()
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_a_variable_that_the_sdk_reads_as_it_is_imported_ends_no_process() -> None:
-    program = (
-        "import logging; logging.basicConfig(); from sie_contracts import settings; from sie_runtime import "
-        "tracing; assert tracing.start(settings.load().settings.tracing, 'gateway') is None"
-    )
-    environ = {**os.environ, "SIE_TRACING_ENABLED": "true", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "x"}
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert done.stderr.count("tracing stays off: OpenTelemetry refuses one of its variables") == 1
-
-
-def test_defaults_are_those_of_the_document() -> None:
-    assert settings_of() == tracing.Tracing(
-        False, "sie-server", ("otlp",), "grpc", "http://localhost:4317", "always_on", 1.0, propagates=True
-    )
-
-
-def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.delitem(sys.modules, "sie_runtime.spans", raising=False)
-    monkeypatch.delattr("sie_runtime.spans", raising=False)
-    with pytest.raises(SettingError, match=r"SIE_TRACING_ENABLED: .*pip install 'sie-cluster\[tracing\]'"):
-        tracing.start(settings_of(SIE_TRACING_ENABLED="true"), "gateway")
-    assert tracing.start(settings_of(), "gateway") is None
-
-
 def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,168 +306,3 @@ def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None
     assert current_trace.TRACE_ID.get() == TRACE
     tracing.begin_request(None, {}, "GET", "r", 0.0)
     assert current_trace.TRACE_ID.get() is None
-
-
-async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:
-    """Two contexts count as none, as W3C defines."""
-    async with InProcess(tmp_path) as cluster:
-        gateway, adapter = await cluster.gateway(), await cluster.adapter()
-        await cluster.sidecar(adapter)
-        state = [("tracestate", "a=1"), ("tracestate", "b=2")]
-        for contexts in ([CLIENT], [CLIENT, CLIENT]):
-            headers = [*(("traceparent", context) for context in contexts), *state]
-            assert (
-                await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]}, headers=headers)
-            ).status_code == 200
-    assert [(batch.traceparent, batch.tracestate) for batch in adapter.batches] == [(CLIENT, "a=1, b=2"), ("", "")]
-
-
-async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_each(
-    tmp_path: Path, collector: Collector
-) -> None:
-    async with InProcess(tmp_path) as cluster:
-        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
-        sidecar = await cluster.sidecar(adapter, **own)
-        adapter.hold_batches = True
-        encode_task = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
-        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
-        adapter.hold_batches = False
-        await adapter.die()
-        assert (await encode_task).status_code == 200
-        spans = await until(collector, "work")
-        await adapter.die()  # the death of an idle adapter counts as well
-        async with asyncio.timeout(30):
-            while await sidecar.metric("sie_adapter_deaths_total") != 2:
-                pass  # the scrape yields to the event loop
-    (work,) = [span for span in spans if span.name == "work"]
-    first, trial = (span for span in collector.of(TRACE) if span.name == "batch")
-    assert (first.is_error, first.attributes["error.type"], trial.is_error) == (True, "AdapterGone", False)
-    assert [span.parent for span in (first, trial)] == [work.id, work.id]
-    assert [span.links for span in (first, trial)] == [((TRACE, work.id),)] * 2
-    assert trial.attributes["sie.batch"] == work.attributes["sie.batch"]
-
-
-async def test_work_that_is_handed_back_at_the_end_is_told_of(
-    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sie_sidecar.process.DRAIN_S", 0.1)
-    async with InProcess(tmp_path) as cluster:
-        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
-        sidecar = await cluster.sidecar(adapter, **own)
-        adapter.hold_batches = True
-        encode_task = asyncio.create_task(gateway.encode("a"))
-        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
-        await sidecar.end()
-        await until(collector, "work")
-        adapter.let_go()
-        await cluster.sidecar()
-        assert (await encode_task).status_code == 200
-
-
-async def test_what_machines_poll_has_no_trace(tmp_path: Path) -> None:
-    async with InProcess(tmp_path) as cluster:
-        gateway = await cluster.gateway(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none")
-        for path, is_traced in (("/v1/pools", True), ("/v1/pools/assignments", False), ("/health", False)):
-            assert ("x-trace-id" in (await gateway.client.get(path)).headers) == is_traced, path
-
-
-async def test_a_request_that_is_cancelled_ends_its_span_with_what_its_client_sees(
-    tmp_path: Path, collector: Collector
-) -> None:
-    async with InProcess(tmp_path) as cluster:
-        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
-        await cluster.sidecar(adapter)
-        adapter.hold_batches = True
-        request = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
-        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
-        (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
-        handler.cancel()
-        assert (await request).status_code == 500
-        (span,) = [span for span in await until(collector, "POST encode") if span.name == "POST encode"]
-        assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="500") == 1
-    assert (span.is_error, span.attributes["http.response.status_code"]) == (True, 500)
-
-
-def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
-    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none"), "gateway")
-    assert tracer is not None
-    run, again = (Call("r", 0.0, {}, span=tracer.begin("POST")) for _ in range(2))
-    run.labels["model"], run.finished = "toy/one", cast("RequestResult", object())
-    again.follow(run)
-    assert (again.labels, again.finished) == (run.labels, run.finished)
-    assert again.span is not None
-    assert run.span is not None
-    assert [link.context for link in again.span._span.links] == [run.span._span.get_span_context()]  # type: ignore[attr-defined]
-
-
-def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock is set back by an hour. A span that used it would end before it began."""
-    own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-    tracer = tracing.start(settings_of(**own), "gateway")
-    assert tracer is not None
-    received_s, real_ns = time.perf_counter() - 0.25, time.time_ns
-    context, span = tracing.begin_request(tracer, {}, "POST", "r", received_s)
-    assert span is not None
-    monkeypatch.setattr(time, "time_ns", lambda: real_ns() - 3_600_000_000_000)
-    span.part("reply", span.ns_before(0.1), 100)
-    tracing.end_request(span, "encode", 200)
-    took_ms = (time.perf_counter() - received_s) * 1000
-    tracer.close()
-    spans_by_name = {
-        trace_span.name: trace_span
-        for trace_span in collector.spans
-        if trace_span.trace == current_trace.trace_id_of(context.traceparent)
-    }
-    root, part = spans_by_name["POST encode"], spans_by_name["reply"]
-    assert 250 <= root.ms <= took_ms
-    assert root.start_ns < part.start_ns < part.end_ns < root.end_ns
-
-
-def test_off_nothing_of_opentelemetry_is_imported() -> None:
-    """No process imports it, not even with the first request. FastAPI imports only the API, which does nothing without
-    an SDK.
-    """
-    code = """
-import asyncio, sys, tempfile
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import sie_sidecar.process, sie_adapter.process
-def imported():
-    there = (name.split(".") for name in sys.modules)
-    return {".".join(parts[:2]) for parts in there if parts[0] in ("opentelemetry", "grpc")}
-assert not imported()
-import sie_config_service.process
-from inprocess import InProcess
-async def main():
-    async with InProcess(Path(tempfile.mkdtemp())) as cluster:
-        gateway = await cluster.gateway()
-        await cluster.sidecar()
-        assert (await gateway.encode("a")).status_code == 200
-asyncio.run(main())
-assert not imported() & {"opentelemetry.sdk", "opentelemetry.exporter", "grpc"}
-assert "sie_runtime.spans" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parents[1])], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-
-
-async def test_the_spans_of_postprocessing_add_up_to_the_stage_of_the_reply(
-    tmp_path: Path, collector: Collector
-) -> None:
-    """The stage includes the writing of the reply at the gateway."""
-    async with InProcess(tmp_path) as cluster:
-        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
-        answer = await gateway.encode("a")
-        spans = await until(collector, "POST encode")
-    timing = answer.json()["timing"]
-    assert timing["postprocess_time"] > 0
-    (reply,) = [span for span in spans if span.name == "reply"]
-    assert reply.attributes["sie.stage"] == "postprocess"
-    assert reply.ms == pytest.approx(timing["postprocess_time"], abs=0.002), "the fake adapter does not postprocess"

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 from config_api import ADMIN, Api
-from inprocess import InProcess, settings_of, until
+from inprocess import InProcess, until
 from unit.adapter import toys
 
 from sie_adapter.engine.engine import AdapterEngine
@@ -201,18 +201,6 @@ async def test_no_write_over_http_gets_it_in(api: Api, loc: str) -> None:
     await api.call("PATCH", "/v1/configs/models/me/model", {"max_tokens": 16})
 
 
-async def test_what_a_file_of_the_folder_says_may_be_changed_over_http(api: Api, tmp_path: Path) -> None:
-    """Fields that ask for no permission may be changed."""
-    asking = {**PLAIN, "weights": {"path": "/srv/mine"}}
-    (tmp_path / "mine.yaml").write_text(json.dumps(asking))
-    overlay = Overlay(settings_of(SIE_MODELS_DIR=str(tmp_path)))
-    await api.store.seed(overlay.folders().models)
-    api.service.trust = overlay.trust()
-    await api.call("PATCH", "/v1/configs/models/me/model", {"max_tokens": 16})
-    await api.call("PATCH", "/v1/configs/models/me/model", {"weights": {"path": "/srv/theirs"}}, 403)
-    await api.call("PATCH", "/v1/configs/models/me/model", {"load": {"trust_remote_code": True}}, 403)
-
-
 # ---- where they are used
 
 
@@ -313,29 +301,6 @@ def test_a_change_of_a_loaded_model_is_asked_about_too(adapter: Any, toy: ModelE
     running.load(toy)
     lora = msgspec.structs.replace(toy, run=msgspec.structs.replace(toy.run, lora="/etc"))
     assert refusal(running.load(lora)).param == "$.run.lora"
-
-
-def test_a_client_is_told_of_no_path(
-    adapter: Any, toy: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The path is in the adapter's log."""
-    running = adapter(model_paths=(str(tmp_path),))
-    missing = msgspec.structs.replace(toy, weights=msgspec.structs.replace(toy.weights, path=f"{tmp_path}/gone"))
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (broken / name).write_text("{")
-    torn = msgspec.structs.replace(toy, weights=msgspec.structs.replace(toy.weights, path=str(broken)))
-    golden = msgspec.structs.replace(toy, golden=f"{tmp_path}/none.json")
-    assert "weights.path …/gone" in refusal(running.load(missing)).message
-    for entry in (missing, torn, golden):
-        error = refusal(running.load(entry))
-        assert error.code == "MODEL_LOAD_FAILED"
-        assert str(tmp_path) not in msgspec.json.encode(error).decode()
-    assert str(tmp_path) in caplog.text
-    assert isinstance(running.load(toy), ipc.Ready)
-    error = refusal(running.ask(ipc.EnsureLora(toy.id, f"{tmp_path}/models/lora")))
-    assert str(tmp_path) not in msgspec.json.encode(error).decode()
 
 
 HOME = os.path.expanduser("~/")
@@ -476,11 +441,3 @@ def test_a_models_folder_of_another_user_is_refused_unless_it_is_named(
         examined(Allowed())
     assert "it belongs to another user (uid 65534)" in examined(Allowed(models_dir=str(folder)))
     assert examined(Allowed(models_dir=str(folder), paths=(str(folder),))) == ""
-
-
-def test_the_folder_in_use_is_always_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert Overlay(Settings()).describe() == "the models are those of the package: there is no ./models"
-    (tmp_path / "models").mkdir()
-    assert Overlay(Settings()).describe() == f"the models are those of the package and of {tmp_path}/models"
-    assert Overlay(Settings(models_dir=str(tmp_path))).describe().endswith(f"and of {tmp_path}")

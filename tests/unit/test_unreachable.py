@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sie_cli import access
-from sie_cli.access import LOCK, Access
 from sie_cli.main import main
 from sie_cli.serve.ports import free_port
 
 REMEDY = "start one with `sie serve`, or name another address with --url"
-COMMANDS = {
-    "run": ("run", "m", "a"),
-    "try": ("try", "m", "a"),
-    "load": ("models", "load", "m"),
-    "status": ("status",),
-}
+COMMANDS = {"run": ("run", "m", "a"), "try": ("try", "m", "a"), "load": ("models", "load", "m"), "status": ("status",)}
 
 
 @pytest.fixture
@@ -45,12 +37,3 @@ def ends_at_once(arguments: Sequence[str], url: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_refused_connection_is_one_line_at_once(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_at_once(COMMANDS[name], url, monkeypatch)
-
-
-def test_what_a_killed_server_left_behind_is_not_a_server(tmp_path: Path) -> None:
-    written = Access(gateway_url="http://127.0.0.1:1", config_url="http://127.0.0.1:2")
-    access.publish(tmp_path, written)
-    with open(tmp_path / LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert access.read(tmp_path) == written, "it runs: it holds the lock"
-    assert access.read(tmp_path) is None

@@ -41,12 +41,6 @@ def test_a_command_without_a_standard_output_ends_as_usual(arguments: list[str])
     assert ran(arguments, os.devnull, lambda: os.close(1)) == (0, "")
 
 
-@pytest.mark.parametrize("arguments", COMMANDS)
-def test_a_full_disk_under_both_outputs_ends_the_command(arguments: list[str]) -> None:
-    status, written = ran(arguments, "/dev/full", lambda: os.dup2(1, 2) and None)
-    assert (status, written) == (1, "")
-
-
 def test_an_argument_that_is_no_text_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

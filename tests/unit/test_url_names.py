@@ -11,7 +11,7 @@ import pytest
 
 from sie_cli.models import residency, service
 from sie_cli.refusal import CommandRefused
-from sie_client import InvalidInputError, SIEAsyncClient, SIEClient, cluster, files, jobs, verbs
+from sie_client import InvalidInputError, cluster, files, jobs, verbs
 from sie_client.core import BlockingWork, Plan, Send, Session, Together
 from sie_contracts.url_names import quoted
 
@@ -111,29 +111,6 @@ def test_every_plan_with_a_name_in_its_path_is_tested() -> None:
     }
     of_others = {"_path", "_send_parts", "_part"}  # _part uses the id of a job from the server
     assert callers - {method for plans in PLANS.values() for method in plans} == of_others
-
-
-def test_a_method_of_the_blocking_client_refuses_such_a_name() -> None:
-    with SIEClient("http://127.0.0.1:9", connection_budget_s=0) as client:
-        for call in (
-            lambda: client.encode("../pools", "a"),
-            lambda: client.get_model("../pools"),
-            lambda: client.delete_pool(".."),
-            lambda: client.files.get("../pools"),
-            lambda: client.jobs.get("../pools"),
-        ):
-            with pytest.raises(InvalidInputError, match=r"^(model|name|file|job): expected "):
-                call()
-
-
-async def test_a_method_of_the_asyncio_client_refuses_such_a_name() -> None:
-    async with SIEAsyncClient("http://127.0.0.1:9", connection_budget_s=0) as client:
-        with pytest.raises(InvalidInputError, match=r"^model: expected "):
-            await client.encode("../pools", "a")
-        with pytest.raises(InvalidInputError, match=r"^name: expected "):
-            await client.delete_pool("..")
-        with pytest.raises(InvalidInputError, match=r"^job: expected "):
-            await client.jobs.get("../pools")
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from inprocess import closing_code, until
-from uvicorn import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.asyncio.client import connect
 
@@ -178,21 +177,3 @@ async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_r
     assert not big.looking
     assert not small.looking
     slow.close()
-
-
-async def test_frames_that_end_close_the_socket_so_that_clients_try_again() -> None:
-    there: str | None = "first"
-    async with (
-        served(ViewerFrames(lambda: there, 0.02)) as port,
-        connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking,
-    ):
-        assert await looking.recv() == "first"
-        there = None
-        assert await closing_code(looking) == 1013
-
-
-def test_without_a_protocol_there_are_no_websockets() -> None:
-    """The config service speaks none."""
-    config = Config(lambda: None, ws="none")
-    config.load()
-    assert config.ws_protocol_class is None

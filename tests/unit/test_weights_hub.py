@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import shutil
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from fetching import END_S, REPOSITORY, obtain
+from fetching import REPOSITORY, obtain
 from hub_stub import COMMIT, HubStub
 from object_stores import Place
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
-from sie_contracts.models.entries import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
+from sie_contracts.models.entries import LoadOptions, ModelEntry, RunDefaults, Weights
 from sie_runtime.process import configure_logging
 from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.download import DownloadLimits
 from sie_store.weights.hub import commit_of, hub_fetch
-from sie_store.weights.listing import contradiction
-from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
+from sie_store.weights.manifest import MANIFEST, ManifestError, verify
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, common, wanted_by
 from sie_store.weights.sources import WeightSources
@@ -120,24 +116,6 @@ def logs() -> Iterator[None]:
         root.setLevel(level)
 
 
-def test_a_hub_that_sends_nothing_more_is_asked_again(
-    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
-    held, go = [], threading.Event()
-
-    def hold(name: str, sent: int) -> None:
-        if name == BIG and sent >= 100_000 and not held:
-            held.append(sent)
-            go.wait(END_S)
-
-    hub.before_piece = hold
-    obtain(hub, tmp_path)
-    go.set()
-    assert is_right(tmp_path)
-    assert [request.start for request in hub.of("/cdn/")] == [0, *held]
-
-
 def test_no_log_has_an_address_which_may_be_signed_or_hold_a_password(
     hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,28 +192,6 @@ def test_what_does_not_pass_is_a_typed_refusal_that_leaves_nothing_to_load(
     assert not list(tmp_path.rglob("snapshots/*"))
 
 
-def test_a_token_opens_what_is_gated(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gated(hub)
-    monkeypatch.setenv("HF_TOKEN", "right")
-    WeightSources(tmp_path, True).folder(entry())
-    assert is_right(tmp_path)
-
-
-def test_offline_means_that_the_hub_is_not_asked(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hugging Face's own variable HF_HUB_OFFLINE has this effect, too."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
-
-    close_session()  # the client reads the variable once
-    try:
-        with pytest.raises(ModelLoadFailed, match="HF_HUB_OFFLINE"):
-            WeightSources(tmp_path, True).folder(entry())
-    finally:
-        monkeypatch.undo()
-        close_session()
-    assert hub.asked == []
-
-
 def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_path: Path) -> None:
     """A snapshot is complete if it has what a model needs. Then it serves both models, and no file is fetched twice."""
     sources, with_code = WeightSources(tmp_path, True), entry(load=LoadOptions(trust_remote_code=True))
@@ -260,35 +216,6 @@ def test_a_family_that_names_its_files_has_no_other_fetched() -> None:
     surplus_files = (f"multilingual/{BIG}", "multilingual/tokenizer/tokenizer.json", "encoder/.x", "config.json")
     assert [all(map(is_needed, names)), any(map(is_needed, surplus_files))] == [True, False]
     assert wanted_by(entry())(f"multilingual/{BIG}")
-
-
-def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -> None:
-    own = Profile(load=LoadOptions(trust_remote_code=True))
-    assert not (WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile()})) / "model.py").exists()
-    assert (
-        WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile(), "own": own})) / "model.py"
-    ).is_file()
-
-
-def test_what_the_hubs_own_client_completed_counts_by_its_listing(
-    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client writes the listing first, which shows what is missing. SIE fetches only that."""
-    from huggingface_hub import snapshot_download
-
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    snapshot = Path(snapshot_download(REPOSITORY, revision=COMMIT, cache_dir=tmp_path / "hub", endpoint=hub.url))
-    request_count = len(hub.asked)
-    assert WeightSources(tmp_path, True).folder(entry()) == snapshot
-    assert len(hub.asked) == request_count
-    (snapshot / "config.json").unlink()
-    hub.sent.clear()
-    assert LocalCache(tmp_path).find(REPOSITORY, COMMIT) is None
-    assert WeightSources(tmp_path, True).folder(entry()) == snapshot
-    assert hub.sent == {"config.json": len(FILES["config.json"])}
-    assert LocalCache(tmp_path).candidates() == []  # SIE did not fetch it
 
 
 def by_hand(cache: Path) -> Path:
@@ -321,39 +248,6 @@ def test_what_is_wrong_in_a_copy_by_hand_is_replaced_and_the_file_itself_stays_u
     assert is_right(tmp_path)
     assert own.read_bytes() == wrong
     assert hub.sent == {BIG: len(FILES[BIG])}
-
-
-def test_an_incomplete_file_of_another_program_is_not_continued(hub: HubStub, tmp_path: Path) -> None:
-    """Browsers give such a file the same suffix. They write to it until it is complete."""
-    foreign = LocalCache(tmp_path).place(REPOSITORY, COMMIT) / f"{BIG}.part"
-    foreign.parent.mkdir(parents=True)
-    foreign.write_bytes(FILES[BIG][:100])
-    obtain(hub, tmp_path)
-    assert is_right(tmp_path)
-    assert foreign.read_bytes() == FILES[BIG][:100]
-
-
-def test_contradiction_of_an_unreadable_or_damaged_json_file_names_the_fault(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    folder = by_hand(tmp_path)
-    config = folder / "config.json"
-    config.write_bytes(b"{")
-    assert contradiction(folder) == "config.json is not JSON: DecodeError"
-    config.unlink()
-    config.symlink_to("/proc/self/mem")  # a regular file that not even root can read from its start
-    assert contradiction(folder) == "config.json cannot be read: OSError"
-    config.unlink()
-    long = "x" * 300  # too long for the disk
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"t": long}}))
-    assert contradiction(folder) == f"model.safetensors.index.json names {long}, which is missing"
-
-
-def test_a_copy_by_hand_serves_while_nobody_can_be_asked(hub: HubStub, tmp_path: Path) -> None:
-    folder = by_hand(tmp_path)
-    assert WeightSources(tmp_path, False).folder(entry()) == folder
-    assert hub.asked == []
-    hub.status = 503
-    assert WeightSources(tmp_path, True).folder(entry()) == folder
 
 
 def cut_off(folder: Path) -> None:
@@ -416,19 +310,6 @@ def test_a_snapshot_that_lacks_a_file_that_the_entry_has_a_digest_of_is_none(tmp
         WeightSources(tmp_path, False).folder(entry(weights=weights))
 
 
-def test_a_manifest_that_is_not_that_of_its_place_counts_for_nothing(hub: HubStub, tmp_path: Path) -> None:
-    obtain(hub, tmp_path)
-    local = LocalCache(tmp_path)
-    folder = local.place(REPOSITORY, COMMIT)
-    outside = (folder / MANIFEST).read_bytes().replace(b"config.json", b"../fig.json")
-    for data in (b"{", encode(describe(folder, "other/model", COMMIT)), outside):
-        (folder / MANIFEST).write_bytes(data)
-        assert local.manifest(REPOSITORY, COMMIT) is None
-        assert local.find(REPOSITORY, COMMIT) is None
-    obtain(hub, tmp_path)
-    assert is_right(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["../../etc", "a/b/c", "a--b/c", "", "/a/b", "a/..", "a b/c"])
 def test_names_that_would_leave_the_cache_are_refused(name: str, tmp_path: Path) -> None:
     for repository, revision in ((name, COMMIT), (REPOSITORY, name)):
@@ -436,17 +317,6 @@ def test_names_that_would_leave_the_cache_are_refused(name: str, tmp_path: Path)
             LocalCache(tmp_path).find(repository, revision)
         with pytest.raises(ManifestError):
             LocalCache(tmp_path).lease(repository, revision)
-
-
-def test_a_cache_that_may_not_be_written_to_serves_and_says_what_it_lacks(hub: HubStub, tmp_path: Path) -> None:
-    """The weights may be part of an image."""
-    obtain(hub, tmp_path)
-    shutil.rmtree(tmp_path / "hub" / ".locks")
-    unwritable = tmp_path / "hub" / ".locks"
-    unwritable.write_bytes(b"")  # root may write to any folder, but not below a file
-    with pytest.raises(FetchFailed, match="set SIE_LOCAL_CACHE to a folder") as raised:
-        obtain(hub, tmp_path)
-    assert raised.value.error_class == "UNKNOWN"
 
 
 def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: Path) -> None:
@@ -464,19 +334,6 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
     for lora_name in ("org/nothing", "no name", "../x", "org/lora@main/../.."):
         with pytest.raises(LoraLoadFailed):
             sources.locate_lora(lora_name, entry(), None)
-
-
-@pytest.mark.parametrize("recorded", [b"", b"\0\0\xff\xff"])
-def test_a_lora_whose_branch_has_a_damaged_record_is_asked_for_at_the_hub(
-    hub: HubStub, tmp_path: Path, recorded: bytes
-) -> None:
-    """The hub's own client writes the record of a branch in place, so a full disk or a lost power supply damages it."""
-    hub.repositories["org/lora"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
-    record = LocalCache(tmp_path).place("org/lora", COMMIT).parents[1] / "refs" / "main"
-    record.parent.mkdir(parents=True)
-    record.write_bytes(recorded)
-    located = WeightSources(tmp_path, True).locate_lora("org/lora", entry(), None)
-    assert located.folder == LocalCache(tmp_path).place("org/lora", COMMIT)
 
 
 @pytest.mark.parametrize("fault", ["", "damaged", "listed by name"])
@@ -504,18 +361,6 @@ def test_the_name_of_a_client_s_lora_is_in_no_log(
     assert "org/of-the-entry" in caplog.text
 
 
-@pytest.mark.parametrize("links_nothing", [False, True])
-def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(
-    hub: HubStub, tmp_path: Path, links_nothing: bool
-) -> None:
-    """The length of a redirection is not taken for the length of the file."""
-    hub.lists_only_names, hub.links_nothing = True, links_nothing
-    hub.wrong = Counter({BIG: 1})
-    obtain(hub, tmp_path)
-    assert is_right(tmp_path)
-    assert hub.sent[BIG] == 2 * len(FILES[BIG])
-
-
 def in_bucket(place: Place, cache: Path, file_names: set[str], repository: str = REPOSITORY) -> ClusterCache:
     """Return a bucket with these files of a cache's snapshot. Its manifest says that the others are left out."""
     local, bucket = LocalCache(cache), ClusterCache(place.url, DownloadLimits(tries=2, pause_s=0.01))
@@ -529,70 +374,7 @@ def in_bucket(place: Place, cache: Path, file_names: set[str], repository: str =
     return bucket
 
 
-def test_a_snapshot_of_the_bucket_that_was_pushed_for_less_is_completed_by_the_hub(
-    hub: HubStub, faulty: Place, tmp_path: Path
-) -> None:
-    """The files of the bucket are not fetched from the hub. They suffice for a model that needs no others."""
-    WeightSources(tmp_path / "pusher", True).folder(entry())
-    bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)
-    hub.sent.clear()
-    worker = WeightSources(tmp_path / "worker", True, bucket)
-    with_code = entry(load=LoadOptions(trust_remote_code=True))
-    folder = worker.folder(with_code)
-    assert (folder / "model.py").read_bytes() == FILES["model.py"]
-    assert hub.sent == {"model.py": len(FILES["model.py"])}
-    request_count = len(hub.asked)
-    assert worker.folder(with_code) == folder
-    WeightSources(tmp_path / "plain", False, bucket).folder(entry())
-    assert len(hub.asked) == request_count
-
-
 LORA = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100), "README.md": b"# It"}
-
-
-@pytest.fixture
-def pushed_lora(hub: HubStub, tmp_path: Path) -> str:
-    """Return the name of a LoRA that the hub and the cache `pusher` have."""
-    hub.repositories["org/lora"] = LORA
-    WeightSources(tmp_path / "pusher", True).locate_lora(f"org/lora@{COMMIT}", entry(), None)
-    hub.sent.clear()
-    return f"org/lora@{COMMIT}"
-
-
-def test_a_lora_that_the_bucket_has_only_a_part_of_comes_from_the_hub(
-    hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
-) -> None:
-    bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json"}, "org/lora")
-    folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
-    assert (folder / "adapter_model.safetensors").read_bytes() == LORA["adapter_model.safetensors"]
-    assert hub.sent.keys() == {"adapter_model.safetensors"}
-    with pytest.raises(LoraLoadFailed, match="was not found"):
-        WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
-
-
-def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
-    hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
-) -> None:
-    """The next place is the hub or a copy by hand. If neither has the LoRA, the failure is that of the bucket."""
-    bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json", "adapter_model.safetensors"}, "org/lora")
-    faulty.server.faults.refuse = lambda _: ("503 Slow Down", "SlowDown")
-    folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
-    assert hub.sent.keys() == {"adapter_config.json", "adapter_model.safetensors"}
-    copy = LocalCache(tmp_path / "copied").place("org/lora", COMMIT)
-    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(MANIFEST))
-    assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
-    with pytest.raises(LoraLoadFailed, match="the store did not reply properly"):
-        WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
-
-
-def test_a_model_of_the_bucket_that_is_named_as_a_lora_is_not_fetched(
-    hub: HubStub, faulty: Place, tmp_path: Path
-) -> None:
-    WeightSources(tmp_path / "pusher", True).folder(entry())
-    bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)
-    with pytest.raises(LoraLoadFailed, match="was not found"):
-        WeightSources(tmp_path / "worker", False, bucket).locate_lora(f"{REPOSITORY}@{COMMIT}", entry(), None)
-    assert [path for path in (tmp_path / "worker").rglob("*") if path.is_file()] == []
 
 
 def test_a_lora_of_the_bucket_has_a_limit_and_only_its_files_are_fetched(
@@ -606,63 +388,3 @@ def test_a_lora_of_the_bucket_has_a_limit_and_only_its_files_are_fetched(
     monkeypatch.setattr("sie_store.weights.selection.MAX_LORA_BYTES", 9)
     with pytest.raises(LoraLoadFailed, match="a LoRA has at most 9"):
         WeightSources(tmp_path / "small", False, bucket).locate_lora(f"org/lora@{COMMIT}", entry(), None)
-
-
-def test_the_names_of_loras_that_do_not_exist_leave_nothing_in_the_cache(
-    hub: HubStub, faulty: Place, tmp_path: Path
-) -> None:
-    sources = WeightSources(tmp_path, True, ClusterCache(faulty.url, DownloadLimits(tries=2, pause_s=0.01)))
-    for name in (f"org/nothing@{COMMIT}", f"org/nothing@{'b' * 40}", "org/nothing", f"{REPOSITORY}@{COMMIT}"):
-        with pytest.raises(LoraLoadFailed):
-            sources.locate_lora(name, entry(), None)
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["hub", "hub/.locks"]
-
-
-@pytest.mark.parametrize("name", ["/\0", "./\0", "a\0/b"])
-def test_a_lora_whose_name_has_nul_is_rejected(tmp_path: Path, name: str) -> None:
-    with pytest.raises(LoraLoadFailed, match="NUL") as raised:
-        WeightSources(tmp_path, False).locate_lora(name, entry(), None)
-    assert raised.value.reason == "lora_rejected"
-
-
-def test_a_file_of_the_hubs_own_client_is_removed_with_the_last_snapshot_that_has_it(tmp_path: Path) -> None:
-    cache = LocalCache(tmp_path)
-    blobs = tmp_path / "hub" / "models--org--model" / "blobs"
-    blobs.mkdir(parents=True)
-    for commit, names in ((COMMIT, ("own", "shared")), ("b" * 40, ("shared", "other"))):
-        folder = cache.place(REPOSITORY, commit)
-        (folder / "below").mkdir(parents=True)
-        for name in names:
-            (blobs / name).write_text(name)
-            (folder / "below" / name).symlink_to(f"../../../blobs/{name}")
-    (blobs / "of-a-running-download.incomplete").touch()
-    assert cache.remove(REPOSITORY, COMMIT)
-    assert {path.name for path in blobs.iterdir()} == {"shared", "other", "of-a-running-download.incomplete"}
-    assert cache.remove(REPOSITORY, "b" * 40)
-    assert {path.name for path in blobs.iterdir()} == {"of-a-running-download.incomplete"}
-
-
-def test_of_a_snapshot_that_is_a_link_to_a_folder_only_the_link_is_removed(hub: HubStub, tmp_path: Path) -> None:
-    """The next fetch of the snapshot can be removed too."""
-    folder, moved, cache = obtain(hub, tmp_path), tmp_path / "moved", LocalCache(tmp_path)
-    folder.rename(moved)
-    folder.symlink_to(moved)
-    assert cache.remove(REPOSITORY, COMMIT)
-    assert not folder.is_symlink()
-    assert (moved / BIG).read_bytes() == FILES[BIG]
-    assert obtain(hub, tmp_path).is_dir()
-    assert cache.remove(REPOSITORY, COMMIT)
-    assert not folder.exists()
-
-
-def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_it(tmp_path: Path) -> None:
-    (tmp_path / "hub" / "models--canary--lora" / "partial" / COMMIT).mkdir(parents=True)
-    cache = LocalCache(tmp_path)
-    (candidate,) = cache.candidates()
-    assert cache.log_name(candidate.repository, candidate.revision) == "an unfinished download"
-
-
-def test_a_repository_without_the_files_of_a_lora_is_none(hub: HubStub, tmp_path: Path) -> None:
-    hub.repositories["org/lora"] = {"adapter_config.json": b"{}"}
-    with pytest.raises(LoraLoadFailed, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
-        WeightSources(tmp_path, True).locate_lora(f"org/lora@{COMMIT}", entry(), None)

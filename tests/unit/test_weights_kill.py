@@ -14,7 +14,6 @@ from cluster import until
 from fetching import END_S, REPOSITORY, fetcher, obtain
 from hub_stub import COMMIT, Asked, HubStub
 
-from sie_store.durable import PART
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.manifest import verify
 
@@ -89,18 +88,6 @@ def test_what_was_killed_at_any_byte_goes_on_there(hub: HubStub, tmp_path: Path)
         assert request.start == there
         resumed.add(there)
     assert len(resumed) == POINTS
-
-
-def test_killed_twice_it_goes_on_twice(hub: HubStub, tmp_path: Path) -> None:
-    killed_at(hub, tmp_path, BIG_BYTES // 3)
-    first = on_disk(tmp_path)
-    killed_at(hub, tmp_path, BIG_BYTES * 2 // 3)
-    second = on_disk(tmp_path)
-    assert 0 < first < second < BIG_BYTES
-    obtain(hub, tmp_path)
-    assert is_right(tmp_path)
-    assert [request.start for request in asked_for(hub)] == [0, first, second]
-    assert not list(tmp_path.rglob(f"*{PART}"))
 
 
 @pytest.mark.long

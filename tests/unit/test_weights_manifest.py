@@ -1,16 +1,23 @@
-"""The manifest of a snapshot: what it says, what it may not say, and what `verify` finds."""
+"""Manifests of snapshots, headers of their files, and the progress of a fetch."""
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from sie_contracts.wire.heartbeats import Fetched
+from sie_store.weights.headers import DamagedFile, StoredTensor, stored_tensors
 from sie_store.weights.manifest import (
     MANIFEST,
     MAX_FILES,
     MAX_MANIFEST_BYTES,
+    FetchFailed,
     FileFact,
     Manifest,
     ManifestError,
@@ -19,6 +26,7 @@ from sie_store.weights.manifest import (
     encode,
     verify,
 )
+from sie_store.weights.progress import FetchProgress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FACT = FileFact(3, "a" * 64)
@@ -104,3 +112,97 @@ def test_what_does_not_make_sense_is_refused(manifest: Manifest, says: str) -> N
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode(data)
+
+
+TENSOR = {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}
+
+
+def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+def test_the_tensors_of_a_file_are_those_of_its_header(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file_of({"__metadata__": {"format": "pt"}, "a": TENSOR}))
+    assert stored_tensors(file) == {"a": StoredTensor("F32", [2, 1], (0, 8))}
+    file.write_bytes(file_of({}, b""))
+    assert stored_tensors(file) == {}
+
+
+NO_HEADER = "its header is not that of a safetensors file"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "it has 0 bytes, but its header alone needs 8"),
+        (file_of({"a": TENSOR})[:20], "it has 20 bytes, but its header alone needs"),
+        (file_of({"a": TENSOR})[:-1], "it has 79 bytes, but its header describes 80"),
+        (file_of({"a": TENSOR}, bytes(9)), "it has 81 bytes, but its header describes 80"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
+        (file_of(b'{"\xff": {}}'), NO_HEADER),
+        (file_of(b'{"a": ' + b"[" * 100_000), NO_HEADER),
+        (file_of([1]), NO_HEADER),
+        (file_of({"a": 5}), NO_HEADER),
+        (file_of({"a": {"dtype": "F32"}}), NO_HEADER),
+        (file_of({"a": {**TENSOR, "dtype": 32}}), NO_HEADER),
+        (file_of({"a": {**TENSOR, "shape": [-1]}}), NO_HEADER),
+        (file_of({"a": {**TENSOR, "data_offsets": [8]}}), NO_HEADER),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_reason(data: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(DamagedFile) as refused:
+        stored_tensors(tmp_path / "model.safetensors")
+    assert str(refused.value).startswith(reason)
+
+
+def test_a_header_larger_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(200_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedFile, match="at most 100000000 are allowed"):
+            stored_tensors(tmp_path / "model.safetensors")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_what_another_process_does_is_told_until_it_is_done_here() -> None:
+    clock = Clock()
+    progress = FetchProgress("it", clock)
+    progress.follow(Fetched(30, 100, 7.5))
+    assert progress.state() == Fetched(30, 100, 7.5)
+    clock.now_s += 50
+    progress.expect(100, 40)  # the other process was killed, this one goes on
+    clock.now_s += 2
+    progress.add(20)
+    assert progress.state() == Fetched(60, 100, 10.0)
+    progress.add(-20)  # these bytes were wrong
+    assert progress.state().done_bytes == 40
+
+
+def test_no_byte_is_expected_that_there_is_no_room_for() -> None:
+    counts = []
+
+    def full(count: int) -> None:
+        counts.append(count)
+        raise FetchFailed("NETWORK", "no space")
+
+    progress = FetchProgress("it")
+    progress.on_expect = full
+    with pytest.raises(FetchFailed):
+        progress.expect(100, 30)
+    assert counts == [70]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -63,14 +61,6 @@ def test_what_a_batch_costs_by_itself_keeps_batches_large_where_keys_share() -> 
     for fixed, tokens in ((0.0, 4 / 3 * BATCH), (BATCH / 4, 1.5 * BATCH), (BATCH, 2 * BATCH), (math.inf, 2 * BATCH)):
         queue_bound = bound([FULL], cold_tokens=1, contested=True, mean_cost=0.0, fixed_tokens=fixed)
         assert queue_bound.tokens == pytest.approx(tokens)
-
-
-@pytest.mark.parametrize("sizes", [(), (500,), (500, 500, 500), (500, 505, 495)])
-def test_batches_of_one_size_say_nothing_of_what_a_batch_costs_by_itself(sizes: tuple[int, ...]) -> None:
-    times = BatchTimes()
-    for tokens in sizes:
-        times.note(tokens, 0.02 + (tokens % 7) * 0.001)
-    assert times.fixed_tokens() == 0.0
 
 
 def test_batches_that_take_the_same_whatever_they_hold_cost_by_number() -> None:
@@ -221,16 +211,6 @@ def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end
     assert tickets.count(next_one) == 1
 
 
-def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
-    key_window = window()
-    ticket = Ticket("a", [10])
-    assert key_window.fits_now(ticket, QueueBound(100), 100)
-    key_window.admit(ticket)
-    assert not key_window.fits_now(Ticket("b", [100]), QueueBound(100), 1000)
-    key_window.join(Ticket("c", [1000]))
-    assert not key_window.fits_now(Ticket("b", [1]), QueueBound(100), 1000)
-
-
 class Turns(RuleBasedStateMachine):
     """State machine: in any order of events the counts are those of the held chunks, and the bounds hold. At the end
     everything is free.
@@ -327,132 +307,6 @@ def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests
 
 
 # a lane, simulated
-
-
-def simulate(
-    arrivals: list[tuple[float, str, int]], *, fair: bool, batch_s: float, token_s: float, until_s: float
-) -> dict[str, list[float]]:
-    """Return the latencies by key of chunks that arrive (at, key, tokens) at a lane with one worker. The queue is first
-    in, first out. The worker takes in four batches. Its device runs one batch while the next is ready. A message takes
-    1 ms each way.
-
-    If `fair`, the bounds of the gateway hold for the queue; else everything goes in at once.
-    """
-    key_window, way_s, times = window(), 0.001, BatchTimes()
-    shares = key_window.shares
-    events: list[tuple[float, int, Callable[[float], None]]] = []
-    count = 0
-
-    def at(due_s: float, action: Callable[[float], None]) -> None:
-        nonlocal count
-        count += 1
-        heapq.heappush(events, (due_s, count, action))
-
-    came: dict[int, tuple[float, str]] = {}
-    took: dict[str, list[float]] = {key: [] for _, key, _ in arrivals}
-    queue: list[Ticket] = []
-    held: list[Ticket] = []
-    ready: list[list[Ticket]] = []
-    free_s, done_tokens = 0.0, 0
-
-    def pump(now_s: float) -> None:
-        host = structs.replace(FULL, credit_items=0)
-        contested = shares.contested(now_s)
-        most = (
-            bound([host], cold_tokens=1, contested=contested, mean_cost=0.0, fixed_tokens=times.fixed_tokens())
-            if fair
-            else QueueBound()
-        )
-        for ticket, _ in key_window.grant(most, math.inf):
-            at(now_s + way_s, lambda now_s, ticket=ticket: published(ticket, now_s))  # type: ignore[misc]
-
-    def published(ticket: Ticket, now_s: float) -> None:
-        queue.append(ticket)
-        serve(now_s)
-
-    def serve(now_s: float) -> None:
-        nonlocal free_s
-        inside = sum(ticket.costs[0] for batch in ready for ticket in batch) + sum(ticket.costs[0] for ticket in held)
-        while queue and inside + queue[0].costs[0] <= 4 * BATCH:
-            inside += queue[0].costs[0]
-            held.append(queue.pop(0))
-        if (
-            len(ready) < 2
-            and held
-            and (not ready or sum(ticket.costs[0] for ticket in held) >= BATCH or now_s >= free_s - 0.002)
-        ):
-            batch: list[Ticket] = []
-            while held and sum(ticket.costs[0] for ticket in batch) + held[0].costs[0] <= BATCH:
-                batch.append(held.pop(0))
-            ready.append(batch)
-            free_s = max(now_s, free_s) + batch_s + token_s * sum(ticket.costs[0] for ticket in batch)
-            at(free_s, lambda now_s, batch=batch: ran(batch, now_s))  # type: ignore[misc]
-            at(free_s - 0.002, serve)
-
-    def ran(batch: list[Ticket], now_s: float) -> None:
-        ready.remove(batch)
-        tokens = sum(ticket.costs[0] for ticket in batch)
-        for ticket in batch:
-            times.note(tokens, batch_s + token_s * tokens)
-            at(now_s + way_s, lambda now_s, ticket=ticket: answered(ticket, now_s))  # type: ignore[misc]
-        serve(now_s)
-
-    def answered(ticket: Ticket, now_s: float) -> None:
-        nonlocal done_tokens
-        key_window.give_back(ticket, 0)
-        started_s, key = came[id(ticket)]
-        took[key].append(now_s - started_s)
-        done_tokens += ticket.costs[0]
-        pump(now_s)
-
-    def arrive(key: str, tokens: int, now_s: float) -> None:
-        ticket = Ticket(key, [tokens])
-        tickets.append(ticket)
-        came[id(ticket)] = now_s, key
-        shares.seen_s[key] = now_s
-        key_window.join(ticket)
-        pump(now_s)
-
-    tickets: list[Ticket] = []
-    for due_s, key, tokens in arrivals:
-        at(due_s, lambda now_s, key=key, tokens=tokens: arrive(key, tokens, now_s))  # type: ignore[misc]
-    while events and events[0][0] <= until_s:
-        now_s, _, action = heapq.heappop(events)
-        action(now_s)
-    took["rate"] = [done_tokens / until_s]
-    return took
-
-
-def p99(values: list[float]) -> float:
-    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
-
-
-@pytest.mark.parametrize(
-    ("batch_s", "token_s"), [(0.005, 20e-6), (0.0, 20e-6), (0.002, 1e-6), (0.05, 0.0), (0.05, 3e-6)]
-)
-def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(batch_s: float, token_s: float) -> None:
-    """One key sends 100,000 texts of 64 tokens. Another key has sent small requests since before: their p99 is at most
-    twice the p99 without load plus two batches.
-
-    Throughput stays within a tenth of that of the backlog alone, whether batches cost by tokens or by number.
-    """
-    full_s = batch_s + token_s * BATCH
-    seconds = max(10.0, 100 * full_s)
-    small = [
-        (number * max(0.2, full_s / 3) * 0.97, "b", 20) for number in range(int(seconds / max(0.2, full_s / 3)) - 1)
-    ]
-    large = [(0.1, "a", QUANTUM)] * (100_000 * 64 // QUANTUM)
-    unloaded = simulate(small, fair=True, batch_s=batch_s, token_s=token_s, until_s=seconds)
-    solo = simulate(large, fair=False, batch_s=batch_s, token_s=token_s, until_s=seconds)
-    both = simulate(sorted(large + small), fair=True, batch_s=batch_s, token_s=token_s, until_s=seconds)
-    unfair = simulate(sorted(large + small), fair=False, batch_s=batch_s, token_s=token_s, until_s=seconds)
-    limit_s = 2 * p99(unloaded["b"]) + 2 * full_s
-    assert len(both["b"]) >= 0.9 * len(small)
-    assert p99(both["b"]) <= limit_s
-    assert len(unfair["b"]) < len(small) / 2 or p99(unfair["b"]) > limit_s
-    if solo["rate"][0] * seconds < 0.95 * len(large) * QUANTUM:  # else the backlog ended before the simulation
-        lost = 1 - both["rate"][0] / solo["rate"][0]
-        assert lost <= 0.1
 
 
 def test_a_key_that_uses_much_leaves_something_to_other_keys() -> None:
