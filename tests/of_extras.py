@@ -6,8 +6,7 @@ routes    scopes of routes: DOCUMENTED of test_auth.py. Tenants, in test_tenants
           changes one object that a key made), SHOWS (it lists such objects) or SILENT (all others); UNFINISHED. With
           SETTINGS of its gateway and a function `make`, which makes objects of its tenant A
 errors    CASES of test_errors_http.py: code, status, and the function that provokes it
-settings  DOCUMENTED of test_settings.py, by name (default, legal value, illegal values), and SECRETS, the names of
-          secret ones; EFFECTS of test_settings_readers.py
+settings  DOCUMENTED of test_settings.py, by name (default, legal value, illegal values), and SECRETS, the names
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until, until_told
 
 from sie_broker import Write
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
