@@ -42,6 +42,7 @@ from sie_sidecar.process import serve as serve_sidecar
 WAIT_S = 30.0  # far above the expected time, so that a busy machine does not fail a test
 POLL_S = 0.002
 WINDOW_S = 0.4  # the time that a client has to come back, see `inference_of`
+OFTEN = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}  # tests wait for the next heartbeat, which else comes after 5 s
 HTTP_POLL_S = 0.02  # a request takes some milliseconds of the loop that it waits for
 
 
@@ -271,7 +272,7 @@ class InProcess:
         number = sum(isinstance(process, SidecarProcess) for process in self._processes)
         if adapter is None and "SIE_IPC_SOCKET_PATH" not in environ:
             adapter = await self.adapter(f"{number}.sock")
-        own = {"SIE_WORKER_METRICS_PORT": str(free_port()), "SIE_WORKER_ID": f"w{number}"}
+        own = {"SIE_WORKER_METRICS_PORT": str(free_port()), "SIE_WORKER_ID": f"w{number}", **OFTEN}
         if adapter is not None:
             own["SIE_IPC_SOCKET_PATH"] = adapter.path
         settings = settings_of(mode, **{**own, **environ})
