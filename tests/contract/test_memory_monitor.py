@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 from adapter_process import Adapter, Client, batch, running, toy
 from unit.adapter import toys
 
 from sie_contracts.wire import ipc
-from sie_contracts.wire.messages import Ok
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit and /proc are Linux's")
 MODELS = ("idle", "other", "busy")
@@ -99,13 +97,3 @@ def test_pressure_between_batches_is_noticed_by_a_ping(adapter: Adapter, client:
         return client.ask(ipc.Ping(("idle",))).dropped  # type: ignore[no-any-return]
 
     assert_dropped(adapter, client, "idle", ping)
-
-
-@pytest.mark.long
-def test_pressure_is_noticed_after_a_batch(adapter: Adapter, client: Client) -> None:
-    def run() -> Sequence[str]:
-        done = client.run(msgspec.structs.replace(batch([[7, 8, 9]], "busy"), may_drop=("other",)))
-        assert isinstance(done.outcomes[0], Ok)
-        return done.dropped
-
-    assert_dropped(adapter, client, "other", run)

@@ -118,29 +118,6 @@ async def test_pulls_deliver_no_more_than_wanted_and_in_order(broker: Broker) ->
     await pulls.stop()
 
 
-async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
-    """Several open pulls of a consumer together deliver as many messages as were wanted."""
-    spec = consumer_of("a")
-    await broker.ensure_consumer(spec)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    for credit in (2, 3, 7):
-        pulls.want(spec.name, credit)
-        await broker.flush(WAIT_S)
-    assert pulls.outstanding(spec.name) == 7
-
-    await publish(broker, "a", 5)
-    await box.fill(5)
-    assert pulls.outstanding(spec.name) == 2
-    pulls.want(spec.name, 4)
-    await publish(broker, "a", 10, first=5)
-    await box.fill(9)
-    await box.quiet(0.2)
-
-    assert [delivery.sequence for delivery in box.items] == list(range(1, 10))
-    await pulls.stop()
-
-
 async def test_a_handler_that_tops_up_itself_gets_everything_once(broker: Broker) -> None:
     """The handler wants a new message for each delivery, as a scheduler does, for several consumers at once."""
     models = [f"m/{number}" for number in range(5)]
