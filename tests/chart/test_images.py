@@ -15,7 +15,6 @@ from dockerfiles import (
     ALL,
     ROOT,
     VERSION,
-    composed,
     dockerfile,
     health_check,
     images,
@@ -29,18 +28,6 @@ from sie_cli import main as cli
 from sie_contracts.settings import BY_NAME
 
 IMAGES = images()
-
-
-def test_there_is_one_for_each_that_the_chart_names() -> None:
-    named = {
-        container_spec["image"].partition(":")[0].rpartition("/")[2]
-        for _, _, container_spec in containers(rendered("everything.yaml"))
-    } - {"nats"}
-    named |= {
-        container_spec["image"].partition(":")[0].rpartition("/")[2]
-        for _, _, container_spec in containers(rendered("values-gke.yaml"))
-    } - {"nats"}
-    assert named == {f"sie-{image}" for image in IMAGES if image != "serve"}
 
 
 def test_hadolint_has_nothing_to_say() -> None:
@@ -111,23 +98,6 @@ async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp
         ]
         assert [await passes(image, **environ) for image, environ in checks] == [True] * 4
     assert [await passes(image, **environ) for image, environ in checks] == [False] * 4
-
-
-def test_all_that_compose_names_is_there() -> None:
-    """Files, volumes, services and hosts of addresses exist, and each variable of the user has a default."""
-    text = (ROOT / "docker-compose.yml").read_text()
-    compose = composed()
-    services = compose["services"]
-    assert all(":-" in variable for variable in re.findall(r"\$\{([^}]*)\}", text))
-    for service in services.values():
-        assert set(service.get("depends_on", ())) <= services.keys()
-        for volume in service.get("volumes", ()):
-            source = volume.partition(":")[0]
-            if source != "./models":  # the container engine creates this folder if it does not exist
-                assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
-        mentions = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
-        assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", mentions)) <= services.keys()
-        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "for this machine alone"
 
 
 def test_compose_builds_and_scrapes_what_there_is() -> None:

@@ -25,13 +25,11 @@ from helm import (
 )
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
-from sie_cli import main as cli
 from sie_cli.serve.environment import HUB
 from sie_contracts.settings import BY_NAME, Secret, load
 from sie_gateway.process import longest_drain_s
 from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
 
-COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -130,37 +128,6 @@ def test_one_account_for_each_component_that_may_do_nothing(manifests: tuple[dic
     else:
         assert not rules
     assert not of_kind("ClusterRole", manifests)
-
-
-def test_arguments_are_those_of_the_commands(manifests: tuple[dict[str, Any], ...]) -> None:
-    commands = set()
-    for _, _, entry in containers(manifests):
-        component = COMPONENTS.get(entry["name"])
-        if component is None:
-            continue
-        commands.add(component)
-        assert "command" not in entry  # the command is that of the image, `sie <component>`
-        command = cli.main.commands[component]
-        command.make_context(component, list(entry.get("args", ())), resilient_parsing=False)
-    assert commands == set(COMPONENTS.values())
-
-
-def test_urls_name_services_and_ports_that_exist(manifests: tuple[dict[str, Any], ...]) -> None:
-    services = {
-        (name, port["port"]) for name, entry in of_kind("Service", manifests).items() for port in entry["spec"]["ports"]
-    }
-    named = {port["name"] for _, _, entry in containers(manifests) for port in entry.get("ports", ())}
-    for service in of_kind("Service", manifests).values():
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
-    urls = set()
-    for _, _, service in containers(manifests):
-        texts = [*service.get("args", ()), *(value for value in variables(service).values() if isinstance(value, str))]
-        pairs = (
-            pair for text in texts for pair in re.findall(r"(?:http|nats)://(?:[^@/]*@)?(sie-[a-z-]+):(\d+)", text)
-        )
-        urls |= {(host, int(port)) for host, port in pairs}
-    assert urls >= {("sie-config", 8081), ("sie-gateway", 8080), ("sie-nats", 4222)}
-    assert urls <= services
 
 
 def test_the_socket_is_in_a_folder_of_this_user_alone(manifests: tuple[dict[str, Any], ...]) -> None:

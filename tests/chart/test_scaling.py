@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import yaml
-from helm import CHOSEN, container, containers, objects, of_kind, rendered, template, variables, workloads
+from helm import CHOSEN, container, objects, of_kind, rendered, template, variables, workloads
 from inprocess import InProcess, until
 from pages import DOCS, blocks
 
@@ -58,28 +58,6 @@ def test_every_field_is_one_that_keda_knows(file: str) -> None:
         assert (trigger["type"], trigger["metricType"]) == ("metrics-api", "AverageValue")
         assert trigger["metadata"].keys() == METADATA
         assert all(isinstance(value, str) for value in trigger["metadata"].values())
-
-
-@pytest.mark.parametrize("file", CLOUDS)
-def test_every_group_has_one_for_its_own_lane(file: str) -> None:
-    """The URL has the release, the namespace and the lane of the group."""
-    manifests = rendered(file)
-    lanes = {}
-    for workload, _, container_spec in containers(manifests):
-        if container_spec["name"] == "worker-sidecar":
-            environ = variables(container_spec)
-            lanes[workload] = ".".join(environ[name] for name in ("SIE_POOL", "SIE_MACHINE_PROFILE", "SIE_BUNDLE"))
-    urls = {name: spec["triggers"][0]["metadata"]["url"] for name, spec in scaled(manifests).items()}
-    assert urls == {
-        workload: f"http://sie-gateway-metrics.search.svc:9090/v1/scaling/{lane}" for workload, lane in lanes.items()
-    }
-    service = of_kind("Service", manifests)["sie-gateway-metrics"]
-    port = next(port for port in service["spec"]["ports"] if port["port"] == 9090)
-    gateway = container(manifests, "sie-gateway", "gateway")
-    assert {
-        "name": port["targetPort"],
-        "containerPort": int(variables(gateway)["SIE_GATEWAY_METRICS_PORT"]),
-    } in gateway["ports"]
 
 
 def asked(spec: dict[str, Any]) -> tuple[str, str, int]:

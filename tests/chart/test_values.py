@@ -276,30 +276,6 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
     assert variables(adapter)["SIE_HF_FALLBACK"] == "false"
 
 
-def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
-    """The list of a gateway begins with the default machine profile if there is one, else with that of the first
-    group.
-    """
-    groups = {
-        "b": {"machineProfile": "h100"},
-        "a": {"machineProfile": "l4"},
-        "c": {"machineProfile": "l4"},
-        "cpu": None,
-    }
-
-    def environ(default: str) -> dict[str, str]:
-        values = {**CHOSEN, "workers": {"groups": groups}, "gateway": {"defaultMachineProfile": default}}
-        return variables(container(objects(template(values=values)), "sie-gateway", "gateway"))
-
-    assert environ("")["SIE_GATEWAY_CONFIGURED_GPUS"] == "l4,h100"
-    assert "SIE_MACHINE_PROFILE" not in environ("")
-    gateway_environ = environ("h100")
-    assert (gateway_environ["SIE_GATEWAY_CONFIGURED_GPUS"], gateway_environ["SIE_MACHINE_PROFILE"]) == (
-        "h100,l4",
-        "h100",
-    )
-
-
 def test_large_numbers_are_rendered_without_an_exponent() -> None:
     """Numbers of a values file are floats, which Go prints as 2e+06, and Kubernetes refuses such an integer."""
     is_valid = jsonschema_rs.validator_for(json.loads(chart_settings.SCHEMA.read_text())).is_valid

@@ -145,3 +145,35 @@ async def test_a_catalogue_that_was_lost_with_its_broker_is_seeded_again(
     assert await site.call("PATCH", f"{MODELS}/org/a", {"max_tokens": 64}, number=1) == 2
     site.put("org/b", 9)
     await site.shows({"org/a": 64, "org/b": 9})
+
+
+async def test_what_is_written_before_a_replica_has_seeded_again_stays(site: Site) -> None:
+    """After a restart of the broker both replicas get the same write until each has taken it. The write stays."""
+    epoch = await site.shows({"org/a": 8, "org/b": 8})
+    await site.restart()
+
+    async def write(client: httpx.AsyncClient) -> None:
+        while True:
+            if (await client.patch(f"{MODELS}/org/a", json={"max_tokens": 64})).status_code == 200:
+                return
+            await asyncio.sleep(0.005)
+
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(*map(write, site.clients))
+    await site.shows({"org/a": 64, "org/b": 8}, epoch)
+
+
+async def test_a_folder_that_is_broken_meanwhile_is_seeded_as_it_was(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file breaks and the broker restarts. The last good models are served, and later the repaired file is
+    applied.
+    """
+    epoch = await site.shows({"org/a": 8, "org/b": 8})
+    (site.folder / "org-b.yaml").write_text("id: [\n")
+    await site.restart()
+    await site.shows({"org/a": 8, "org/b": 8}, epoch)
+    assert "The catalogue gets the models of the last successful read" in caplog.text
+    assert "org-b.yaml: $ (line 2): not YAML" in caplog.text
+    site.put("org/b", 9)
+    await site.shows({"org/a": 8, "org/b": 9})

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from cluster import MODEL, Cluster, running, scraped, until
-from load import Load, answered
+from load import Load
 from stack import Device, Plan, Stack
 
 DEVICES = 4
@@ -40,46 +37,6 @@ def ready(cluster: Cluster) -> dict[str, int]:
             number = path.rpartition(".sock")[2].lstrip(".") or "0"
             pids[f"cpu:{number}"] = int(pid)
     return pids
-
-
-def loaded(cluster: Cluster) -> list[str]:
-    """Return the devices that have the model."""
-    names = [f"cpu:{number}" for number in range(DEVICES)]
-    return [name for name in names if cluster.metric("sie_model_loaded", model=MODEL, device=name)]
-
-
-def test_every_device_is_told(cluster: Cluster) -> None:
-    for number in range(DEVICES):
-        assert cluster.metric("sie_device_lanes", device=f"cpu:{number}") >= 1
-    (worker,) = httpx.get(f"{cluster.url}/health", timeout=30).json()["workers"]
-    assert worker["device"] == ",".join(f"cpu:{number}" for number in range(DEVICES))
-    assert worker["gpu_count"] == 0
-
-
-async def test_a_killed_adapter_loses_nothing(cluster: Cluster) -> None:
-    """The adapter that runs everything gets kill -9, under a light load."""
-    load = Load(cluster.urls, pause_s=0.5, expected=answered(cluster.url))
-    tasks = load.start(4)
-    try:
-        await load.successes_after(time.monotonic(), 4, WITHIN_S)
-        victim = loaded(cluster)[0]
-        killed_s = time.monotonic()
-        os.kill(ready(cluster)[victim], signal.SIGKILL)
-        await load.successes_after(killed_s, 12, WITHIN_S)
-    finally:
-        await load.stop(tasks)
-    assert not load.wrong()
-    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
-
-
-def test_a_model_moves_to_another_device(cluster: Cluster) -> None:
-    """The adapters of all devices that have the model are killed, one after the other."""
-    assert cluster.encode(["before"]).status_code == 200
-    for name in loaded(cluster):
-        os.kill(ready(cluster)[name], signal.SIGKILL)
-        answer = cluster.encode(["after"])
-        assert answer.status_code == 200, answer.text
-    assert loaded(cluster)
 
 
 # a device whose speed does not depend on the machine

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import api_page
@@ -31,7 +31,6 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 from stack import Stack
 
 from sie_gateway.http.routes import ROUTES
-from sie_runtime.http.routes import OPEN
 
 MODEL = "toy/one"
 Document = dict[str, Any]
@@ -100,11 +99,6 @@ def test_all_that_is_served_is_documented_and_nothing_else(document: Document) -
     assert documented == served
 
 
-def test_what_is_never_behind_a_token_says_so(document: Document) -> None:
-    free = {(method, path) for method, path, operation in operations(document) if operation.get("security") == [{}]}
-    assert free == {(row.method.lower(), row.path) for row in ROUTES if row.scope == OPEN}
-
-
 def test_every_body_and_every_json_reply_has_an_example_that_fits_its_schema(document: Document) -> None:
     for method, path, operation in operations(document):
         contents = [operation["requestBody"]["content"]] if "requestBody" in operation else []
@@ -153,28 +147,7 @@ def test_the_examples_of_requests_work(document: Document, client: httpx.Client)
     assert succeeded >= OF_AN_ENCODER & document["paths"].keys()
 
 
-def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
-    """No part of the page comes from another server."""
-    page = client.get("/docs")
-    assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
-    needed = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert any("swagger-ui" in url for url in needed)
-    for path in needed:
-        assert path.startswith("/docs/static/"), path
-        answer = client.get(path)
-        assert (answer.status_code, bool(answer.content)) == (200, True), path
-    assert "/openapi.json" in page.text
-
-
 # all that the document allows
-
-
-@schemathesis.serializer("application/msgpack", "application/x-www-form-urlencoded")
-def as_msgpack(context: Any, value: Any) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except (OverflowError, TypeError, UnicodeEncodeError):
-        return b"\xc1"
 
 
 def aimed(document: Document) -> Document:
@@ -212,9 +185,10 @@ def _aim(schema: Document) -> None:
             variant["properties"]["model"] = {"enum": [MODEL]}
 
 
-def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, int]]:
-    """Send `count` requests that each operation allows, and as many that it does not allow. Raise AssertionError for a
-    reply that the document does not allow.
+@pytest.mark.timeout(300)
+def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Document) -> None:
+    """Each operation gets a request that it allows, and one that it does not allow. schemathesis takes far longer to
+    make one than a gateway to answer it.
     """
     schema = schemathesis.openapi.from_dict(aimed(document))
     tally: Counter[tuple[str, int]] = Counter()
@@ -228,7 +202,7 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
         for mode in GenerationMode if operation.body or operation.query else (GenerationMode.POSITIVE,):
 
             @settings(
-                max_examples=count,
+                max_examples=1,
                 derandomize=True,
                 database=None,
                 phases=[Phase.generate],
@@ -249,33 +223,7 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
             except FailureGroup as error:  # the failures of all operations are reported together
                 failures.append(f"{operation.label} ({mode.value}): {error}"[:3000])
     assert not failures, "\n\n".join(failures) + stack.log(100)
-    return tally
-
-
-def summed(tally: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
-    labels = sorted({label for label, _ in tally})
-    return {
-        label: {status: count for (operation, status), count in sorted(tally.items()) if operation == label}
-        for label in labels
-    }
-
-
-@pytest.mark.timeout(300)
-def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Document) -> None:
-    tally = asked(stack, document, 1)
-    print("\n", summed(tally))
     succeeded = {label for label, status in tally if status < 300}
     assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded
     posts = {label for label, _ in tally if label.startswith("POST")}
     assert len(posts & succeeded) >= len(posts) / 10  # generated requests do reach the models
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_however_often_it_is_asked(stack: Stack, document: Document) -> None:
-    """Each operation gets 20 requests of each kind: schemathesis takes far longer to make one than a gateway to answer
-    it.
-    """
-    tally = asked(stack, document, 20)
-    print("\n", summed(tally))
-    assert sum(tally.values()) > 1000

@@ -41,23 +41,6 @@ def load(stack: Stack) -> Load:
     return Load(stack.urls, model=MODEL)
 
 
-async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stopped(
-    stack: Stack, sidecar: Part
-) -> None:
-    """While the sidecar is stopped, the broker's monitor shows the request at its consumer. Once the sidecar is
-    resumed, the request is answered.
-    """
-    sidecar.pause()
-    async with httpx.AsyncClient(timeout=60) as client:
-        request = asyncio.create_task(load(stack).one(client, stack.urls[0], 0))
-        await asyncio.to_thread(until, lambda: waiting(stack) == 1, 60, "the request at its consumer")
-        assert not request.done()
-        sidecar.resume()
-        outcome = await request
-    assert (outcome.status, outcome.right) == (200, True)
-    await asyncio.to_thread(until, lambda: waiting(stack) == 0, 60, "acknowledged")
-
-
 async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack: Stack, sidecar: Part) -> None:
     """The stream is deleted behind the gateway's back. The requests in it end with a retryable error, and the next
     request is served.
