@@ -57,16 +57,6 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
     assert scraped == {("gateway", 9090), ("config", 8081), ("worker-sidecar", 9095)}
 
 
-def test_alerts_of_a_release_ask_for_no_other_one() -> None:
-    services = of_kind("Service", rendered("values-gke.yaml"))
-    for rule in rules():
-        selectors = re.findall(r"sie_\w+(\{[^}]*\})?", rule["expr"])
-        for selector in selectors:
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', selector))
-            assert labels["namespace"] == "search"
-            assert labels["service"] in services
-
-
 ADDED = {"namespace", "service", "pod", "job", "instance"}  # Prometheus adds these to every series
 
 

@@ -191,12 +191,3 @@ def test_a_service_by_ipv6_needs_pods_that_listen_on_it(network: Values) -> None
     with pytest.raises(HelmError, match=r'network\.host: 0\.0\.0\.0 .*"::"'):
         template(values={**CHOSEN, "network": network})
     template(values={**CHOSEN, "network": {**network, "host": "::"}})
-
-
-def test_pods_ask_for_names_on_the_ports_of_the_cluster_s_dns() -> None:
-    """A policy applies to the port of the pod that answers, not to that of its Service."""
-    manifests = objects(template(values={**CHOSEN, "networkPolicy": {"dnsPorts": [53, 5353]}}))
-    (rule,) = of_kind("NetworkPolicy", manifests)["sie"]["spec"]["egress"]
-    assert {(port["port"], port["protocol"]) for port in rule["ports"]} == {
-        (port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")
-    }

@@ -27,11 +27,8 @@ from tcp_proxy import TcpProxy
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
 from sie_broker.nats import client, connect
-from sie_contracts.errors import ErrorInfo, GatewayTimeout, QueueUnavailable
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Failed, WorkResult
-from sie_gateway.inference.results import ResultInbox
-from sie_gateway.metrics import Metrics
+from sie_contracts.errors import GatewayTimeout, QueueUnavailable
+from sie_contracts.wire import topology
 from sie_gateway.streams import publish as gateway_queue
 from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.process import Stop, retry
@@ -250,41 +247,6 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(
         await queue.publish(LANE, [item("toy/a", "fast")], time.perf_counter() + 10.0)
         assert await stored() == before + 1
         await queue.consumers.close()
-
-
-@pytest.mark.timeout(60)
-async def test_a_broker_that_is_killed_while_a_result_is_handled_leaves_no_traceback(
-    server: NatsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker dies when the gateway has the result and is about to confirm it. The log then has one warning of the
-    handler.
-    """
-    async with connections() as opened:
-        gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
-        opened += gateway, worker
-        inbox = ResultInbox(gateway, Metrics())
-        handled, confirm = asyncio.Event(), gateway.send
-
-        async def send(subject: str, data: bytes, reply: str = "") -> None:
-            handled.set()
-            await until(lambda: "gateway: connection lost" in caplog.text, "the connection is lost")
-            await confirm(subject, data, reply)
-
-        monkeypatch.setattr(gateway, "send", send)
-        await inbox.start()
-        collector = inbox.open("r1", 1)
-        result = WorkResult("r1", 0, "worker", (Failed(ErrorInfo("INTERNAL_ERROR", "it failed")),))
-        asking = asyncio.create_task(worker.request(f"{inbox.subject}.r1", messages.encode(result), 20.0))
-        await asyncio.wait_for(handled.wait(), WAIT_S)
-        await asyncio.to_thread(server.kill)
-        with pytest.raises(BrokerUnavailable):
-            await asking
-        await until(lambda: "sie.result" in caplog.text, "the handler has ended")
-        await collector.wait(0)
-        lines = [record for record in caplog.records if "sie.result" in record.getMessage()]
-        assert [record.levelno for record in lines] == [logging.WARNING]
-        assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
-        await inbox.stop()
 
 
 @pytest.mark.timeout(60)

@@ -279,14 +279,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """`call` takes url, model, text, key and retries. `comes_back`: whether the client can retry. `needs`: a
-    route that the client calls.
-    """
+    """`call` takes url, model, text, key and retries. `needs`: a route that the client calls."""
 
     name: str
     call: Callable[..., Any]
     long: bool = False
-    comes_back: bool = True
     needs: str = "/v1/embeddings"
 
     @property
@@ -320,11 +317,11 @@ _ALL = [
     Client("langchain cohere", heavy("langchain-cohere"), long=True, needs="/v2/embed"),
     Client("voyage", voyage_embed),
     Client("voyage rerank", voyage_rerank),
-    Client("infinity", infinity_embed, comes_back=False),
-    Client("infinity rerank", infinity_rerank, comes_back=False, needs="/rerank"),
-    Client("ollama", ollama_embed, comes_back=False, needs="/api/embed"),
-    *(Client(f"node {name}", node(name), long=True, comes_back=False, needs=path) for name, path in NODE.items()),
-    *(Client(name, heavy(name), long=True, comes_back=False, needs=path) for name, path in HEAVY_NAMES.items()),
+    Client("infinity", infinity_embed),
+    Client("infinity rerank", infinity_rerank, needs="/rerank"),
+    Client("ollama", ollama_embed, needs="/api/embed"),
+    *(Client(f"node {name}", node(name), long=True, needs=path) for name, path in NODE.items()),
+    *(Client(name, heavy(name), long=True, needs=path) for name, path in HEAVY_NAMES.items()),
 ]
 CLIENTS = [client for client in _ALL if inference_route(client.needs)]
 every_client = pytest.mark.parametrize(
@@ -380,34 +377,26 @@ def occupied(cluster: Cluster) -> Iterator[None]:
     until(lambda: in_progress(cluster) == 0, 60, "the end of the uploads")
 
 
-USUAL = ("openai", "voyage")  # clients of every run that wait and retry
 TRIES = 20  # about a second each: more than a busy machine takes to count a refusal and to free a place
 
 
-# each library waits in its own way: every run has the one that most others build on, and an unrelated one
-@pytest.mark.parametrize(
-    "public",
-    long_but(CLIENTS, [library for library in CLIENTS if library.name in USUAL]),
-    ids=lambda library: library.name,
-)
-def test_each_client_is_told_of_overload_and_comes_back_by_itself(
-    public: Client, cluster: Cluster, client: httpx.Client
+# each library waits in its own way: the one that most others build on, and an unrelated one
+@pytest.mark.parametrize("call", [openai_sync, voyage_embed])
+def test_a_client_is_told_of_overload_and_comes_back_by_itself(
+    call: Callable[..., Any], cluster: Cluster, client: httpx.Client
 ) -> None:
-    """The client reports 503. A client that can retry waits, and gets its answer."""
+    """The client reports 503, or waits and gets its answer."""
     answers: list[Any] = []
     with occupied(cluster):
-        assert refusal(public, cluster) == 503
-        if not public.comes_back:
-            return
+        assert refusal(Client("", call), cluster) == 503
         before = cluster.gateway_metric(REJECTED, reason="concurrency")
-        arguments = cluster.url, model_of(public), TEXT, KEY, TRIES
-        user = threading.Thread(target=lambda: answers.append(public.call(*arguments)))
+        arguments = cluster.url, MINI, TEXT, KEY, TRIES
+        user = threading.Thread(target=lambda: answers.append(call(*arguments)))
         user.start()
         until(lambda: cluster.gateway_metric(REJECTED, reason="concurrency") > before, 60, "a refusal")
     user.join(60)
     assert answers
-    if not public.ranks:
-        assert np.array_equal(np.array(answers[0], np.float32), native(client, TEXT))
+    assert np.array_equal(np.array(answers[0], np.float32), native(client, TEXT))
 
 
 # what only some clients offer
@@ -448,3 +437,24 @@ def test_langchain_with_default_settings_gets_the_vectors_of_its_texts(cluster: 
     texts = [f"{start} {rest}" for start in ("The old", "Zürich, 東京 and", "A 😀") for rest in SENTENCES]
     for text, vector in zip(texts, embedder.embed_documents(texts), strict=True):
         assert np.allclose(vector, native(client, text), atol=1e-6)
+
+
+@shared.needs("/classify")
+def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
+    """Infinity's client accepts no other owner than `infinity`."""
+    from infinity_client.api.default import classify, models
+    from infinity_client.models import ClassifyInput
+
+    with infinity(cluster.url, KEY) as client:
+        listing = {model.id: model for model in models.sync(client=client).data}
+        classes = classify.sync(client=client, body=ClassifyInput([TEXT], "test/classes")).data[0]
+    can = {name: listing[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
+    assert can == {
+        MINI: ["embed"],
+        CROSS: ["rerank"],
+        "test/m3": ["embed", "rerank"],
+        "test/late": ["rerank"],
+        "test/classes": ["classify"],
+    }
+    assert {str(model.owned_by) for model in listing.values()} == {"infinity"}
+    assert sum(entry.score for entry in classes) == pytest.approx(1, abs=1e-4)

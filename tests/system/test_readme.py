@@ -79,11 +79,3 @@ def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     check_the_client_s_page(
         run("\n".join(code for code in examples_of_the_client_s_page() if RESERVES not in code), cluster), workers=1
     )
-
-
-@WHOLE
-@pytest.mark.long
-def test_the_examples_of_the_client_s_page_run_with_a_reservation(wide: Cluster) -> None:
-    *printed, reserved = run("\n".join(examples_of_the_client_s_page()), wide)
-    check_the_client_s_page(printed, workers=2)
-    assert reserved == "8", "vectors of the reservation"

@@ -79,22 +79,18 @@ class Pod:
 
 @dataclass
 class Node:
-    """A node with all pods: a folder for each volume, an address for each pod. `replicas` has the number of pods of a
-    workload, 1 by default. Every container sees `disk` as /srv.
-    """
+    """A node with all pods: a folder for each volume, an address for each pod. Every container sees `disk` as /srv."""
 
     folder: Path
     found: list[Object]
     # files of ConfigMaps that are not the chart's, by name
     own_files: dict[str, dict[str, str]] = field(default_factory=dict)
-    replicas: dict[str, int] = field(default_factory=dict)
     disk: Path | None = None
     pods: list[Pod] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [(name, number) for name in workloads(self.found) for number in range(self.replicas.get(name, 1))]
         specs = {name: pod(workload) for name, workload in workloads(self.found).items()}
-        self.pods = [Pod(f"{name}-{n}", name, specs[name], f"127.1.0.{at}") for at, (name, n) in enumerate(names, 1)]
+        self.pods = [Pod(f"{name}-0", name, spec, f"127.1.0.{at}") for at, (name, spec) in enumerate(specs.items(), 1)]
         lines = [
             f"{member.address} {name} {name}.{NAMESPACE}.svc"
             for name in of_kind("Service", self.found)

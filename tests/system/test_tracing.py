@@ -8,7 +8,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
@@ -72,13 +71,9 @@ class Asked:
         assert self.answer.status_code == 200, self.answer.text
 
     @property
-    def body(self) -> dict[str, Any]:
-        return self.answer.json()  # type: ignore[no-any-return]
-
-    @property
     def mates(self) -> int:
         """Return the number of work items in the batch that ran the request."""
-        return int(self.body["explain"][0]["batch"]["chunks"])
+        return int(self.answer.json()["explain"][0]["batch"]["chunks"])
 
 
 def sharing(client: httpx.Client) -> list[Asked]:
@@ -113,7 +108,7 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
     requests = sharing(client)
     works: dict[str, Asked] = {}
     for request in requests:
-        spans, timing = whole(collector, request.trace), request.body["timing"]
+        spans, timing = whole(collector, request.trace), request.answer.json()["timing"]
         assert request.answer.headers["x-trace-id"] == request.trace
         ids = {span.id for span in spans}
         (root,) = [span for span in spans if span.parent not in ids]
@@ -162,16 +157,12 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
     client: httpx.Client, cluster: Cluster, collector: Collector
 ) -> None:
     """The canary is in texts, ids, metadata, names, parameters, headers, paths and bodies that cannot be read."""
-    item = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}
-    path, headers = (
-        "/v1/encode/test/mini",
-        {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY},
-    )
+    item, path = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}, f"/v1/encode/test/{MODEL}"
+    headers = {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY}
+    wrong = {"items": [item], "params": {"truncate": CANARY}}
     answers = [
         client.post(path, json={"items": [item]}, headers=headers),
-        client.post(
-            path, params={"q": CANARY}, json={"items": [item], "params": {"truncate": CANARY}}, headers=headers
-        ),
+        client.post(path, params={"q": CANARY}, json=wrong, headers=headers),
         client.post(path, content=f'{{"items": ["{CANARY}'.encode(), headers=headers),
         client.post(f"/v1/encode/{CANARY}", json={"items": [item]}, headers=headers),
         client.delete(f"/v1/models/{CANARY}", headers=headers),
