@@ -132,6 +132,31 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
     assert max(outcome.deliveries for outcome in load.outcomes if outcome.started_s > killed_s + ACK_WAIT_S + 1) == 1
 
 
+async def test_a_drain_finishes_what_the_device_has_and_leaves_no_lease(stack: Stack) -> None:
+    """SIGTERM comes while the adapter has work. The worker answers it and ends with 0. Before the test that kills a
+    gateway: a worker repeats a result for a killed gateway, and a drain waits for that.
+    """
+    async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
+        for worker in stack.workers:
+            worker.adapter.pause()
+        await asyncio.to_thread(until, stack.held, WITHIN_S, "work in hand")
+        for worker in stack.workers:
+            os.kill(worker.sidecar.pid, signal.SIGTERM)
+        for worker in stack.workers:
+            worker.adapter.resume()
+        for worker in stack.workers:
+            ended = functools.partial(lambda sidecar: sidecar.status is not None, worker.sidecar)
+            await asyncio.to_thread(until, ended, WITHIN_S, "the end of the drain")
+            assert worker.sidecar.status == 0, stack.log()
+        assert not list(stack.folder.glob("*.leases"))
+        started_s = time.monotonic()
+        for worker in stack.workers:
+            worker.sidecar.start()
+        await load.successes_after(started_s, CLIENTS, WITHIN_S)
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
+    assert not load.wrong()
+
+
 async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(stack: Stack) -> None:
     """The other gateway goes on to answer."""
     gateway = stack.gateways[0]
@@ -175,26 +200,3 @@ async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is
     assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
     assert not load.wrong()
     assert max(outcome.deliveries for outcome in load.outcomes) >= 2
-
-
-async def test_a_drain_finishes_what_the_device_has_and_leaves_no_lease(stack: Stack) -> None:
-    """SIGTERM comes while the adapter has work. The worker answers it and ends with 0."""
-    async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
-        for worker in stack.workers:
-            worker.adapter.pause()
-        await asyncio.to_thread(until, stack.held, WITHIN_S, "work in hand")
-        for worker in stack.workers:
-            os.kill(worker.sidecar.pid, signal.SIGTERM)
-        for worker in stack.workers:
-            worker.adapter.resume()
-        for worker in stack.workers:
-            ended = functools.partial(lambda sidecar: sidecar.status is not None, worker.sidecar)
-            await asyncio.to_thread(until, ended, WITHIN_S, "the end of the drain")
-            assert worker.sidecar.status == 0, stack.log()
-        assert not list(stack.folder.glob("*.leases"))
-        started_s = time.monotonic()
-        for worker in stack.workers:
-            worker.sidecar.start()
-        await load.successes_after(started_s, CLIENTS, WITHIN_S)
-    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
-    assert not load.wrong()
