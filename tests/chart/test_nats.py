@@ -13,26 +13,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import httpx
 import msgspec
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from helm import CHOSEN, HelmError, container, objects, of_kind, rendered, template, upgraded, variables
-from inprocess import settings_of, until
+from helm import CHOSEN, HelmError, container, objects, of_kind, rendered, template, upgraded
+from inprocess import settings_of
 from nats_server import NatsServer, binary
 
-from sie_broker import Broker, BrokerError, CoreMessage, Write
-from sie_broker.nats import connect, transport
-from sie_broker.owner import own
+from sie_broker import Broker, Write
+from sie_broker.nats import connect
 from sie_cli.serve.embedded import MAX_PAYLOAD_BYTES
 from sie_cli.serve.ports import free_port
 from sie_config_service.process import run as run_config
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.media.contents import content_keys
-from sie_contracts.settings import Secret
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 from sie_gateway.process import serve as serve_gateway
@@ -107,21 +104,6 @@ def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_nats_syncs_what_is_written() -> None:
-    """A single server syncs every 100 ms, replicated servers sync always. The pods of the servers start in parallel, so
-    one that does not start does not block the others.
-    """
-    text = of_kind("ConfigMap", objects(template(values=CHOSEN)))["sie-nats"]["data"]["nats.conf"]
-    assert 'sync_interval: "100ms"' in text
-    assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
-    ha = of_kind("ConfigMap", rendered("values-ha.yaml"))["sie-nats"]["data"]["nats.conf"]
-    assert 'sync_interval: "always"' in ha
-    store = of_kind("StatefulSet", rendered("values-ha.yaml"))["sie-nats"]["spec"]
-    assert (store["replicas"], store["podManagementPolicy"]) == (3, "Parallel")
-    environ = variables(container(rendered("values-ha.yaml"), "sie-gateway", "gateway"))
-    assert (environ["SIE_STREAM_STORAGE"], environ["SIE_STREAM_REPLICAS"]) == ("file", "3")
-
-
 @pytest.mark.parametrize("file", ["values-kind.yaml", "values-ha.yaml"])
 def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
     def binary_bytes(text: str) -> int:
@@ -136,18 +118,6 @@ def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
     assert most["max_memory_store"] < binary_bytes(memory)
     # gateways reserve at their start the space of the work stream, its dead letters and the buckets
     assert most["max_file_store"] > settings_of().queue_max_bytes * 5 // 4
-
-
-def test_a_changed_configuration_replaces_the_pods() -> None:
-    def checksum(values: dict[str, Any]) -> str:
-        manifests = objects(template(values={**CHOSEN, **values}))
-        return str(
-            of_kind("StatefulSet", manifests)["sie-nats"]["spec"]["template"]["metadata"]["annotations"][
-                "checksum/config"
-            ]
-        )
-
-    assert checksum({"nats": {"maxPayloadBytes": 1 << 20}}) != checksum({}) == checksum({"pool": "other"})
 
 
 THREE, LARGER, FAST = {"replicas": 3}, {"storage": {"size": "30Gi"}}, {"storage": {"storageClass": "fast"}}
@@ -180,81 +150,6 @@ def test_an_upgrade_that_the_broker_cannot_follow_is_refused(
         upgraded(live, {**CHOSEN, "nats": after})
 
 
-async def test_a_server_that_listens_for_ipv6_takes_both_families(tmp_path: Path) -> None:
-    manifests = objects(template("values-kind.yaml", {"network": {"host": "::"}}))
-    ports = {4222: free_port(), 8222: free_port()}
-    config = config_of(manifests, tmp_path, {f'"[::]:{port}"': f'"[::]:{here}"' for port, here in ports.items()})
-    environ = {"PATH": os.environ["PATH"], **environ_of(manifests)}
-    argv = command_of(manifests, config)
-    running = await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL)
-    try:
-        for host in ("127.0.0.1", "[::1]"):
-            url = f"nats://config:{PASSWORDS['config']}@{host}:{ports[4222]}"
-            await (await connect(url, name="test-config", timeout_s=60)).close()
-            async with httpx.AsyncClient(trust_env=False) as client:
-                assert (await client.get(f"http://{host}:{ports[8222]}/varz")).json()["server_name"] == "sie-nats-0"
-    finally:
-        running.kill()
-        await asyncio.wait_for(running.wait(), 60)
-
-
-@pytest.mark.long
-async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Path) -> None:
-    """Routes between the servers have a user of their own, and the servers read the variables of a kubelet
-    correctly.
-    """
-    manifests = rendered("values-ha.yaml")
-    ports = [[free_port() for _ in range(3)] for _ in range(3)]  # for each server: clients, monitor, routes
-    servers = []
-    try:
-        for number, (client, monitor, route) in enumerate(ports):
-            changes = {
-                f"0.0.0.0:{port}": f"127.0.0.1:{here}"
-                for port, here in ((4222, client), (8222, monitor), (6222, route))
-            }
-            config = config_of(
-                manifests, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'}
-            )
-            environ = {"PATH": os.environ["PATH"], **environ_of(manifests, number)}
-            script = config.with_name("start.sh").read_text()
-            for peer, (_, _, at) in enumerate(ports):
-                host = f"sie-nats-{peer}.sie-nats-servers:6222"
-                assert host in script
-                script = script.replace(host, f"127.0.0.1:{at}")
-            config.with_name("start.sh").write_text(script)
-            argv = command_of(manifests, config)
-            servers.append(await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL))
-        url = ",".join(f"nats://config:{PASSWORDS['config']}@127.0.0.1:{client}" for client, _, _ in ports)
-        broker = await connect(url, name="test-config", timeout_s=60)
-        streams = await connect(url, name="test-streams", password=Secret(PASSWORDS["streams"]), user="streams")
-        try:
-            await own(streams, AsyncMock(return_value=True))
-            end_s = time.monotonic() + 60
-            while True:
-                try:
-                    bucket = await broker.key_value(topology.CATALOGUE_BUCKET, replicas=3)
-                    await bucket.write([Write("one", b"1")])
-                    break
-                except BrokerError:  # the servers have no leader yet, or this one does not know the stream yet
-                    assert time.monotonic() < end_s
-                    await asyncio.sleep(0.1)
-            async with httpx.AsyncClient(trust_env=False) as client:
-                names = {
-                    (await client.get(f"http://127.0.0.1:{monitor}/varz")).json()["server_name"]
-                    for _, monitor, _ in ports
-                }
-                meta = (await client.get(f"http://127.0.0.1:{ports[0][1]}/jsz")).json()["meta_cluster"]
-            assert names == {"sie-nats-0", "sie-nats-1", "sie-nats-2"}
-            assert meta["cluster_size"] == 3
-        finally:
-            await streams.close()
-            await broker.close()
-    finally:
-        for server in servers:
-            server.kill()
-        await asyncio.wait_for(asyncio.gather(*(server.wait() for server in servers)), 60)
-
-
 # users
 
 
@@ -285,25 +180,8 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
         await broker.close()
 
 
-@pytest.fixture
-async def owner(server: NatsServer) -> AsyncIterator[None]:
-    """Own the streams as the config service does, which creates them for other processes."""
-    async with connected(server, "streams") as broker:
-        await own(broker, AsyncMock(return_value=True))
-        yield
-
-
 def violations(server: NatsServer) -> list[str]:
     return [line for line in server.log if "Violation" in line]
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["nats://127.0.0.1", "nats://gateway:wrong@127.0.0.1", "nats://route:12h@127.0.0.1", "nats://stranger@127.0.0.1"],
-)
-async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
-    with pytest.raises(BrokerError, match=r"(?i)authorization"):
-        await connect(f"{url}:{server.port}", name="stranger", timeout_s=5)
 
 
 async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer, tmp_path: Path) -> None:
@@ -468,219 +346,3 @@ async def given_up(worker: Broker) -> None:
     error = ErrorInfo("INFERENCE_ERROR", "why", "poison")
     letter = DeadLetter("abc", subject, messages.encode(item), error, ("w0",), 1, 2, time.time())
     await worker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), "abc")
-
-
-OWN = {
-    "gateway": (
-        topology.work_subject(LANE, "interactive", "org/model-1.5"),
-        topology.slot_subject(LANE, "bulk", "org/model-1.5"),
-        topology.cancel_subject("_default"),
-        topology.gateway_subject("g.1"),
-        topology.assigned_subject("sie-worker-cpu-7d9f-x2"),
-        topology.residency_subject("sie-worker-cpu-7d9f-x2"),
-    ),
-    "config": (topology.config_subject("default"),),
-    "worker": (
-        topology.health_subject("sie-worker-cpu-7d9f-x2"),
-        topology.dead_letter_subject("_default"),
-        "sie.result.0123abcd.r1",
-    ),
-}
-
-
-@pytest.mark.parametrize("user", OWN)
-async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: str) -> None:
-    """Each component may publish on all its subjects, including rare ones: cancellations, assignments of workers to
-    pools, and dead letters.
-    """
-    subjects: set[str] = set()
-
-    async def hear(message: CoreMessage) -> None:
-        subjects.add(message.subject)
-
-    async with connected(server, "operator") as operator, connected(server, user) as broker:
-        await operator.subscribe("sie.>", hear)
-        for subject in OWN[user]:
-            await broker.send(subject, b"")
-        await until(lambda: subjects >= set(OWN[user]), "all of it heard")
-
-
-@pytest.mark.usefixtures("owner")
-async def test_a_gateway_may_keep_and_forget_the_shards_of_a_job(server: NatsServer) -> None:
-    async with connected(server, "gateway") as gateway:
-        shards = await gateway.key_value(topology.SHARDS_BUCKET)
-        await shards.write([Write("job.0", b"", 0)])
-        await shards.purge("job")
-        assert await shards.entries() == []
-
-
-FORBIDDEN_TO_PUBLISH = {
-    "gateway": (
-        "sie.config.models.default",
-        "sie.health.w0",
-        "sie.dead._default",
-        "sie.result.a.b",
-        "$KV.sie_catalogue.x",
-        "$KV.sie_keys.x",
-        "$JS.API.STREAM.DELETE.KV_sie_catalogue",
-        "$JS.API.STREAM.DELETE.KV_sie_keys",
-        "$JS.API.STREAM.PURGE.WORK__default",
-        "$JS.API.CONSUMER.MSG.NEXT.WORK__default.c",
-        "$JS.ACK.WORK__default.c.1.1.1.1.0",
-    ),
-    "config": (
-        "sie.work._default.cpu.default.interactive.m",
-        "sie.health.w0",
-        "sie.gateway.g",
-        "sie.result.a.b",
-        "sie.cancel._default",
-        "$KV.sie_keys.x",
-        "$KV.sie_placement.x",
-        "$JS.API.STREAM.INFO.WORK__default",
-        "$JS.API.STREAM.DELETE.KV_sie_catalogue",
-        "$JS.API.STREAM.DELETE.KV_sie_keys",
-        "$JS.API.STREAM.UPDATE.KV_sie_keys",
-        "$JS.API.CONSUMER.CREATE.WORK__default.c",
-    ),
-    "worker": (
-        "sie.work._default.cpu.default.interactive.m",
-        "sie.config.models.default",
-        "sie.gateway.g",
-        "sie.assigned.w1",
-        "sie.residency.w1",
-        "sie.cancel._default",
-        "$KV.sie_catalogue.x",
-        "$KV.sie_keys.x",
-        "$KV.sie_placement.x",
-        "$KV.sie_demand.x",
-        "$JS.API.STREAM.CREATE.WORK_mine",
-        "$JS.API.STREAM.DELETE.WORK__default",
-        "$JS.API.STREAM.MSG.GET.KV_sie_keys",
-        "$JS.API.STREAM.MSG.GET.WORK__default",
-        "$JS.API.STREAM.INFO.KV_sie_keys",
-        "$JS.API.CONSUMER.CREATE.KV_sie_keys.c",
-        "$JS.API.CONSUMER.MSG.NEXT.KV_sie_keys.c",
-        "$JS.API.CONSUMER.CREATE.WORK__default.c.f",
-    ),
-}
-# the copies of the buckets of keys and catalogue have the same rules
-FORBIDDEN_TO_PUBLISH = {
-    user: (
-        *subjects,
-        *(re.sub(r"(sie_(keys|catalogue))\b", r"\1_copy", subject) for subject in subjects if "sie_" in subject),
-    )
-    for user, subjects in FORBIDDEN_TO_PUBLISH.items()
-}
-FORBIDDEN_TO_HEAR = {
-    "gateway": (
-        "sie.work.>",
-        "sie.dead.>",
-        "sie.>",
-        ">",
-        "$KV.>",
-        "$JS.API.>",
-        "_INBOX.>",
-        "_INBOX.*.*",
-        "_INBOX.worker.>",
-        "_INBOX.operator.>",
-    ),
-    "config": (
-        "sie.work.>",
-        "sie.result.>",
-        "sie.cancel.*",
-        ">",
-        "$KV.>",
-        "_INBOX.>",
-        "_INBOX.*.*",
-        "_INBOX.worker.>",
-        "_INBOX.*.*.*",
-    ),
-    "worker": (
-        "sie.work.>",
-        "sie.result.>",
-        "sie.gateway.*",
-        "sie.health.*",
-        ">",
-        "$KV.>",
-        "sie.dead.>",
-        "_INBOX.>",
-        "_INBOX.*.*",
-        "_INBOX.gateway.>",
-        "_INBOX.config.*.*",
-    ),
-}
-
-
-@pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
-async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer, user: str) -> None:
-    """The broker refuses and logs each subject, and no forged message is delivered."""
-    subjects: list[str] = []
-
-    async def hear(message: CoreMessage) -> None:
-        subjects.append(message.subject)
-
-    before = len(violations(server))
-    async with connected(server, "operator") as operator, connected(server, user) as broker:
-        await operator.subscribe("sie.>", hear)
-        await operator.subscribe("$KV.>", hear)
-        for subject in FORBIDDEN_TO_PUBLISH[user]:
-            await broker.send(subject, b"forged")
-        for subject in FORBIDDEN_TO_HEAR[user]:
-            with contextlib.suppress(BrokerError):
-                await broker.subscribe(subject, hear)
-        count = len(FORBIDDEN_TO_PUBLISH[user]) + len(FORBIDDEN_TO_HEAR[user])
-        await until(lambda: len(violations(server)) - before >= count, f"{count} refusals")
-        log = "\n".join(violations(server)[before:])
-        for subject in (*FORBIDDEN_TO_PUBLISH[user], *FORBIDDEN_TO_HEAR[user]):
-            assert f'"{subject}"' in log
-        await operator.send("sie.test", b"")
-        await until(lambda: "sie.test" in subjects, "what the operator says")
-    assert set(subjects) == {"sie.test"}
-
-
-@pytest.mark.usefixtures("owner")
-@pytest.mark.parametrize("user", FORBIDDEN_TO_HEAR)
-async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, user: str) -> None:
-    """A user that subscribes to inboxes gets neither answers of the broker to other users nor answers between them."""
-    arrivals: list[str] = []
-    reply_subjects: list[str] = []
-
-    async def hear(message: CoreMessage) -> None:
-        arrivals.append(message.subject)
-
-    async def answer(message: CoreMessage) -> None:
-        reply_subjects.append(message.reply)
-        await brokers["gateway"].send(message.reply, b"confirmed")
-
-    async with contextlib.AsyncExitStack() as stack:
-        brokers = {
-            name: await stack.enter_async_context(connected(server, name)) for name in ("gateway", "config", "worker")
-        }
-        listener = await stack.enter_async_context(connected(server, user))
-        own = f"_INBOX.{user}."
-        for subject in ("_INBOX.*.*", "_INBOX.*.>", f"{own}>"):
-            with contextlib.suppress(BrokerError):
-                await listener.subscribe(subject, hear)
-        await brokers["gateway"].subscribe("sie.result.*.*", answer)
-        assert await brokers["worker"].request("sie.result.a.b", b"", 5) == b"confirmed"
-        for name, bucket in (("gateway", topology.PLACEMENT_BUCKET), ("config", topology.CATALOGUE_BUCKET)):
-            await brokers[name].key_value(bucket)
-        await listener.key_value(topology.KEYS_BUCKET) if user == "config" else await listener.stream_state(
-            "KV_sie_placement"
-        )
-        await until(lambda: arrivals, "its own answers, which come behind everything that was sent to it before")
-    assert [subject for subject in arrivals if not subject.startswith(own)] == []
-    assert [subject.rsplit(".", 2)[0] for subject in reply_subjects] == ["_INBOX.worker"]
-
-
-@pytest.mark.parametrize(
-    ("url", "prefix"),
-    [
-        ("nats://b:4222", "_INBOX"),
-        ("nats://token@b:4222", "_INBOX"),
-        ("nats://worker:x@b,nats://worker:x@c", "_INBOX.worker"),
-        ("nats://sie.%2A%20%3E%C3%A9:x@b", "_INBOX.sie-----"),
-    ],
-)
-def test_an_inbox_is_named_after_its_user(url: str, prefix: str) -> None:
-    assert transport.inbox_prefix(transport.split(url)[1]) == prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helm import CHOSEN, FILES, allowed, matches, objects, of_kind, rendered, template, workloads
+from helm import CHOSEN, FILES, allowed, objects, of_kind, rendered, template, workloads
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -33,19 +33,6 @@ def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
         for source, target, port in pairs
         if allowed(manifests, source, target, port)
     } == needed
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_no_pod_of_the_release_is_left_open(file: str) -> None:
-    manifests = rendered(file)
-    closed = of_kind("NetworkPolicy", manifests)["sie"]["spec"]
-    assert closed["policyTypes"] == ["Ingress", "Egress"]
-    assert closed["egress"] == [{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}]
-    assert "ingress" not in closed
-    assert all(
-        matches(closed, workload["spec"]["template"]["metadata"]["labels"])
-        for workload in workloads(manifests).values()
-    )
 
 
 def test_outside_is_reached_for_buckets_and_the_hub_alone() -> None:
@@ -92,16 +79,6 @@ def test_clients_and_monitors_are_those_that_are_named() -> None:
     assert not of_kind("NetworkPolicy", objects(template(values={**CHOSEN, "networkPolicy": {"enabled": False}})))
 
 
-def test_no_pod_reads_metrics_where_no_monitor_is_named() -> None:
-    """Kubernetes takes an empty `from` as everyone."""
-    manifests = objects(template(values={**CHOSEN, "networkPolicy": {"monitors": []}}))
-    rules = [
-        rule for policy in of_kind("NetworkPolicy", manifests).values() for rule in policy["spec"].get("ingress", ())
-    ]
-    assert 9090 not in {port["port"] for rule in rules for port in rule["ports"]}
-    assert all(rule["from"] for rule in rules if "from" in rule)
-
-
 @pytest.mark.parametrize(
     ("host", "path", "root"), [("a.example", "/", None), ("a.example", "/sie", "/sie"), ("*.example.com", "/", None)]
 )
@@ -121,17 +98,6 @@ def test_the_ingress_leads_to_the_gateway(host: str, path: str, root: str | None
         port["name"] for port in of_kind("Service", manifests)[service["name"]]["spec"]["ports"]
     }
     assert variables(container(manifests, "sie-gateway", "gateway")).get("SIE_ROOT_PATH") == root
-
-
-@pytest.mark.parametrize("path", ["/", "/sie"])
-def test_the_ingress_leads_agents_to_their_tools(path: str) -> None:
-    ingress = {"enabled": True, "path": path, "host": "a.example"}
-    manifests = objects(template(values={**CHOSEN, "ingress": ingress, "mcp": {"enabled": True}}))
-    paths = of_kind("Ingress", manifests)["sie-gateway"]["spec"]["rules"][0]["http"]["paths"]
-    assert [(route["path"], route["backend"]["service"]["name"]) for route in paths] == [
-        (f"{path.rstrip('/')}/mcp", "sie-mcp"),
-        (path, "sie-gateway"),
-    ]
 
 
 def test_idle_connections_outlive_those_of_the_load_balancers() -> None:

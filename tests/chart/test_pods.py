@@ -25,16 +25,12 @@ from helm import (
 )
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
-from sie_cli import main as cli
 from sie_cli.serve.environment import HUB
-from sie_contracts.gpu_type import gpu_type
 from sie_contracts.settings import BY_NAME, Secret, load
 from sie_gateway.process import longest_drain_s
 from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
 
-COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-PAUSE_S = 15.0  # how long a busy node may keep a process from running
 
 
 @pytest.fixture(params=FILES)
@@ -58,26 +54,6 @@ def test_every_container_has_probes_and_resources(manifests: tuple[dict[str, Any
                 assert entry[probe]["httpGet"]["port"] in ports
         if entry["name"] in ("gateway", "config", "worker-sidecar", "mcp"):
             assert [entry[probe]["httpGet"]["path"] for probe in PROBES] == ["/healthz", "/healthz", "/readyz"]
-
-
-def test_who_waits_for_the_broker_is_not_restarted_meanwhile(manifests: tuple[dict[str, Any], ...]) -> None:
-    """A gateway and a sidecar listen once they are connected, and a broker may take its whole time to start."""
-
-    def longest_s(entry: dict[str, Any]) -> int:
-        return int(entry["startupProbe"]["periodSeconds"] * entry["startupProbe"]["failureThreshold"])
-
-    broker_s = longest_s(container(manifests, "sie-nats", "nats"))
-    waiting = [entry for _, _, entry in containers(manifests) if entry["name"] in ("gateway", "worker-sidecar")]
-    assert len(waiting) > 1
-    assert all(longest_s(entry) > broker_s for entry in waiting)
-
-
-def test_a_process_that_stands_still_for_seconds_is_not_restarted(manifests: tuple[dict[str, Any], ...]) -> None:
-    """A pause may begin just before a probe, so the first probe may fail at once."""
-    for name, _, entry in containers(manifests):
-        if probe := entry.get("livenessProbe"):
-            survived_s = probe.get("periodSeconds", 10) * (probe.get("failureThreshold", 3) - 1)
-            assert survived_s > PAUSE_S, (name, entry["name"])
 
 
 def test_pods_keep_to_the_restricted_standard(manifests: tuple[dict[str, Any], ...]) -> None:
@@ -135,32 +111,6 @@ def test_the_adapter_ends_after_its_sidecar_has_drained(manifests: tuple[dict[st
             assert SIDECAR_DRAIN_S < waits_s < pod(workload)["terminationGracePeriodSeconds"] - ADAPTER_DRAIN_S
 
 
-def test_a_longer_request_gives_pods_more_time() -> None:
-    manifestsrendered = objects(
-        template(values={**CHOSEN, "gateway": {"requestTimeoutSeconds": 599.5, "preStopSeconds": 20}})
-    )
-    assert {
-        pod(workload)["terminationGracePeriodSeconds"]
-        for name, workload in workloads(manifestsrendered).items()
-        if name != "sie-nats"
-    } == {600 + 20 + 30}
-
-
-def test_every_workload_has_a_budget_that_lets_nodes_drain(manifests: tuple[dict[str, Any], ...]) -> None:
-    for workload in workloads(manifests).values():
-        labels = workload["spec"]["template"]["metadata"]["labels"]
-        budgets = [budget["spec"] for budget in of_kind("PodDisruptionBudget", manifests).values()]
-        assert [
-            budget["maxUnavailable"]
-            for budget in budgets
-            if budget["selector"]["matchLabels"].items() <= labels.items()
-        ] == [1]
-    for name in ("sie-gateway", "sie-config"):
-        assert (
-            pod(workloads(manifests)[name])["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
-        )
-
-
 def test_one_account_for_each_component_that_may_do_nothing(manifests: tuple[dict[str, Any], ...]) -> None:
     accounts = of_kind("ServiceAccount", manifests)
     for name, workload in workloads(manifests).items():
@@ -180,57 +130,6 @@ def test_one_account_for_each_component_that_may_do_nothing(manifests: tuple[dic
     assert not of_kind("ClusterRole", manifests)
 
 
-def test_no_variable_of_a_service_reaches_a_process(manifests: tuple[dict[str, Any], ...]) -> None:
-    """For the service sie-gateway-metrics, Kubernetes would set SIE_GATEWAY_METRICS_PORT to tcp://..., and a gateway
-    refuses to start with that value.
-    """
-    for workload in workloads(manifests).values():
-        assert pod(workload)["enableServiceLinks"] is False
-
-
-def test_arguments_are_those_of_the_commands(manifests: tuple[dict[str, Any], ...]) -> None:
-    commands = set()
-    for _, _, entry in containers(manifests):
-        component = COMPONENTS.get(entry["name"])
-        if component is None:
-            continue
-        commands.add(component)
-        assert "command" not in entry  # the command is that of the image, `sie <component>`
-        command = cli.main.commands[component]
-        command.make_context(component, list(entry.get("args", ())), resilient_parsing=False)
-    assert commands == set(COMPONENTS.values())
-
-
-def test_ports_are_those_that_processes_listen_on(manifests: tuple[dict[str, Any], ...]) -> None:
-    gateway = container(manifests, "sie-gateway", "gateway")
-    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
-    assert f"--port={ports['http']}" in gateway["args"]
-    assert variables(gateway)["SIE_GATEWAY_METRICS_PORT"] == str(ports["metrics"])
-    config = container(manifests, "sie-config", "config")
-    assert f"--port={config['ports'][0]['containerPort']}" in config["args"]
-    for _, _, entry in containers(manifests):
-        if entry["name"] == "worker-sidecar":
-            assert variables(entry)["SIE_WORKER_METRICS_PORT"] == str(entry["ports"][0]["containerPort"])
-
-
-def test_urls_name_services_and_ports_that_exist(manifests: tuple[dict[str, Any], ...]) -> None:
-    services = {
-        (name, port["port"]) for name, entry in of_kind("Service", manifests).items() for port in entry["spec"]["ports"]
-    }
-    named = {port["name"] for _, _, entry in containers(manifests) for port in entry.get("ports", ())}
-    for service in of_kind("Service", manifests).values():
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
-    urls = set()
-    for _, _, service in containers(manifests):
-        texts = [*service.get("args", ()), *(value for value in variables(service).values() if isinstance(value, str))]
-        pairs = (
-            pair for text in texts for pair in re.findall(r"(?:http|nats)://(?:[^@/]*@)?(sie-[a-z-]+):(\d+)", text)
-        )
-        urls |= {(host, int(port)) for host, port in pairs}
-    assert urls >= {("sie-config", 8081), ("sie-gateway", 8080), ("sie-nats", 4222)}
-    assert urls <= services
-
-
 def test_the_socket_is_in_a_folder_of_this_user_alone(manifests: tuple[dict[str, Any], ...]) -> None:
     """The folder has mode 0700 and the same path in both containers, on a volume that outlives each of them."""
     for name, workload in workloads(manifests).items():
@@ -246,42 +145,6 @@ def test_the_socket_is_in_a_folder_of_this_user_alone(manifests: tuple[dict[str,
         for place in [folder, *spec["containers"]]:
             assert {"name": "socket", "mountPath": "/run/sie"} in place["volumeMounts"]
         assert "emptyDir" in next(volume for volume in spec["volumes"] if volume["name"] == "socket")
-
-
-def test_a_worker_is_told_the_type_of_its_gpu_by_its_machine_profile_or_its_group() -> None:
-    """A worker with a machine profile that the chart does not know detects the type."""
-    groups: dict[str, Any] = {
-        **{name: {"machineProfile": name} for name in ("cpu", "l4", "a100-80gb", "h100")},
-        "own": {"machineProfile": "rack-7", "gpu": True},
-        "other": {"machineProfile": "h100", "gpuType": "h200"},
-    }
-    manifestsrendered = objects(template(values={**CHOSEN, "workers": {"groups": groups}}))
-    types = {
-        name: variables(container(manifestsrendered, f"sie-worker-{name}", "worker-sidecar")).get("SIE_GPU_TYPE")
-        for name in groups
-    }
-    names = {name: name for name in ("cpu", "l4", "a100-80gb", "h100")}
-    assert types == {**names, "own": None, "other": "h200"}
-    assert all(gpu_type(name) == name for name in names)
-    assert "SIE_GPU_TYPE" not in variables(container(manifestsrendered, "sie-gateway", "gateway"))
-
-
-def test_one_adapter_for_each_gpu(manifests: tuple[dict[str, Any], ...]) -> None:
-    for name, workload in workloads(manifests).items():
-        if not name.startswith("sie-worker"):
-            continue
-        adapter, sidecar = container(manifests, name, "adapter"), container(manifests, name, "worker-sidecar")
-        counts = [adapter["resources"][kind].get("nvidia.com/gpu", 0) for kind in ("requests", "limits")]
-        assert counts == [int(variables(sidecar)["SIE_GPU_COUNT"])] * 2
-        assert "nvidia.com/gpu" not in json.dumps(sidecar["resources"])
-        on_gpu = bool(counts[0])
-        assert adapter["image"].partition(":")[0].rpartition("/")[2] == (
-            "sie-adapter-cuda" if on_gpu else "sie-adapter-cpu"
-        )
-        assert not (on_gpu and variables(adapter)["SIE_DEVICE"] == "cpu")
-        taints = {toleration["key"] for toleration in pod(workload).get("tolerations", ())}
-        if on_gpu:
-            assert taints & {"nvidia.com/gpu", "sku"}
 
 
 @pytest.mark.parametrize(
@@ -328,24 +191,6 @@ def test_secrets_are_named_and_never_written(manifests: tuple[dict[str, Any], ..
             assert not HUB & variables(entry).keys(), workload
         if entry["name"] == "adapter":
             assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "SIE_NATS_PASSWORD"} & variables(entry).keys()
-
-
-@pytest.mark.parametrize(
-    ("catalogue", "place"), [({"configMap": "mine"}, "/etc/sie/models"), ({"url": "s3://a/b"}, "s3://a/b"), ({}, None)]
-)
-def test_workers_look_at_the_operator_s_models_themselves(catalogue: dict[str, str], place: str | None) -> None:
-    """The folder may hold code and paths, so an adapter checks it itself."""
-    manifestsrendered = objects(template(values={**CHOSEN, "catalogue": catalogue}))
-    for workload, name in (("sie-config", "config"), ("sie-worker-cpu", "adapter")):
-        assert variables(container(manifestsrendered, workload, name)).get("SIE_MODELS_DIR") == place
-
-
-def test_each_component_comes_to_the_broker_as_itself(manifests: tuple[dict[str, Any], ...]) -> None:
-    for _, _, entry in containers(manifests):
-        user = {"gateway": "gateway", "config": "config", "worker-sidecar": "worker"}.get(entry["name"])
-        if user is not None:
-            assert variables(entry)["SIE_NATS_URL"].startswith(f"nats://{user}@")
-            assert variables(entry)["SIE_NATS_PASSWORD"]["secretKeyRef"]["key"] == f"nats-{user}"
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("none", None), ("static", False), ("token", True)])

@@ -6,19 +6,12 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import helm
 import kubernetes_validate
 import pytest
-import yaml
-from helm import CHART, CHOSEN, FILES, HelmError, containers, of_kind, rendered, template, workloads
-
-from sie_contracts.settings import load
+from helm import CHART, CHOSEN, FILES, HelmError, of_kind, rendered, template, workloads
 
 KUBERNETES = (
     "1.28",  # the oldest that Chart.yaml admits
@@ -67,14 +60,6 @@ def test_every_core_object_is_valid(version: str) -> None:
     }
 
 
-def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
-    """The validation of the test above can fail."""
-    manifest = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
-    manifest["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(manifest, "1.34", strict=True)
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
     keys = set()
@@ -93,34 +78,12 @@ def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
         assert any(selected.items() <= label_set.items() for label_set in labels)
 
 
-@pytest.mark.parametrize(
-    "image",
-    [
-        "mirror.example.com:5000/my_images/nats:2.12",
-        f"nats@sha256:{'0' * 64}",
-        f"mirror:5000/nats:2.12@sha256:{'0' * 64}",
-    ],
-)
-def test_the_broker_comes_from_any_registry(image: str) -> None:
-    manifests = helm.objects(template(values={**CHOSEN, "nats": {"image": image}}))
-    assert helm.container(manifests, "sie-nats", "nats")["image"] == image
-
-
-def test_a_part_of_a_processor_may_be_a_number() -> None:
-    manifests = helm.objects(template(values={**CHOSEN, "gateway": {"resources": {"requests": {"cpu": 0.5}}}}))
-    assert helm.container(manifests, "sie-gateway", "gateway")["resources"]["requests"]["cpu"] == 0.5
-
-
 @pytest.mark.parametrize("release", ["12", "sie.v1"])
 def test_a_release_with_a_name_that_services_may_not_have_needs_another_one(release: str) -> None:
     arguments = ("template", release, str(CHART), "--namespace", helm.NAMESPACE)
     with pytest.raises(HelmError, match="fullnameOverride: the name of the release"):
         helm.helm(*arguments, values=CHOSEN)
     assert "name: one-gateway\n" in helm.helm(*arguments, values={**CHOSEN, "fullnameOverride": "one"})
-
-
-def test_hooks_are_not_used() -> None:
-    assert all("helm.sh/hook" not in json.dumps(manifest) for file in FILES for manifest in rendered(file))
 
 
 CPU = {"machineProfile": "cpu"}
@@ -271,24 +234,6 @@ def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) 
     assert "at <" not in error_text, "a template broke on it before it was checked"
 
 
-def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> None:
-    with pytest.raises(HelmError, match=r"settings\.SIE_ODD: no process reads it here"):
-        template("values.yaml", {**CHOSEN, "settings": {"SIE_ODD": 1}}, "--skip-schema-validation")
-
-
-def test_gpu_nodes_need_neither_ingress_nor_keda_nor_prometheus() -> None:
-    manifests = rendered("values-gpu.yaml")
-    kinds = {manifest["kind"] for manifest in manifests}
-    assert kinds.isdisjoint({"Ingress", "ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule"})
-    (worker,) = (workload for name, workload in workloads(manifests).items() if "worker" in name)
-    pod = worker["spec"]["template"]["spec"]
-    assert "nvidia.com/gpu.product" in pod["nodeSelector"]
-    assert any(container_spec["resources"]["limits"].get("nvidia.com/gpu") == 1 for container_spec in pod["containers"])
-    assert all(
-        container_spec["image"].startswith("registry.example.com/sie/sie-") for container_spec in pod["containers"]
-    )
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
     manifests = rendered(file)
@@ -298,131 +243,3 @@ def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
         assert ("replicas" in workload["spec"]) == (name not in scaled), name
     if file in ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml"):
         assert scaled == {name for name in workloads(manifests) if name not in ("sie-config", "sie-nats")}
-
-
-@pytest.fixture(scope="module")
-def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart with its notes in a ConfigMap, because `helm template` omits notes and `helm install` needs a
-    cluster.
-    """
-    chart = Path(shutil.copytree(CHART, tmp_path_factory.mktemp("noted") / "chart"))
-    notes = chart / "templates" / "NOTES.txt"
-    head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: |\n"
-    text = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}{head}{{{{ include "notes" . | indent 4 }}}}\n'
-    (chart / "templates" / "notes.yaml").write_text(text)
-    notes.unlink()
-    return chart
-
-
-@pytest.mark.parametrize(
-    ("file", "mode", "expected"),
-    [
-        (
-            "values-kind.yaml",
-            "none",
-            (
-                "kubectl -n search rollout status deployment/sie-gateway",
-                "kubectl -n search port-forward service/sie-gateway 8080:8080",
-                """all-MiniLM-L6-v2 \\\n          -d '{"items":""",
-                "_default.cpu.default: 1\n",
-            ),
-        ),
-        ("values-kind.yaml", "static", ('-H "Authorization: Bearer $TOKEN"', "key auth-tokens of the secret tokens")),
-        (
-            "values-gke.yaml",
-            "token",
-            (
-                "Connect: http://sie.example.com\n",
-                "curl -s http://sie.example.com/v1/encode/",
-                "port-forward service/sie-nats 4222:4222",
-                "TOKEN=$(SIE_NATS_PASSWORD=PASSWORD sie keys create first --nats-url nats://operator@127.0.0.1:4222)\n",
-                "_default.l4.default: 0 to 4 by KEDA",
-            ),
-        ),
-    ],
-)
-def test_the_notes_tell_the_next_command(noted: Path, file: str, mode: str, expected: tuple[str, ...]) -> None:
-    values = {"auth": {"mode": mode, "secretName": "tokens"}}
-    text = helm.helm(
-        "template",
-        "sie",
-        str(noted),
-        "--namespace",
-        "search",
-        "--show-only",
-        "templates/notes.yaml",
-        *helm.arguments(file),
-        values=values,
-    )
-    notes = helm.objects(text)[0]["data"]["notes"]
-    for part in expected:
-        assert part in notes
-    assert ("Bearer" in notes) == (mode != "none")
-
-
-def test_the_notes_know_a_prefix_and_a_broker_of_yours(noted: Path) -> None:
-    values = {
-        "auth": {"mode": "token", "secretName": "tokens"},
-        "nats": {"enabled": False, "url": "tls://one:4222"},
-        "ingress": {"enabled": True, "host": "*.a.example", "path": "/sie", "tlsSecretName": "tls"},
-    }
-    notes = helm.objects(
-        helm.helm("template", "sie", str(noted), "--show-only", "templates/notes.yaml", values=values)
-    )[0]["data"]["notes"]
-    assert "curl -s https://sie.a.example/sie/v1/encode/" in notes
-    assert "--nats-url tls://operator@one:4222)\n" in notes
-    assert "port-forward" not in notes
-
-
-PAGE = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
-
-
-def test_the_page_names_the_keys_of_the_secret() -> None:
-    references = re.findall(r'"secretKeyRef": (\{[^}]*\})', json.dumps(rendered("values-ha.yaml")))
-    keys = {reference["key"] for reference in map(json.loads, references) if reference["name"] == "sie"}
-    table = PAGE.partition("| key of the secret |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`([a-z-]+)`", " ".join(line.split("|")[1] for line in table.splitlines()[2:]))) == keys
-
-
-def test_the_page_s_groups_render_as_it_says() -> None:
-    block = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]  # the others are about placement and spot nodes
-    manifests = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
-    assert of_kind("ScaledObject", manifests)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
-    environ = helm.variables(helm.container(manifests, "sie-worker-reranking", "worker-sidecar"))
-    assert environ["SIE_BATCHER_MAX_BATCH_REQUESTS"] == "24"
-
-
-def test_the_page_s_commands_name_files_that_exist() -> None:
-    root = CHART.parents[1]
-    for path in re.findall(r"(?:charts|docker|tests)/[A-Za-z0-9_./-]+\.[A-Za-z]+", PAGE):
-        assert (root / path).is_file(), path
-    images = re.search(r"for image in ([a-z -]+);", PAGE)
-    assert images is not None
-    for image in images[1].split():
-        planned = subprocess.run(["make", "-n", f"image-{image}"], cwd=root, capture_output=True, text=True, timeout=30)
-        dockerfile = re.search(r"-f (\S+)", planned.stdout)
-        assert dockerfile is not None, planned.stderr
-        assert f"AS {image}\n" in (root / dockerfile[1]).read_text() or dockerfile[1].endswith(f"/{image}.Dockerfile")
-
-
-def test_settings_reach_the_process_that_reads_them() -> None:
-    """The sidecar reads SIE_IMAGE_WORKERS and the gateway SIE_CORS_ORIGINS, with the values that were written."""
-    chosen = {"SIE_IMAGE_WORKERS": 7, "SIE_CORS_ORIGINS": "https://a.example.com,https://b.example.com"}
-    manifests = [
-        manifest for manifest in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if manifest
-    ]
-    readers: dict[str, set[str]] = {name: set() for name in chosen}
-    for _, _, container_spec in containers(manifests):
-        environ = {
-            variable["name"]: variable["value"] for variable in container_spec.get("env", ()) if "value" in variable
-        }
-        for name in readers.keys() & environ.keys():
-            readers[name].add(container_spec["name"])
-            settings = load(environ={name: environ[name]}).settings
-            expected = {"SIE_IMAGE_WORKERS": 7, "SIE_CORS_ORIGINS": ("https://a.example.com", "https://b.example.com")}[
-                name
-            ]
-            assert {"SIE_IMAGE_WORKERS": settings.image_workers, "SIE_CORS_ORIGINS": settings.cors_origins}[
-                name
-            ] == expected
-    assert readers == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_CORS_ORIGINS": {"gateway"}}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import helm
 import httpx
 import pytest
-from helm import CHOSEN, HelmError, Object, objects, of_kind, pod, rendered, template, upgraded, workloads
+from helm import CHOSEN, HelmError, Object, objects, of_kind, pod, template, upgraded, workloads
 
 from sie_runtime.http.asgi import Receive, Scope, Send, reply
 from sie_runtime.http.server import HttpServer
@@ -144,84 +141,6 @@ def test_an_upgrade_that_leaves_the_broker_s_volumes_is_refused(before: Values, 
         release.upgrade(after)
 
 
-def test_the_broker_of_another_release_does_not_count() -> None:
-    text = helm.helm("template", "other", str(helm.CHART), "--namespace", helm.NAMESPACE, values=CHOSEN)
-    assert of_kind("StatefulSet", upgraded(objects(text), CHOSEN)).keys() == {"sie-nats"}
-    assert not of_kind("StatefulSet", upgraded(objects(text), {**CHOSEN, **OUTSIDE}))
-
-
-# pods of a rollout on nodes with taints
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A pod on a node."""
-
-    node: str
-    labels: tuple[tuple[str, str], ...]
-
-
-CPU_NODES, GPU_NODES = ("cpu-1", "cpu-2", "cpu-3"), ("gpu-1", "gpu-2")
-TAINTS: dict[str, list[dict[str, str]]] = {
-    **{node: [] for node in CPU_NODES},
-    **{node: [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] for node in GPU_NODES},
-}
-
-
-def tolerates(spec: Object, node: str) -> bool:
-    keys = {toleration["key"] for toleration in spec.get("tolerations", ())}
-    return all(taint["key"] in keys for taint in TAINTS[node])
-
-
-def admitted(spec: Object, labels: dict[str, str], placed: list[Placed]) -> list[str]:
-    """Return the nodes on which the scheduler would put a pod, those with fewer pods first: topology spread with
-    DoNotSchedule, taints and tolerations. Each node is a domain.
-    """
-    (constraint,) = spec["topologySpreadConstraints"]
-    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "DoNotSchedule")
-    is_honoured = constraint.get("nodeTaintsPolicy") == "Honor"
-    domains = [node for node in TAINTS if not is_honoured or tolerates(spec, node)]
-    keys = [key for key in constraint.get("matchLabelKeys", ()) if key in labels]
-    selected = {**constraint["labelSelector"]["matchLabels"], **{key: labels[key] for key in keys}}.items()
-    counts = Counter(peer.node for peer in placed if selected <= dict(peer.labels).items())
-    least = min(counts[node] for node in domains)
-    fitting = [node for node in domains if counts[node] + 1 - least <= constraint["maxSkew"] and tolerates(spec, node)]
-    return sorted(fitting, key=counts.__getitem__)
-
-
-def revisions(workload: Object, replicas: int) -> Iterator[list[Placed]]:
-    """Yield the pods after the start of a workload and after its rollout. Fail if a pod finds no node."""
-    placed: list[Placed] = []
-    spec, template_labels = pod(workload), workload["spec"]["template"]["metadata"]["labels"]
-    for revision in ("1", "2"):
-        label = "pod-template-hash" if workload["kind"] == "Deployment" else "controller-revision-hash"
-        labels = {**template_labels, label: revision}
-        old = list(placed)
-        for _ in range(replicas):
-            if old and workload["kind"] == "StatefulSet":  # without a surge: the old pod ends first
-                placed.remove(old.pop())
-            nodes = admitted(spec, labels, placed)
-            assert nodes, f"revision {revision}: no node for one of {replicas} pods; placed: {placed}"
-            placed.append(Placed(nodes[0], tuple(labels.items())))
-            if old:
-                placed.remove(old.pop())
-        yield placed
-
-
-@pytest.mark.parametrize("replicas", [1, 3, 5])
-@pytest.mark.parametrize("name", ["sie-gateway", "sie-config", "sie-nats"])
-def test_a_rollout_ends_beside_nodes_that_its_pods_do_not_tolerate(name: str, replicas: int) -> None:
-    """Without `nodeTaintsPolicy: Honor` each GPU node is a domain without pods. Then a CPU node may have one pod, the
-    second one waits, and with it the rollout.
-    """
-    workload = workloads(rendered("values-ha.yaml"))[name]
-    for placed in revisions(workload, replicas):
-        counts = Counter(running.node for running in placed)
-        assert len(placed) == replicas
-        assert counts.keys() <= {*CPU_NODES}
-        assert max(counts.values()) - min(counts[node] for node in CPU_NODES) <= 1
-
-
 # address families and DNS
 
 
@@ -272,12 +191,3 @@ def test_a_service_by_ipv6_needs_pods_that_listen_on_it(network: Values) -> None
     with pytest.raises(HelmError, match=r'network\.host: 0\.0\.0\.0 .*"::"'):
         template(values={**CHOSEN, "network": network})
     template(values={**CHOSEN, "network": {**network, "host": "::"}})
-
-
-def test_pods_ask_for_names_on_the_ports_of_the_cluster_s_dns() -> None:
-    """A policy applies to the port of the pod that answers, not to that of its Service."""
-    manifests = objects(template(values={**CHOSEN, "networkPolicy": {"dnsPorts": [53, 5353]}}))
-    (rule,) = of_kind("NetworkPolicy", manifests)["sie"]["spec"]["egress"]
-    assert {(port["port"], port["protocol"]) for port in rule["ports"]} == {
-        (port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")
-    }

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sie_runtime.failpoints import CRASHED
 from sie_runtime.process import EXIT_BAD_SETTING
 
 pytestmark = pytest.mark.skipif(
@@ -91,15 +90,6 @@ def test_a_child_that_dies_is_replaced_with_longer_and_longer_pauses(start: Star
     assert pauses == ["0.1", "0.2"]
 
 
-def test_one_that_lived_longer_is_replaced_at_once(start: Start) -> None:
-    child = """
-    os.write(written, b".")
-    os._exit(3 if os.fstat(written).st_size < 2 else 0)
-    """
-    parent = start(child, WRITTEN + "; forkserver.STEADY_S = -1.0")
-    assert "ended with status 3; a new one starts in 0 s" in line_with("ended", parent)
-
-
 @pytest.mark.parametrize("status", [0, EXIT_BAD_SETTING])
 def test_a_child_that_drained_or_refuses_its_settings_ends_the_parent(start: Start, status: int) -> None:
     parent = start(f"os._exit({status})")
@@ -128,12 +118,6 @@ def test_the_child_of_a_killed_parent_ends(start: Start) -> None:
     child = psutil.Process(serving(parent))
     parent.kill()
     assert psutil.wait_procs([child], timeout=60)[1] == []
-
-
-def test_failpoints_are_those_of_the_first_child(start: Start) -> None:
-    parent = start("failpoints.failpoint('adapter.loaded'); os._exit(0)", "failpoints.arm('adapter.loaded=crash')")
-    assert f"ended with status {CRASHED}" in line_with("ended", parent)
-    assert parent.wait(60) == 0
 
 
 def test_a_process_with_threads_serves_itself_and_says_so(start: Start) -> None:

@@ -39,17 +39,6 @@ def codes(answers: list[httpx.Response]) -> Counter[str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
-async def test_as_many_requests_at_once_as_may_be_in_progress_are_all_answered_by_a_fresh_server(
-    tmp_path: Path,
-) -> None:
-    """The first requests have to wait until the model is loaded."""
-    device = Device(batch_ms=50.0, token_us=500.0, load_s=2.0)
-    with Stack(tmp_path, Plan((MODEL,), workers=(device,), preload=False)) as stack:
-        assert codes(await at_once(stack.urls[0], 512)) == {"200": 512}
-
-
-@pytest.mark.long
 @pytest.mark.serial
 @pytest.mark.timeout(300)
 async def test_a_slow_machine_refuses_nothing_that_it_can_answer(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""The API as clients see it. Each verb without a broker is in test_standalone.py."""
+"""The API over real processes, as clients see it: numbers of public libraries, one envelope for what is refused, shared
+batches, and each verb without a broker as with one.
+"""
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import json
-import math
-import time
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,18 @@ import numpy as np
 import oracle
 import pytest
 import shared
-from click.testing import CliRunner
-from cluster import MODEL, Cluster, running, until
+from cluster import MODEL, Cluster, running
+from local_models import M3_OUTPUTS, SKETCH, TOKEN_WIDTH, LocalModels
 
-from sie_cli.main import main
 from sie_client import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 from sie_contracts import arrays
 from sie_contracts.stages import STAGES
+
+pytestmark = shared.OPEN
+Json = dict[str, Any]
+TEXTS = ["river search queue", "the winter garden (of music)", "Zürich, 東京 and 😀", "kernel"]
+PAIRED = "planet history of the harbour"
+
 
 TIMING_KEYS = {
     *STAGES,
@@ -36,16 +42,9 @@ TIMING_KEYS = {
 }
 
 
-pytestmark = shared.OPEN
-
-
-@pytest.fixture(scope="module", params=["cluster", pytest.param("standalone", marks=pytest.mark.long)])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if request.param == "cluster":
-        yield request.getfixturevalue("open_cluster")
-        return
-    with running(tmp_path_factory.mktemp("api"), "--preload", MODEL, "--standalone") as cluster:
-        yield cluster
+@pytest.fixture(scope="module")
+def cluster(open_cluster: Cluster) -> Cluster:
+    return open_cluster
 
 
 @pytest.fixture(scope="module")
@@ -59,51 +58,44 @@ def post(client: httpx.Client, body: object, model: str = MODEL, **headers: str)
     return client.post(f"/v1/encode/{model}", content=content, headers=headers)
 
 
+def ask(client: httpx.Client, verb: str, model: str, body: object, **headers: str) -> Json:
+    answer = client.post(f"/v1/{verb}/test/{model}", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def refusal(client: httpx.Client, verb: str, model: str, body: object) -> tuple[int, str, str]:
+    answer = client.post(f"/v1/{verb}/test/{model}", json=body)
+    return answer.status_code, answer.json()["code"], answer.json()["error"].get("reason", "")
+
+
+BIG = 20_000
+
+
+ODD = {
+    "empty": "",
+    "no spaces": "x" * BIG,
+    "one wide character": "\u6771" * (BIG // 3),
+    "spaces": " " * 10_000,
+    "emoji": "👩\u200d💻😀🏳\ufe0f\u200d🌈" * 50,
+    "right to left": "שלום עולם \u202e مرحبا بالعالم",
+    "controls": "".join(map(chr, range(32))) * 20,
+    "nul": "\0",
+    "nul inside": "a\0b",
+    "marks": "e" + "\u0301" * 5000,
+    "no characters": "\ufeff\u200b\ufffe\uffff\U0010ffff",
+    "special tokens": "[CLS] [SEP] [PAD] [MASK] </s> <|im_end|>",
+    "fields": "{query}{document}{text}{instruction}{}{0}%s$x",
+}
+
+
 def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> None:
-    """One request holds texts of many lengths. The reference computes in float32."""
-    texts = [*oracle.ragged_texts(40, seed=1), "", "Zürich, 東京 and 😀", "First line.\nSecond line."]
+    """One request holds texts of many lengths, and odd ones. The reference computes in float32."""
+    texts = [*oracle.ragged_texts(40, seed=1), "First line.\nSecond line.", *ODD.values()]
     answer = post(client, {"items": [{"text": text} for text in texts]})
     assert answer.status_code == 200
     got = np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
     assert oracle.cosines(got, oracle.encode(texts)).min() >= 0.999
-
-
-def test_the_models_are_listed_by_the_command(cluster: Cluster) -> None:
-    """The list comes from the config service, or from the gateway where there is no config service."""
-    listed = CliRunner().invoke(main, ["models", "list", "--data-dir", str(cluster.data_dir)])
-    assert listed.exit_code == 0, listed.output
-    assert any({MODEL, "encode", "default"} <= set(line.split()) for line in listed.stdout.splitlines())
-    if "--standalone" in cluster.argv:
-        assert listed.stderr == f"models of {cluster.url}\n"
-
-
-def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
-    body = {"items": [{"id": "a", "text": "Hello", "metadata": {"n": 1}}, {"text": "World"}]}
-    as_json = post(client, body, accept="application/json").json()
-    answer = client.post(
-        f"/v1/encode/{MODEL}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"}
-    )
-    assert answer.headers["content-type"] == "application/msgpack"
-    raw = msgspec.msgpack.decode(answer.content)
-    dense = raw["items"][0]["dense"]["values"]
-    assert list(dense) == [b"nd", b"type", b"kind", b"shape", b"data"]
-    as_msgpack = arrays.unpack(raw)
-    assert as_json["items"][0]["id"] == as_msgpack["items"][0]["id"] == "a"
-    assert as_json["items"][0]["metadata"] == as_msgpack["items"][0]["metadata"] == {"n": 1}
-    assert "id" not in as_json["items"][1]
-    for left, right in zip(as_json["items"], as_msgpack["items"], strict=True):
-        assert np.allclose(np.array(left["dense"]["values"], np.float32), right["dense"]["values"], atol=2e-3)
-        assert right["dense"]["values"].dtype == np.float32
-    assert set(as_json["timing"]) == set(as_msgpack["timing"]) == TIMING_KEYS
-
-
-def test_curl_gets_json_without_saying_so(client: httpx.Client) -> None:
-    """Curl sends `Accept: */*` and a form content type."""
-    answer = post(
-        client, {"items": ["Hello"]}, **{"content-type": "application/x-www-form-urlencoded", "accept": "*/*"}
-    )
-    assert answer.headers["content-type"] == "application/json"
-    assert len(answer.json()["items"][0]["dense"]["values"]) == 384
 
 
 def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -> None:
@@ -150,23 +142,6 @@ def test_truncation_is_never_silent(client: httpx.Client) -> None:
     assert (alone.status_code, alone.json()["code"], alone.json()["errors"][0]["index"]) == (400, "INVALID_INPUT", 0)
 
 
-def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> None:
-    body = {"items": [{"text": "a"}, {"id": "x"}, {"text": "b"}, {"images": ["aGVsbG8="]}, {"text": ""}]}
-    answer = post(client, body)
-    assert answer.status_code == 200
-    slots = answer.json()["items"]
-    assert [("dense" in slot, slot.get("error", {}).get("reason")) for slot in slots] == [
-        (True, None),
-        (False, "empty_item"),
-        (True, None),
-        (False, "unsupported_modality"),
-        (True, None),
-    ]
-    assert slots[1]["id"] == "x"
-    assert answer.headers["x-sie-failed-items"] == "2"
-    assert post(client, {**body, "params": {"on_item_error": "fail"}}).status_code == 400
-
-
 def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
     """2,048 inputs become many messages and one answer."""
     texts = [f"text number {number}" for number in range(2048)]
@@ -177,72 +152,6 @@ def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
     expected = oracle.encode([texts[index] for index in some])
     got = np.array([slots[index]["dense"]["values"] for index in some])
     assert oracle.cosines(got, expected).min() >= 0.998
-
-
-def test_model_names(client: httpx.Client) -> None:
-    """A name may have other case, escapes, a revision or a bundle. The reply has the model's own name."""
-    revision = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
-    for name in (MODEL.upper(), MODEL.replace("/", "%2F"), f"{MODEL}@{revision}", f"default:/{MODEL}", MODEL + "/"):
-        answer = post(client, {"items": ["Hello"]}, name)
-        assert answer.status_code == 200, name
-        assert answer.headers["x-sie-model"] == MODEL
-    assert post(client, {"items": ["Hello"]}, f"{MODEL}@main").json()["error"]["reason"] == "revision_not_found"
-    assert post(client, {"items": ["Hello"]}, f"{MODEL}:nope").json()["error"]["reason"] == "profile_not_found"
-    assert post(client, {"items": ["Hello"]}, f"other:/{MODEL}").json()["code"] == "BUNDLE_CONFLICT"
-
-
-def test_the_models_api(client: httpx.Client) -> None:
-    answer = client.get("/v1/models").json()
-    assert answer["object"] == "list"
-    assert answer["data"] == answer["models"]
-
-    def told_alike() -> Any:
-        """Return the entry of the list if the model's own route has the same: a heartbeat may come in between."""
-        listed = next(model for model in client.get("/v1/models").json()["data"] if model["id"] == MODEL)
-        return client.get(f"/v1/models/{MODEL}").json() == listed and listed
-
-    info: Any = until(told_alike, 60, "the list and the model to say the same")
-    assert info["dims"] == {"dense": 384}
-    assert (info["state"], info["loaded"], info["max_sequence_length"], info["tasks"]) == (
-        "loaded",
-        True,
-        256,
-        ["encode"],
-    )
-    assert (info["outputs"], info["score_scale"], info["supports_lora"]) == (["dense"], None, True)
-    assert info["certificate"]["digests"] == ["model.safetensors"]
-    assert min(info["certificate"]["packed"]["dense"], info["certificate"]["golden"]) >= 0.999
-    assert all("score" in model["tasks"] for model in client.get("/v1/models?task=score").json()["data"])
-    assert client.get("/v1/models/nope").status_code == 404
-
-
-def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> None:
-    health = client.get("/health").json()
-    assert health["status"] == "healthy"
-    assert health["type"] == "gateway"
-    assert MODEL in health["workers"][0]["loaded_models"]
-    if "--standalone" in cluster.argv:
-        assert health["nats_url"] is health["nats_monitor_url"] is None
-    else:
-        assert health["nats_url"].startswith("nats://127.0.0.1:")
-        assert health["nats_monitor_url"] is None
-        for path in ("models", "export"):
-            assert httpx.get(f"{health['config_url']}/v1/configs/{path}", timeout=60).status_code == 401
-    assert client.get("/healthz").text == client.get("/readyz").text == "ok"
-
-
-def test_an_unknown_model_is_refused_at_once_with_near_names(client: httpx.Client) -> None:
-    """The refusal comes before the body is read. The bound is 50 ms; the test allows 150 ms."""
-    post(client, {"items": ["warm"]})
-    took_s = []
-    for _ in range(5):  # the fastest counts: the machine may be busy with other tests
-        started_s = time.perf_counter()
-        answer = post(client, b"{broken", "all-MiniLM-L6-v3")
-        took_s.append(time.perf_counter() - started_s)
-    assert answer.status_code == 404
-    assert answer.json()["code"] == "MODEL_NOT_FOUND"
-    assert answer.json()["error"]["suggestions"][0] == MODEL
-    assert min(took_s) < 0.15
 
 
 BAD_JSON: list[tuple[object, str, str]] = [
@@ -279,72 +188,13 @@ BAD_JSON: list[tuple[object, str, str]] = [
 @pytest.mark.parametrize(("body", "reason", "param"), BAD_JSON, ids=range(len(BAD_JSON)))
 def test_bad_json_is_a_400_that_names_the_field(client: httpx.Client, body: object, reason: str, param: str) -> None:
     """The reply has the one envelope of all errors, and the next request succeeds."""
-    check_refusal(client, post(client, body), reason, param)
-
-
-NAN_BODY = msgspec.msgpack.encode({"items": ["a"], "params": {"dimensions": math.nan}})
-BAD_MSGPACK: list[tuple[bytes, str, str]] = [
-    (b"\xc1", "malformed", "body"),
-    (b"\x82\xa5items", "malformed", "body"),
-    (msgspec.msgpack.encode({"items": ["a"]}) + b"\x00", "malformed", "body"),
-    (b"\x81\xa5items\x91\xa2\xff\xfe", "malformed", "body"),
-    (NAN_BODY, "schema", "params.dimensions"),
-    (msgspec.msgpack.encode([1]), "schema", "body"),
-    (b"\x81\xa5items\x91" + b"\x91" * 3000 + b"\xc0", "malformed", "body"),
-    (msgspec.msgpack.encode({"items": [{"text": b"bytes"}]}), "schema", "items[0].text"),
-    (b"\x81\xa5items\xc7\x03\x2aabc", "malformed", "body"),
-    (msgspec.msgpack.encode({"items": [{"text": "a", "metadata": {(1, 2): 1}}]}), "malformed", "body"),
-]
-
-
-@pytest.mark.parametrize(("body", "reason", "param"), BAD_MSGPACK, ids=range(len(BAD_MSGPACK)))
-def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: bytes, reason: str, param: str) -> None:
-    """A client that sends msgpack gets the error in JSON too."""
-    check_refusal(client, post(client, body, **{"content-type": "application/msgpack"}), reason, param)
-
-
-def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, param: str) -> None:
-    body = answer.json()
-    error = body["error"]
-    assert (answer.status_code, body["code"], error["reason"], error["param"]) == (
-        400,
-        "INVALID_INPUT",
-        reason,
-        param,
-    ), body
-    assert body == {"error": error, "detail": error, "code": error["code"]}
-    assert body["error"]["type"] == "invalid_request_error"
+    answer = post(client, body)
+    error = answer.json()["error"]
+    assert answer.json() == {"error": error, "detail": error, "code": "INVALID_INPUT"}
+    assert (answer.status_code, error["reason"], error["param"]) == (400, reason, param)
+    assert error["type"] == "invalid_request_error"
     assert error["request_id"] == answer.headers["x-sie-request-id"]
-    assert answer.headers["x-should-retry"] == "false"
-    assert "retry-after" not in answer.headers
-    assert post(client, {"items": ["still serving"]}).status_code == 200
-
-
-BAD_HEADERS = [
-    ("x-sie-timeout-ms", "abc"),
-    ("x-sie-timeout-ms", "0"),
-    ("x-sie-timeout-ms", "600001"),
-    ("x-sie-timeout-ms", "1" + "0" * 5000),
-    ("x-sie-priority", "urgent"),
-    ("x-sie-pool", "../x"),
-    ("x-sie-machine-profile", "a/b/../c"),
-    ("content-encoding", "br"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD_HEADERS, ids=range(len(BAD_HEADERS)))
-def test_a_bad_header_is_named(client: httpx.Client, name: str, value: str) -> None:
-    """A mistake that the client can fix is never a 5xx."""
-    answer = post(client, {"items": ["a"]}, **{name: value})
-    assert answer.status_code in (400, 404, 415), answer.text
-    assert answer.json()["error"]["param"].lower() in (name, "x-sie-pool")
-
-
-def test_what_no_message_can_hold_is_413_and_a_foreign_traceparent_is_dropped(client: httpx.Client) -> None:
-    """A permanent fault is not reported as a full or absent queue."""
-    refused = post(client, {"items": ["a"], "params": {"instruction": "x" * 9_000_000}})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "instruction")
-    assert post(client, {"items": ["a"]}, traceparent="x" * 60_000).status_code == 200
+    assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
 
 
 def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx.Client) -> None:
@@ -358,52 +208,131 @@ def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx
     assert fine == pytest.approx(post(client, {"items": ["fine"]}).json()["items"][0]["dense"]["values"], abs=2e-3)
 
 
-def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) -> None:
-    assert client.get("/v1/nope").json()["code"] == "NOT_FOUND"
-    answer = client.get(f"/v1/encode/{MODEL}")
-    assert (answer.status_code, answer.json()["code"]) == (405, "METHOD_NOT_ALLOWED")
-    assert answer.headers["allow"] == "POST, OPTIONS"
-    assert post(client, {"items": ["a"]}, "../../etc/passwd").status_code in (400, 404)
+# batches
 
 
-def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client) -> None:
-    body = {"items": ["a"], "params": {"normalise": True}}
-    (warning,) = post(client, body).json()["warnings"]
-    expected = (
-        "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 on this route; did you "
-        "mean `normalize`?"
-    )
-    assert warning == expected
-    strict = post(client, body, **{"x-sie-strict": "true"})
+async def test_ragged_batches_equal_one_by_one(open_cluster: Cluster) -> None:
+    """Concurrent requests share at least three passes. Each vector equals that of its text alone, in float32."""
+    rng = random.Random(5)
+    texts = oracle.ragged_texts(60, seed=5, longest=80)
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def vectors(part: list[str]) -> tuple[np.ndarray, list[tuple[str, int]]]:
+            content = json.dumps({"items": part})
+            answer = await client.post(
+                f"{open_cluster.url}/v1/encode/{MODEL}", content=content, headers={"x-sie-explain": "1"}
+            )
+            body = answer.json()
+            batches = [(entry["batch"]["id"], entry["batch"]["chunks"]) for entry in body["explain"]]
+            return np.array([slot["dense"]["values"] for slot in body["items"]], np.float32), batches
+
+        alone = {text: (await vectors([text]))[0][0] for text in dict.fromkeys(texts)}
+        worst, shared_batches = 1.0, set[str]()
+        while len(shared_batches) < 3:
+            requests = [rng.choices(texts, k=rng.randint(1, 6)) for _ in range(rng.randint(2, 6))]
+            answers = await asyncio.gather(*(vectors(part) for part in requests))
+            for part, (got, batches) in zip(requests, answers, strict=True):
+                worst = min(worst, float(oracle.cosines(got, np.array([alone[text] for text in part])).min()))
+                shared_batches |= {name for name, chunks in batches if chunks > 1}
+    assert worst >= 0.9999
+    sample = texts[:32]
+    assert oracle.cosines(np.array([alone[text] for text in sample]), oracle.encode(sample)).min() >= 0.9999
+
+
+# other verbs
+
+
+def test_a_cross_encoder_scores_like_the_library_in_order_of_score(
+    client: httpx.Client, every_family: LocalModels
+) -> None:
+    from sentence_transformers import CrossEncoder
+
+    texts = oracle.ragged_texts(30, seed=2, longest=120)
+    library = CrossEncoder(str(every_family.weights / "cross"), device="cpu")
+    expected = library.predict([(PAIRED, text) for text in texts], show_progress_bar=False)
+    reply = ask(client, "score", "cross", {"query": PAIRED, "items": texts})
+    scores = {entry["item_id"]: entry["score"] for entry in reply["scores"]}
+    np.testing.assert_allclose([scores[f"item-{index}"] for index in range(30)], expected, atol=1e-4)
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    assert [entry["rank"] for entry in reply["scores"]] == list(range(30))
+
+
+def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client) -> None:
+    """The cases are the table of docs/coming-from.md, line by line."""
+    packed = msgspec.msgpack.encode({"items": ["a"]})
+    for content, accept, expected in (
+        (None, "*/*", "json"),
+        (None, "application/msgpack", "msgpack"),
+        (packed, "*/*", "msgpack"),
+    ):
+        sent = (
+            {"content": content, "headers": {"accept": accept, "content-type": "application/msgpack"}}
+            if content
+            else {"json": {"items": ["a"]}, "headers": {"accept": accept}}
+        )
+        assert client.post("/v1/encode/test/dense", **sent).headers["content-type"] == f"application/{expected}"
+    wrong = client.post("/v1/encode/test/nothing", json={"items": ["a"]}, headers={"accept": "application/msgpack"})
+    assert wrong.headers["content-type"] == "application/json"
+    both, plain = ask(client, "encode", "dense", {"items": [{"text": "a", "images": ["aGVsbG8="]}, "a"]})["items"]
+    assert ("dense" in both, both["error"]["reason"], "dense" in plain) == (False, "unsupported_modality", True)
+    schema: Json = {"type": "object"}
+    (warning,) = ask(client, "extract", "tags", {"items": ["a"], "params": {"output_schema": schema}})["warnings"]
+    assert warning.startswith("params.output_schema: ignored")
+    schema["properties"] = {"mood": {"enum": ["calm", "angry"]}}
+    reply = ask(client, "extract", "zero-shot", {"items": ["a"], "params": {"output_schema": schema}})
+    assert reply["items"][0]["data"]["mood"] in ("calm", "angry")
+    assert refusal(client, "extract", "zero-shot", {"items": ["a"]})[::2] == (400, "labels_required")
+    for items in ([], None):
+        assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")
+    id_slot, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
+    assert (id_slot["error"]["reason"], len(empty["dense"]["values"]) > 0) == ("empty_item", True)
+    assert ask(client, "score", "cross", {"query": "a", "items": [""]})["scores"][0]["score"] is not None
+    refused = client.post("/v1/embeddings", json={"model": "test/dense", "input": ""})
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "empty_item")
+    unknown = {"items": ["a"], "params": {"options": {"output_dtyp": "int8"}}}
+    assert "output_dtype" in ask(client, "encode", "dense", unknown)["warnings"][0]
+    strict = client.post("/v1/encode/test/dense", json=unknown, headers={"X-SIE-Strict": "true"})
     assert (strict.status_code, strict.json()["error"]["reason"]) == (400, "unknown_option")
 
 
-def test_no_input_reaches_the_log(cluster: Cluster, client: httpx.Client) -> None:
-    """A canary is in requests that succeed and in requests that fail."""
-    canary = "canary" + base64.b32encode(b"7-0-3-1").decode().strip("=")
-    post(client, {"items": [canary]})
-    post(client, {"items": [{"text": canary, "id": 5}]})
-    post(client, {"items": [canary], "params": {"truncate": canary}})
-    post(client, b'{"items": ["' + canary.encode() + b'"')
-    until(lambda: cluster.said("encode 400"), 30, "the line of a refused request")
-    assert not cluster.said(canary)
+def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
+    for model in ("mini", "late", "m3", "cross"):  # each is loaded, whatever ran before
+        verb = client.get(f"/v1/models/test/{model}").json()["tasks"][0]
+        ask(client, verb, model, {"query": "a", "items": ["a"]})
+    infos = {info["id"].removeprefix("test/"): info for info in client.get("/v1/models").json()["data"]}
+    told = {name: (info["outputs"], info["tasks"], info["score_scale"]) for name, info in infos.items()}
+    assert told["mini"] == (["dense"], ["encode"], None)
+    assert told["m3"] == (["dense", "sparse", "multivector", "score"], ["encode", "score"], "cosine")
+    assert told["cross"] == (["score"], ["score"], "probability")
+    assert told["zero-shot"] == (["json"], ["extract"], None)
+    assert [infos[name]["supports_lora"] for name in ("mini", "cross", "reranker")] == [True, True, False]
+    assert infos["late:muvera"]["variant_of"] == "test/late"
+    assert infos["late:muvera"]["dims"] == {"multivector": TOKEN_WIDTH, "dense": 96}
+    for name in ("mini", "m3", "cross"):
+        assert infos[name]["loaded"], name
+        assert min(infos[name]["certificate"]["packed"].values()) >= 0.9999
+    scoring = {info["id"] for info in client.get("/v1/models?task=score&variants=false").json()["data"]}
+    assert {"test/late", "test/cross"} <= scoring
+    assert "test/mini" not in scoring
 
 
-def test_openapi_and_docs_are_served(client: httpx.Client) -> None:
-    assert "/v1/encode/{model}" in client.get("/openapi.json").json()["paths"]
-    assert client.get("/docs").status_code == 200
+# the clients
 
 
 def test_the_sync_client(cluster: Cluster) -> None:
-    """The examples are those of the README, for one item and for a list."""
     with SIEClient(cluster.url) as client:
         single = client.encode(MODEL, Item(text="Hello", id="a"))
         several = client.encode(MODEL, [Item(text="Hello"), "World"])
         with pytest.raises(ModelNotFoundError) as caught:
             client.encode("all-minilm", "Hello")
-        assert MODEL in [model["id"] for model in client.list_models()]
+        scored = client.score("test/cross", {"id": "q", "text": PAIRED}, ["kernel", {"id": "b", "text": "violin"}])
+        found = client.extract("test/zero-shot", TEXTS, labels=["music", "river"])
+        sketch = client.encode("test/late", [PAIRED], muvera=SKETCH)
     check_results(single, several)
     assert caught.value.details["suggestions"][0] == MODEL
+    assert (scored["query_id"], {entry["item_id"] for entry in scored["scores"]}) == ("q", {"item-0", "b"})
+    assert [len(slot["classifications"]) for slot in found] == [2] * len(TEXTS)
+    assert (sketch[0]["dense"].shape, sketch[0]["muvera"]["num_repetitions"]) == ((96,), 4)
 
 
 async def test_the_async_client(cluster: Cluster) -> None:
@@ -418,22 +347,48 @@ async def test_the_async_client(cluster: Cluster) -> None:
 def check_results(single: EncodeResult, several: list[EncodeResult]) -> None:
     assert single["id"] == "a"
     assert set(single["timing"]) == TIMING_KEYS
-    assert (single["dense"].shape, single["dense"].dtype) == ((384,), np.float32)
-    assert (
-        oracle.cosines(np.array([result["dense"] for result in several]), oracle.encode(["Hello", "World"])).min()
-        >= 0.999
-    )
+    assert single["dense"].dtype == np.float32
+    got = np.array([result["dense"] for result in several])
+    assert oracle.cosines(got, oracle.encode(["Hello", "World"])).min() >= 0.999
     single["dense"][0] = 1.0
 
 
-def test_a_slash_more_says_nothing(client: httpx.Client) -> None:
-    for path in ("/v1/models/", "/healthz/", "/v1/pools/", "/docs/", f"/v1/models/{MODEL}/", "//v1//models//"):
-        assert client.get(client.base_url.copy_with(path=path)).status_code == 200, path
-    assert client.post("/v1/embeddings/", json={"model": MODEL, "input": "a"}).status_code == 200
+# without a broker
+
+VERBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "encode": ("m3", {"items": [TEXTS[0], {"id": "x"}, TEXTS[1]], "params": {"output_types": M3_OUTPUTS}}),
+    "score": ("cross", {"query": TEXTS[0], "items": TEXTS}),
+    "extract": ("zero-shot", {"items": TEXTS, "labels": ["music", "river"]}),
+}
 
 
-def test_a_misspelt_key_of_an_item_is_told_with_the_one_that_is_missing(client: httpx.Client) -> None:
-    answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"txet": "a"}]})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["reason"], error["param"]) == (400, "empty_item", "items[0].text")
-    assert error["message"] == "items[0].text: missing; unknown field `txet`; did you mean `text`?"
+OF_A_RUN = {"timing"}
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
+    arguments = ["--standalone", "--no-spare", "--models-dir", str(every_family.folder)]
+    with running(tmp_path_factory.mktemp("standalone"), *arguments) as cluster:
+        yield cluster
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether values are equal except for the last bits of numbers: each process chooses its kernels."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left.keys() - OF_A_RUN)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == pytest.approx(right, abs=1e-5)) if isinstance(left, float) else bool(left == right)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_answers_as_with_a_broker(standalone: Cluster, open_cluster: Cluster, verb: str) -> None:
+    model, body = VERBS[verb]
+    alone, together = (
+        httpx.post(f"{cluster.url}/v1/{verb}/test/{model}", json=body, timeout=60)
+        for cluster in (standalone, open_cluster)
+    )
+    assert alone.status_code == together.status_code == 200, alone.text
+    assert same(alone.json(), together.json()), (alone.text, together.text)
+    for name in ("x-sie-model", "x-sie-fingerprint", "x-sie-failed-items"):
+        assert alone.headers.get(name) == together.headers.get(name), name

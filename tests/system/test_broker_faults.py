@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -19,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from consumer_race import LANE, Outcome, item, race, work_queue
+from consumer_race import LANE, item, race, work_queue
 from inprocess import until
 from nats_server import NatsServer
 from tcp_proxy import TcpProxy
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
 from sie_broker.nats import client, connect
-from sie_contracts.errors import ErrorInfo, GatewayTimeout, QueueUnavailable
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Failed, WorkResult
-from sie_gateway.inference.results import ResultInbox
-from sie_gateway.metrics import Metrics
+from sie_contracts.errors import GatewayTimeout, QueueUnavailable
+from sie_contracts.wire import topology
 from sie_gateway.streams import publish as gateway_queue
 from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.process import Stop, retry
@@ -39,7 +37,8 @@ SIE = str(Path(sys.executable).with_name("sie"))
 STREAM = topology.stream_name(LANE.pool)
 SPEC = topology.work_stream(LANE.pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
 FETCHING_AGAIN_S, WAIT_S = 5.0, 30.0
-LATE = 2  # faults after which fetching may take longer: the machine may stand still now and then
+FAULTS = 10
+LATE = 1  # faults after which fetching may take longer: the machine may stand still now and then
 
 
 @pytest.fixture
@@ -95,22 +94,10 @@ async def publish_until_stored(broker: Broker, subject: str, body: bytes) -> Non
 
 
 @pytest.mark.timeout(180)
-async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_and_partitions(
-    server: NatsServer,
-) -> None:
-    """The broker is restarted, cut off, killed, paused and held back in turns. Deliveries and the watch of a bucket go
-    on each time.
+async def test_fetching_goes_on_in_five_seconds_after_restarts_and_partitions(server: NatsServer) -> None:
+    """The broker is restarted, cut off, killed, paused and held back, twice each. Deliveries and the watch of a bucket
+    go on each time.
     """
-    await _faults(server, 20)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-async def test_fetching_goes_on_after_each_of_fifty_restarts_and_partitions(server: NatsServer) -> None:
-    await _faults(server, 50)
-
-
-async def _faults(server: NatsServer, count: int) -> None:
     received, updates = Received(), asyncio.Queue[Entry]()
     async with TcpProxy(server.port) as proxy, connections() as opened:
         worker, publisher = await connect(proxy.url, name="worker"), await connect(server.url, name="publisher")
@@ -150,8 +137,7 @@ async def _faults(server: NatsServer, count: int) -> None:
 
         faults = [restart, cut_off, kill, stop_and_go_on, hold_back]
         took_s: list[float] = []
-        longest: dict[str, float] = {}
-        for number in range(count):
+        for number in range(FAULTS):
             fault = faults[number % len(faults)]
             pulls.want(spec.name, 4)
             await fault()
@@ -170,12 +156,8 @@ async def _faults(server: NatsServer, count: int) -> None:
                 while (await updates.get()).value != body:
                     pass
             took_s.append(fetching_s)
-            longest[fault.__name__] = max(longest.get(fault.__name__, 0.0), fetching_s)
-        print(
-            "longest until a delivery came again, seconds:", {name: round(value, 2) for name, value in longest.items()}
-        )
         assert sorted(took_s)[-1 - LATE] < FETCHING_AGAIN_S
-        assert {int(body) for body in received.bodies} == set(range(count))
+        assert {int(body) for body in received.bodies} == set(range(FAULTS))
         await pulls.stop()
         await watch.stop()
         await queue.consumers.close()
@@ -225,11 +207,14 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
 
 
 @pytest.mark.timeout(60)
-async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(server: NatsServer) -> None:
-    """At a delay of 0.5 s each way, a message is stored at the first attempt. At a round trip longer than an attempt,
+async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a short delay each way, a message is stored at the first attempt. At a round trip longer than an attempt,
     it is repeated under the same id and stored at most once. At a delay longer than the budget, the publish fails with
     504. Without a delay, the next request is stored.
     """
+    monkeypatch.setattr(gateway_queue, "PUBLISH_TIMEOUT_S", 0.6)
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
         opened += [broker, judge]
@@ -239,22 +224,22 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
         async def stored() -> int:
             return (await judge.stream_state(STREAM)).messages
 
-        proxy.delay_s = 0.5
+        proxy.delay_s = 0.1
         await queue.publish(LANE, [item("toy/a", "slow")], time.perf_counter() + 10.0)
         assert await stored() == 1
 
-        proxy.delay_s = 1.2  # a round trip above gateway_queue.PUBLISH_TIMEOUT_S
+        proxy.delay_s = 0.4  # a round trip above gateway_queue.PUBLISH_TIMEOUT_S
         assert 2 * proxy.delay_s > gateway_queue.PUBLISH_TIMEOUT_S
         with pytest.raises(GatewayTimeout):
-            await queue.publish(LANE, [item("toy/a", "slower")], time.perf_counter() + 3.0)
+            await queue.publish(LANE, [item("toy/a", "slower")], time.perf_counter() + 1.0)
         proxy.delay_s = 0.0
         await broker.flush(WAIT_S)
         assert await stored() <= 2
 
-        proxy.delay_s = 4.0
+        proxy.delay_s = 1.5
         started_s = time.monotonic()
         with pytest.raises(GatewayTimeout):
-            await queue.publish(LANE, [item("toy/a", "late")], time.perf_counter() + 1.0)
+            await queue.publish(LANE, [item("toy/a", "late")], time.perf_counter() + 0.4)
         assert time.monotonic() - started_s < 2 * proxy.delay_s  # the broker's reply would take that long
         proxy.delay_s = 0.0
         await broker.flush(WAIT_S)
@@ -262,41 +247,6 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
         await queue.publish(LANE, [item("toy/a", "fast")], time.perf_counter() + 10.0)
         assert await stored() == before + 1
         await queue.consumers.close()
-
-
-@pytest.mark.timeout(60)
-async def test_a_broker_that_is_killed_while_a_result_is_handled_leaves_no_traceback(
-    server: NatsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker dies when the gateway has the result and is about to confirm it. The log then has one warning of the
-    handler.
-    """
-    async with connections() as opened:
-        gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
-        opened += gateway, worker
-        inbox = ResultInbox(gateway, Metrics())
-        handled, confirm = asyncio.Event(), gateway.send
-
-        async def send(subject: str, data: bytes, reply: str = "") -> None:
-            handled.set()
-            await until(lambda: "gateway: connection lost" in caplog.text, "the connection is lost")
-            await confirm(subject, data, reply)
-
-        monkeypatch.setattr(gateway, "send", send)
-        await inbox.start()
-        collector = inbox.open("r1", 1)
-        result = WorkResult("r1", 0, "worker", (Failed(ErrorInfo("INTERNAL_ERROR", "it failed")),))
-        asking = asyncio.create_task(worker.request(f"{inbox.subject}.r1", messages.encode(result), 20.0))
-        await asyncio.wait_for(handled.wait(), WAIT_S)
-        await asyncio.to_thread(server.kill)
-        with pytest.raises(BrokerUnavailable):
-            await asking
-        await until(lambda: "sie.result" in caplog.text, "the handler has ended")
-        await collector.wait(0)
-        lines = [record for record in caplog.records if "sie.result" in record.getMessage()]
-        assert [record.levelno for record in lines] == [logging.WARNING]
-        assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
-        await inbox.stop()
 
 
 @pytest.mark.timeout(60)
@@ -358,11 +308,9 @@ def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_
             check=False,
         )
     assert ended.returncode == 2
-    log_lines = [line for line in ended.stderr.splitlines() if "max_payload" in line]
-    assert log_lines == [
-        "error: SIE_NATS_URL: the broker's max_payload of 32768 bytes is too small: its configuration must say at least"
-        " 65536"
-    ]
+    (line,) = [line for line in ended.stderr.splitlines() if "max_payload" in line]
+    assert "SIE_NATS_URL" in line
+    assert {"32768", "65536"} <= set(re.findall(r"\d+", line))
 
 
 # ---- deletions of consumers
@@ -394,33 +342,16 @@ async def test_a_consumer_that_is_deleted_while_it_is_ensured_is_made_anew(
         assert await collector.consumers(spec.stream) == [spec.name]
 
 
-async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
+async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
+    """The race of test_consumers.py runs at a real broker for three seconds."""
     async with connections() as opened:
 
         async def open_(name: str) -> Broker:
             opened.append(await connect(server.url, name=name))
             return opened[-1]
 
-        outcome = await race(open_, deletions, for_s=for_s, pause_s=0.002)
-    print(
-        f"{outcome.deleted} deletions, {len(outcome.published)} publishes, the longest wait {outcome.longest_s:.2f} s"
-    )
+        outcome = await race(open_, 10_000, for_s=3.0, pause_s=0.002)
     assert outcome.left == 0
     assert set(outcome.published) <= set(outcome.received)
-    return outcome
-
-
-@pytest.mark.timeout(120)
-async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
-    """The race of test_consumers.py runs at a real broker for four seconds."""
-    outcome = await _race(server, 10_000, 4.0)
-    assert outcome.deleted > 50
+    assert outcome.deleted > 30
     assert outcome.longest_s < 15.0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-async def test_no_work_is_orphaned_in_a_minute_of_deletions_at_a_real_broker(server: NatsServer) -> None:
-    """The machine makes as many rounds as it can; test_consumers.py has ten thousand without a broker."""
-    outcome = await _race(server, 10_000, 60.0)
-    assert outcome.deleted > 750

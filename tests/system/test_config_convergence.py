@@ -4,21 +4,13 @@ the same catalogue.
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import large_catalogue
 import pytest
 from cluster import MODEL, scraped, until
 from stack import Device, Part, Plan, Stack
-
-from sie_broker.nats import connect
-from sie_contracts.wire import messages, topology
-from sie_contracts.wire.configs import ConfigDelta
 
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
@@ -130,52 +122,6 @@ def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
         )
 
 
-def test_a_delta_of_a_stranger_is_refused_and_counted(stack: Stack) -> None:
-    before, revision = status(stack), revision_at(stack.urls[HEARING])
-    stranger = ConfigDelta("somebody", before["config_epoch"], f"{before['config_epoch']}9", MODEL, 99, None)
-
-    async def send() -> None:
-        broker = await connect(url_of(stack, "all"), name="somebody")
-        await broker.send(topology.config_subject("default"), messages.encode(stranger))
-        await broker.flush()
-        await broker.close()
-
-    asyncio.run(send())
-    until(lambda: deltas(stack, HEARING, result="untrusted", kind="removal") == (1, 1), POLLED_S, "the refused delta")
-    assert revision_at(stack.urls[HEARING]) == revision
-    assert status(stack)["config_epoch"] == before["config_epoch"]
-
-
-def test_who_starts_during_writes_converges(stack: Stack) -> None:
-    """Deltas come before, while and after the process reads the export. The worker polls far too seldom to learn of
-    them by that.
-    """
-    gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar
-    worker.environ["SIE_WORKER_CONFIG_POLL_INTERVAL_MS"] = "3600000"
-    ended, last = threading.Event(), 0
-
-    def writes() -> None:
-        nonlocal last
-        number = 0
-        while not ended.is_set():
-            number += 1
-            last = write(stack, description=f"change {number}")
-
-    writing = threading.Thread(target=writes)
-    writing.start()
-    try:
-        for part in (gateway, worker):
-            part.kill()
-            part.start()
-        for part in (gateway, worker):
-            part.wait_ready()
-    finally:
-        ended.set()
-        writing.join()
-    until(lambda: revision_at(stack.urls[HEARING]) == last, POLLED_S, "the last write at the gateway that started")
-    until(lambda: converged(stack, last, 2), POLLED_S, "the last write at the worker that started")
-
-
 def test_without_the_config_service_nobody_who_serves_stops_and_nobody_new_is_ready(stack: Stack) -> None:
     stack.config.kill()
     before = revision_at(stack.urls[HEARING])
@@ -207,38 +153,3 @@ def test_without_the_config_service_nobody_who_serves_stops_and_nobody_new_is_re
 
 def cpu_s(*parts: Part) -> list[float]:
     return [part.cpu_s() for part in parts]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("count", [1000, 10_000])
-def test_thousands_of_models_are_no_burden(stack: Stack, count: int) -> None:
-    """The bounds are three times the processor time that is promised for ten thousand models, in proportion for fewer,
-    and the promised memory.
-    """
-    gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar
-    asyncio.run(large_catalogue.fill(url_of(stack, "all"), count))
-    gateway.stop()
-    gateway.start()
-    gateway.wait_ready()
-    assert gateway.cpu_s() < 3 * 5.0 * count / 10_000
-    took_s = []
-    for number in range(5):
-        revision = write(stack, description=f"among many {number}")
-        before_s = gateway.cpu_s()
-        until(lambda revision=revision: revision_at(stack.urls[HEARING]) == revision, POLLED_S, "the delta")
-        took_s.append(gateway.cpu_s() - before_s)
-    assert sorted(took_s)[2] < 3 * 0.05
-    until(
-        lambda: converged(stack, revision),
-        POLLED_S,
-        f"revision {revision} everywhere, so that nobody has anything left to read",
-        seen=lambda: status(stack),
-    )
-    assert max(part.rss_bytes() for part in (gateway, worker, stack.config)) < 200e6
-    before, begun_s = cpu_s(gateway, worker, stack.config), time.monotonic()
-    time.sleep(3)  # the processes should use nothing meanwhile
-    idle = [
-        (after - was) / (time.monotonic() - begun_s)
-        for was, after in zip(before, cpu_s(gateway, worker, stack.config), strict=True)
-    ]
-    assert max(idle) < 3 * 0.01

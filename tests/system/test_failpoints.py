@@ -34,6 +34,7 @@ from armed import (
     Place,
 )
 from cluster import MODEL, until
+from stack import Part
 
 from sie_broker import Broker, Write
 from sie_contracts.wire import topology
@@ -61,9 +62,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         yield field
 
 
-def one_request(field: Field, name: str, place: Place) -> None:
+def armed(field: Field, name: str, place: Place) -> Part:
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
+    return part
+
+
+def one_request(field: Field, name: str, place: Place) -> None:
+    part = armed(field, name, place)
     before, text = field.batches(), f"one text for {name}"
     is_lost = place.role == "gateway" and place.action == "crash"
     first = field.ask(text, **({"budget_s": SHORT_S} if is_lost else {}))
@@ -81,48 +87,40 @@ def big_result(field: Field, name: str, place: Place) -> None:
     """Check a result that one message cannot hold. Parts that come twice, or whose last one is not confirmed, change
     nothing.
     """
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     first = field.ask(*(str(number) for number in range(BIG_ITEMS)), budget_s=30.0)
     field.reached(name, place.action, part)
     assert first.result().status == 200
-    field.settled()
 
 
 def given_up(field: Field, name: str, place: Place) -> None:
     """The budget ends before the device answers, and the gateway dies before it withdrew the work."""
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     field.worker.adapter.pause()
     first = field.ask(name, budget_s=1.4)  # the work is in the queue before that
     field.reached(name, place.action, part)
     assert first.result().status in (0, 503, 504)  # the answer may be on its way before the death
     field.right(name)
-    field.settled()
 
 
 def client_leaves(field: Field, name: str, place: Place) -> None:
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     field.worker.adapter.pause()
     first = field.ask(name, leave_s=1.2)
     field.reached(name, place.action, part)
     field.worker.adapter.resume()
     assert first.result().status == 0
     field.right(name)
-    field.settled()
 
 
 def cold_model(field: Field, name: str, place: Place) -> None:
     """Send work of a model that no worker has loaded, and that no placement names."""
     model = COLD[[key for key, candidate in PLACES.items() if candidate.scenario == place.scenario].index(name)]
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     first = field.ask(name, model=model, budget_s=SHORT_S)
     field.reached(name, place.action, part)
     assert first.result().status in (0, 200)
     field.right(name, model=model)
-    field.settled()
 
 
 def leader(field: Field, name: str, place: Place) -> None:
@@ -136,7 +134,6 @@ def leader(field: Field, name: str, place: Place) -> None:
     field.with_broker(lapse)
     field.reached(name, place.action, field.arm(name, place.action, place.role))
     field.right(name)
-    field.settled()
 
 
 def chore(*arguments: str) -> int:
@@ -154,19 +151,16 @@ def consumer_at_rest(field: Field, name: str, place: Place) -> None:
     assert chore("consumers", field.stack.broker_urls, "--failpoints", f"{name}={place.action}") == CRASHED
     for model in models:
         field.right(f"{name} again", model=model)
-    field.settled()
 
 
 def large_input(field: Field, name: str, place: Place) -> None:
     """Send an input that goes through the payload store."""
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     text = f"{name} " * (2 * INLINE_BYTES // len(name))
     first = field.ask(text)
     field.reached(name, place.action, part)
     assert first.result().status == (0 if place.role == "gateway" else 500)
     field.right(text)
-    field.settled()
 
 
 def old_payload(field: Field, name: str, place: Place) -> None:
@@ -199,7 +193,6 @@ def work_left_over(field: Field, name: str, place: Place) -> None:
     answer = first.result()
     assert answer.status == 200
     assert answer.taken_s < ACK_WAIT_S + BACK_S
-    field.settled()
 
 
 def admission(field: Field, name: str, place: Place) -> None:
@@ -207,7 +200,6 @@ def admission(field: Field, name: str, place: Place) -> None:
     options = ("--pool-admission-enabled", "--gateway-url", field.stack.urls[0])
     field.reached(name, place.action, field.arm(name, place.action, place.role, *options))
     field.right(name)
-    field.settled()
 
 
 def reserve(field: Field, method: str, path: str = "") -> int:
@@ -223,8 +215,7 @@ def reserve(field: Field, method: str, path: str = "") -> int:
 
 def reservation(field: Field, name: str, place: Place) -> None:
     """A gateway dies while it makes a reservation; the same call again makes it, or finds it made, with its stream."""
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     assert reserve(field, "POST") == 0
     field.reached(name, place.action, part)
     assert reserve(field, "POST") == 201
@@ -237,8 +228,7 @@ def reservation_ends(field: Field, name: str, place: Place) -> None:
     more, and later the stream is gone too.
     """
     assert reserve(field, "POST") == 201
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     assert reserve(field, "DELETE", "/team") == 0
     field.reached(name, place.action, part)
     assert reserve(field, "GET", "/team") == 404
@@ -249,15 +239,13 @@ def no_reservation_is_left(field: Field, name: str) -> None:
     until(lambda: "created" not in field.stream("WORK_team"), BACK_S, "the stream of the reservation is removed")
     assert reserve(field, "GET", "/team") == 404
     field.right(name)
-    field.settled()
 
 
 def cancelled(field: Field, name: str, place: Place) -> None:
     """Two batches fill the device, and the rest waits. All budgets end, and the worker dies while it gives up the work
     that did not run.
     """
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     field.worker.adapter.pause()
     requests = []
     for number in range(4):
@@ -267,15 +255,13 @@ def cancelled(field: Field, name: str, place: Place) -> None:
     for request in requests:  # at the end of a budget the gateway may know of no worker any more
         assert request.result().error[0] in ("GATEWAY_TIMEOUT", "PROVISIONING")
     field.right(name)
-    field.settled()
 
 
 def unreadable_work(field: Field, name: str, place: Place) -> None:
     """A message that is no work item is kept as one dead letter, whenever its worker dies."""
     field.right(name)
     letters = field.letters()
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     subject = topology.work_subject(LANE, "interactive", WARM)
     field.with_broker(lambda broker: broker.publish(subject, b"\xc1", name, 5.0))
     field.reached(name, place.action, part)
@@ -289,8 +275,7 @@ def poison(field: Field, name: str, place: Place) -> None:
     the same.
     """
     letters, adapter = field.letters(), field.worker.adapter
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
 
     def deaths() -> int:
         return sum("status 86" in line for line in adapter.log)
@@ -315,15 +300,13 @@ def poison(field: Field, name: str, place: Place) -> None:
 
 def drain_in_vain(field: Field, name: str, place: Place) -> None:
     """The device stands still while the worker drains. The worker dies before it has handed back its work."""
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     field.worker.adapter.pause()
     first = field.ask(name, budget_s=30.0)
     until(field.leased, BACK_S, "the work is in hand")
     os.kill(part.pid, signal.SIGTERM)
     field.reached(name, place.action, part)
     assert first.result().status == 200
-    field.settled()
 
 
 def new_model(field: Field, name: str, place: Place) -> None:
@@ -342,15 +325,13 @@ def new_model(field: Field, name: str, place: Place) -> None:
             field.back()
     for model in models:
         until(lambda: field.ask(name, model=model).result().status == 200, 60.0, f"{model} is known")  # noqa: B023  used at once
-    field.settled()
 
 
 def real_adapter(field: Field, name: str, place: Place) -> None:
     """The adapter dies or fails in a load or a batch, and the next process does it again."""
     text = f"the text of {name}"
     field.learn(MODEL, text)
-    part = field.arm(name, place.action, place.role)
-    part.wait_ready(BACK_S)
+    part = armed(field, name, place)
     first = field.ask(text, model=MODEL, budget_s=60.0)
     field.reached(name, place.action, part)
     answer = first.result()
@@ -359,7 +340,6 @@ def real_adapter(field: Field, name: str, place: Place) -> None:
     else:  # on a busy machine imports and load take longer than the hold
         assert answer.status == 200 or answer.error[0] in ("MODEL_LOADING", "PROVISIONING")
     field.right(text, model=MODEL)
-    field.settled()
 
 
 SCENARIOS: dict[str, Callable[[Field, str, Place], None]] = {
@@ -400,6 +380,7 @@ def places(*, engine: bool) -> list[pytest.ParameterSet]:
 def test_what_was_asked_for_is_answered_whatever_happens_at(name: str, field: Field) -> None:
     place = PLACES[name]
     SCENARIOS[place.scenario](field, name, place)
+    field.settled()
 
 
 @pytest.mark.timeout(300)
@@ -407,3 +388,4 @@ def test_what_was_asked_for_is_answered_whatever_happens_at(name: str, field: Fi
 def test_a_load_or_a_batch_is_done_again_when_the_adapter_dies_at(name: str, engine: Field) -> None:
     engine.restore()
     real_adapter(engine, name, PLACES[name])
+    engine.settled()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -20,9 +21,9 @@ from cluster import MODEL, Cluster, running, scraped, until
 from load import Load, answered
 from stack import Device, Plan, Stack
 
-CLIENTS = 20
-PAUSE_S, TOY_PAUSE_S = 0.2, 0.05  # of a client after an answer; at the slow device most clients wait
-ACK_WAIT_S = 4.0
+CLIENTS = 10
+PAUSE_S, TOY_PAUSE_S = 0.1, 0.05  # of a client after an answer; at the slow device most clients wait
+ACK_WAIT_S = 3.0
 WITHIN_S = 60.0  # bound of what must happen, on a busy machine
 TOY = "toy/one"
 
@@ -97,15 +98,15 @@ def test_a_killed_serve_leaves_no_process(cluster: Cluster) -> None:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two gateways and two workers, whose leases are short."""
-    device, environ = Device(batch_ms=200.0), {"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S))}
+    device, environ = Device(batch_ms=100.0), {"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S))}
     with Stack(tmp_path_factory.mktemp("stack"), Plan((TOY,), 2, (device, device), environ=environ)) as stack:
         yield stack
 
 
 @pytest.mark.timeout(180)
 async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None:
-    """The work is delivered again, by the sidecar's ledger or when the leases lapse. Replies report the deliveries, and
-    every answer is right.
+    """The next process of a sidecar returns the work of its ledger. Replies report the deliveries, and every answer is
+    right.
     """
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
         for worker in stack.workers:
@@ -122,12 +123,38 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
         await load.successes_after(killed_s + ACK_WAIT_S + 1, CLIENTS, WITHIN_S)
         for worker in stack.workers:
             worker.sidecar.wait_ready()
+    assert any("returned to the queue" in line for worker in stack.workers for line in worker.sidecar.log)
     held = [outcome for outcome in load.outcomes if outcome.started_s <= killed_s <= outcome.ended_s]
     assert held
     assert not load.wrong()
     assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
     assert max(outcome.deliveries for outcome in held) >= 2
     assert max(outcome.deliveries for outcome in load.outcomes if outcome.started_s > killed_s + ACK_WAIT_S + 1) == 1
+
+
+async def test_a_drain_finishes_what_the_device_has_and_leaves_no_lease(stack: Stack) -> None:
+    """SIGTERM comes while the adapter has work. The worker answers it and ends with 0. Before the test that kills a
+    gateway: a worker repeats a result for a killed gateway, and a drain waits for that.
+    """
+    async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
+        for worker in stack.workers:
+            worker.adapter.pause()
+        await asyncio.to_thread(until, stack.held, WITHIN_S, "work in hand")
+        for worker in stack.workers:
+            os.kill(worker.sidecar.pid, signal.SIGTERM)
+        for worker in stack.workers:
+            worker.adapter.resume()
+        for worker in stack.workers:
+            ended = functools.partial(lambda sidecar: sidecar.status is not None, worker.sidecar)
+            await asyncio.to_thread(until, ended, WITHIN_S, "the end of the drain")
+            assert worker.sidecar.status == 0, stack.log()
+        assert not list(stack.folder.glob("*.leases"))
+        started_s = time.monotonic()
+        for worker in stack.workers:
+            worker.sidecar.start()
+        await load.successes_after(started_s, CLIENTS, WITHIN_S)
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
+    assert not load.wrong()
 
 
 async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(stack: Stack) -> None:
@@ -149,7 +176,7 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
 
 @pytest.mark.timeout(180)
 async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is_dropped(stack: Stack) -> None:
-    """Two workers, leases of 4 s; the sidecar that serves is stopped; the other answers; the stopped one resumes and
+    """The sidecar that serves is stopped until its leases lapse; the other one answers. The stopped one goes on, and
     its late results are counted and dropped.
     """
 

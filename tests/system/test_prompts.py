@@ -122,24 +122,6 @@ def test_vectors_are_those_of_the_library(
     np.testing.assert_allclose(case.read(answer.json()), expected, atol=NEAR)
 
 
-def test_the_prompts_differ_in_their_vectors(libraries: dict[str, SentenceTransformer]) -> None:
-    library = libraries["plain"]
-    vectors = [library.encode(TEXTS[0], prompt=prompt) for prompt in ("", *PROMPTS.values())]
-    distances = [np.abs(left - right).max() for index, left in enumerate(vectors) for right in vectors[:index]]
-    assert min(distances) > 100 * NEAR
-
-
-@shared.needs("/tei/MODEL/similarity")
-def test_a_similarity_has_the_default_prompt_on_both_sides(
-    client: httpx.Client, libraries: dict[str, SentenceTransformer]
-) -> None:
-    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
-    for name, library in libraries.items():
-        source, *vectors = library.encode(TEXTS)
-        similarities = client.post(f"/tei/test/{name}/similarity", json={"inputs": inputs}).json()
-        np.testing.assert_allclose(similarities, np.stack(vectors) @ source, atol=NEAR)
-
-
 def test_a_prompt_that_nobody_named_is_a_warning_of_the_native_route(
     client: httpx.Client, libraries: dict[str, SentenceTransformer]
 ) -> None:

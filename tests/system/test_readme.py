@@ -79,19 +79,3 @@ def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     check_the_client_s_page(
         run("\n".join(code for code in examples_of_the_client_s_page() if RESERVES not in code), cluster), workers=1
     )
-
-
-@WHOLE
-@pytest.mark.long
-def test_the_examples_of_the_client_s_page_run_with_a_reservation(wide: Cluster) -> None:
-    *printed, reserved = run("\n".join(examples_of_the_client_s_page()), wide)
-    check_the_client_s_page(printed, workers=2)
-    assert reserved == "8", "vectors of the reservation"
-
-
-def test_the_example_of_the_start_message_works(cluster: Cluster) -> None:
-    line = next(line for line in cluster.lines if "try     curl" in line)
-    printed = subprocess.run(
-        ["sh", "-c", line.partition("try")[2]], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    assert '"dims":384' in printed

@@ -9,18 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
-import audit
 import distribution
 import dockerfiles
-import helm
 import measure
 import pytest
-import release
 import version
 from cluster import until
 from nats_server import NatsServer
@@ -71,39 +66,6 @@ def test_all_that_is_handed_out_is_there_and_has_its_sum(dist: Path) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_released_over_what_is_there(dist: Path) -> None:
-    before = (dist / SUMS).read_bytes()
-    argv = [sys.executable, "tools/release.py", "--dirty", "--without-images", "--out", str(dist)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: {dist} is not empty: remove it, or name another folder by --out\n"
-    assert (dist / SUMS).read_bytes() == before
-
-
-def test_images_are_told_with_their_ids_or_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script stands in for `make`, which takes minutes and a builder."""
-    make = tmp_path / "bin" / "make"
-    make.parent.mkdir()
-    make.write_text('#!/bin/sh\necho "sha256:$1" > "${2#ARGS=--iidfile }"\n')
-    make.chmod(0o755)
-    out = tmp_path / "dist"
-    out.mkdir()
-    monkeypatch.delenv("BUILDER", raising=False)
-    monkeypatch.setenv("PATH", str(make.parent))
-    (none, cuda) = release.images(out, NOW)
-    assert none.startswith("images gateway, config, sidecar, adapter-cpu: none of docker, podman, buildah")
-    assert [*out.iterdir()] == []
-    monkeypatch.setenv("BUILDER", "/opt/buildah --root /images")
-    monkeypatch.setenv("REGISTRY", "registry.example.com/sie")
-    monkeypatch.setenv("PATH", f"{make.parent}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    assert release.images(out, NOW) == [cuda]
-    assert {path.name for path in out.iterdir()} == {"images.txt"}
-    assert (out / "images.txt").read_text().splitlines() == [
-        f"registry.example.com/sie/sie-{name}:{NOW} sha256:image-{name}" for name in release.IMAGES
-    ]
-
-
-@pytest.mark.long
 def test_the_wheel_has_every_module_and_the_catalogue_and_nothing_of_the_tests(dist: Path) -> None:
     with zipfile.ZipFile(dist / WHEEL) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -117,40 +79,6 @@ def test_the_wheel_has_every_module_and_the_catalogue_and_nothing_of_the_tests(d
     assert own <= names
     assert "sie_contracts/catalog/bundles/default.yaml" in names
     assert {name.partition("/")[0] for name in names} == set(measure.FOLDERS)
-
-
-@pytest.mark.long
-def test_the_source_archive_has_what_a_contributor_needs(dist: Path) -> None:
-    with tarfile.open(dist / f"sie_cluster-{NOW}.tar.gz") as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "Makefile",
-        "CHANGELOG.md",
-        "LICENSE",
-        "constraints.txt",
-        "charts/sie-cluster/Chart.yaml",
-        "tests/lanes.py",
-    } <= names
-    assert not [name for name in names if name.startswith((".venv", "dist/", "build/", ".git/"))]
-
-
-@pytest.mark.long
-def test_the_packaged_chart_renders_what_the_checkout_renders(dist: Path) -> None:
-    values = [*helm.arguments("values-gke.yaml"), "--namespace", helm.NAMESPACE]
-    packaged = helm.helm("template", helm.RELEASE, str(dist / CHART), *values)
-    assert helm.objects(packaged) == helm.objects(helm.template("values-gke.yaml"))
-
-
-@pytest.mark.long
-def test_bill_names_the_pinned_versions(dist: Path) -> None:
-    bill: dict[str, Any] = json.loads((dist / BILL).read_text())
-    subject = bill["metadata"]["component"]
-    assert (subject["type"], subject["name"], subject["version"]) == ("application", "sie-cluster", NOW)
-    pins = audit.pinned(audit.CONSTRAINTS.read_text())
-    versions = {component["name"]: component["version"].partition("+")[0] for component in bill["components"]}
-    assert {name: number for name, number in versions.items() if name in pins and number != str(pins[name])} == {}
-    assert {"torch", "nats-py", "fastapi", "transformers"} <= versions.keys()
-    assert not versions.keys() & {"sie-cluster", "pip", "pytest", "cyclonedx-bom"}
 
 
 def _install(extra: str, dist: Path, folder: Path) -> list[str]:

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -80,22 +79,18 @@ class Pod:
 
 @dataclass
 class Node:
-    """A node with all pods: a folder for each volume, an address for each pod. `replicas` has the number of pods of a
-    workload, 1 by default. Every container sees `disk` as /srv.
-    """
+    """A node with all pods: a folder for each volume, an address for each pod. Every container sees `disk` as /srv."""
 
     folder: Path
     found: list[Object]
     # files of ConfigMaps that are not the chart's, by name
     own_files: dict[str, dict[str, str]] = field(default_factory=dict)
-    replicas: dict[str, int] = field(default_factory=dict)
     disk: Path | None = None
     pods: list[Pod] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [(name, number) for name in workloads(self.found) for number in range(self.replicas.get(name, 1))]
         specs = {name: pod(workload) for name, workload in workloads(self.found).items()}
-        self.pods = [Pod(f"{name}-{n}", name, specs[name], f"127.1.0.{at}") for at, (name, n) in enumerate(names, 1)]
+        self.pods = [Pod(f"{name}-0", name, spec, f"127.1.0.{at}") for at, (name, spec) in enumerate(specs.items(), 1)]
         lines = [
             f"{member.address} {name} {name}.{NAMESPACE}.svc"
             for name in of_kind("Service", self.found)
@@ -467,49 +462,6 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
                 assert size < limit, (where.name, name)
     assert not re.search(r"Read-only file system|Permission denied", running.story())
     assert not [*short.rglob("Microsoft")], "where onnxruntime keeps what it is about to report"
-
-
-@pytest.mark.long
-def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
-    """A broker that is told to end sends its clients to the others."""
-    manifests = [
-        manifest
-        for manifest in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
-        if "worker" not in manifest["metadata"]["name"]
-    ]
-    with started(Node(short, manifests, replicas={"sie-nats": 3})) as running:
-        running.check_probes()
-        running.check_connections()
-        brokers = [container for container in running.containers if container.told["name"] == "nats"]
-        monitor_urls = [f"http://{broker.where.address}:8222" for broker in brokers]
-
-        def streams() -> list[Object]:
-            (account,) = httpx.get(f"{monitor_urls[0]}/jsz?streams=1&config=1", trust_env=False, timeout=60).json()[
-                "account_details"
-            ]
-            return list(account.get("stream_detail", ()))
-
-        until(
-            lambda: (
-                {"WORK__default", "KV_sie_catalogue", "KV_sie_placement"} <= {stream["name"] for stream in streams()}
-            ),
-            30,
-            "streams",
-        )
-        assert {stream["config"]["num_replicas"] for stream in streams()} == {3}
-        assert {stream["config"]["storage"] for stream in streams()} == {"file"}
-        (first,) = (broker for broker in brokers if broker.where.name == "sie-nats-0")
-        assert first.execute(first.told["lifecycle"]["preStop"])
-        os.kill(first.pid, signal.SIGTERM)  # a node sends it right after preStop
-        until(lambda: not first.alive, 60, "the end of a broker whose clients have gone")
-        assert any("Closing existing clients" in line for line in first.log)
-        until(
-            lambda: all(
-                container.probe("readinessProbe") for container in running.containers if container is not first
-            ),
-            30,
-            "the others are ready",
-        )
 
 
 def publish(url: str, user: str, subject: str) -> None:

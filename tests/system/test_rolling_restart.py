@@ -4,10 +4,9 @@ lost.
     clients ──► balancers ──► 2 gateways ──► broker with the chart's users ──► 2 workers, each a sidecar and an adapter
     writer  ──► balancers ──► 2 config services
 
-There are balancers of both kinds: of requests, such as an ingress, and of connections, such as a Kubernetes Service,
-whose clients keep their connections. A gateway or config service is replaced as the chart does: another one starts
-beside it, it gets SIGTERM while requests still come, and both kinds of balancers learn of it later. A worker ends
-before another one starts, as where there is no second GPU; its sidecar ends before its adapter.
+A gateway or config service is replaced as the chart does: another one starts beside it, it gets SIGTERM while requests
+still come, and the balancer learns of it later. A worker ends before another one starts, as where there is no second
+GPU; its sidecar ends before its adapter. test_lame_duck.py has a balancer of connections.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import os
 import sys
 import time
@@ -37,13 +35,9 @@ from load import TEXTS, Load
 from local_models import LocalModels
 from nats_server import NatsServer
 from stack import Part, Role, answers, listens
-from tcp_proxy import TcpProxy
-from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from sie_cli.serve.ports import free_port
 from sie_client import SIEAsyncClient, SIEError
-from sie_runtime.http.websocket import GOING_AWAY
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 
@@ -58,12 +52,10 @@ WITHIN_S = 120.0
 PLAIN_CLIENTS = 2
 VALUES = "charts/sie-cluster/values.yaml"
 LEARNS_S = 1.0  # until a balancer knows that a backend is ending
-LATE_S = 3.0  # until every client has met the end of a process
 PASSWORD = "of-a-test"
 ADMIN = "admin-token-of-a-test"
 MODELS = "/v1/configs/models"
 WRITTEN = "local/written"
-QUERY = "planet history of the harbour"
 INLINE_BYTES = 1 << 18  # of a message; a larger input goes through the payload store
 LARGE = " ".join(["harbour", "kernel", "winter"] * (INLINE_BYTES // 16))
 
@@ -76,15 +68,6 @@ class Unit:
     name: str
     parts: list[Part]  # in the order in which they end
     url: str
-
-
-@dataclass(frozen=True)
-class End:
-    """End of a gateway or config service: the time of SIGTERM, and the time when its last effect was over."""
-
-    unit: Unit
-    from_s: float
-    until_s: float
 
 
 def with_passwords(users: str) -> str:
@@ -102,21 +85,16 @@ class Site:
         self.configs = configs
         self.units: dict[Component, list[Unit]] = {"config": [], "gateway": [], "worker": []}
         self.ended: list[Unit] = []
-        self.ends: list[End] = []
+        self.ends: list[tuple[Unit, float]] = []  # gateways and config services, and when they got SIGTERM
         users = with_passwords((ROOT / USERS).read_text())
         self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=users)
         self._models = models
         self._pre_stop_s = yaml.safe_load((ROOT / VALUES).read_text())["gateway"]["preStopSeconds"]
-        self.connections = {
-            component: TcpProxy(functools.partial(self._next, component)) for component in BEHIND_BALANCERS
-        }
-        self._numbers, self._turns = itertools.count(), itertools.count()
+        self._numbers = itertools.count()
         (folder / "payloads").mkdir(parents=True)
 
     async def __aenter__(self) -> Site:
         self.broker.start()
-        for proxy in self.connections.values():
-            await proxy.__aenter__()
         try:
             for component in self.units:
                 for _ in range(2):
@@ -133,17 +111,10 @@ class Site:
             for part in unit.parts:
                 part.kill()
         self.broker.kill()
-        for proxy in self.connections.values():
-            await proxy.__aexit__(None, None, None)
 
     def balancer(self, component: Component) -> Balancer:
         """Return the balancer of requests."""
         return self.front if component == "gateway" else self.configs
-
-    def _next(self, component: Component) -> int:
-        """Return the port that the next connection goes to."""
-        urls = list(self.balancer(component).backends.values())
-        return int(urls[next(self._turns) % len(urls)].rpartition(":")[2])
 
     async def replace(self, component: Component, old: Unit) -> None:
         """Start a unit in place of `old`."""
@@ -159,7 +130,7 @@ class Site:
         await asyncio.sleep(LEARNS_S)
         self.balancer(component).remove(old.name)
         await ending
-        self.ends.append(End(old, from_s, time.monotonic() + LATE_S))
+        self.ends.append((old, from_s))
 
     async def _end(self, unit: Unit) -> None:
         self.ended.append(unit)
@@ -253,14 +224,12 @@ def log_of(units: list[Unit]) -> str:
 
 class Traffic:
     """Clients that send requests again and again, and one that writes the catalogue. `failures` has every failed
-    request and every wrong answer. `kept` has, with their times, the errors of the clients that keep their connections
-    to a gateway or config service.
+    request and every wrong answer.
     """
 
     def __init__(self, site: Site) -> None:
         self.failures: list[str] = []  # in float32 an answer is the same to 1e-4, whatever shared its batch
         self.counts: Counter[str] = Counter()
-        self.kept: list[tuple[float, Component, str]] = []
         self.revision = 0
         self.plain = Load([site.front.url])
         self._site = site
@@ -285,18 +254,9 @@ class Traffic:
         answer = await self._writer.post(MODELS, json={"id": WRITTEN, **entry})
         assert (answer.status_code, answer.json()["revision"]) == (201, 1), answer.text
         self.revision = 1
-        paces = {"sdk": 0.1, "score": 0.1, "extract": 0.1, "large": 1.0}  # seconds between two
+        paces = {"sdk": 0.1, "large": 1.0}  # seconds between two
         self._tasks = [asyncio.create_task(self._repeat(name, pause_s)) for name, pause_s in paces.items()]
         self._tasks.append(asyncio.create_task(self._write()))
-        keeping: list[tuple[Component, float]] = [
-            ("gateway", 0.1),
-            ("gateway", 0.1),
-            ("gateway", 1.5),
-            ("gateway", 1.5),
-        ]
-        keeping += [("config", 0.2), ("config", 1.5)]
-        self._tasks += [asyncio.create_task(self._keep(component, pause_s)) for component, pause_s in keeping]
-        self._tasks.append(asyncio.create_task(self._watch()))
         self._tasks += self.plain.start(PLAIN_CLIENTS)
         return self
 
@@ -311,21 +271,11 @@ class Traffic:
 
     @property
     def _asking(self) -> dict[str, Callable[[], Awaitable[Any]]]:
-        return {"sdk": self._encode, "score": self._score, "extract": self._extract, "large": self._large}
+        return {"sdk": self._encode, "large": self._large}
 
     async def _encode(self) -> Any:
         results = await self._client.encode("test/mini", TEXTS[:8])
         return np.stack([result["dense"] for result in results])
-
-    async def _score(self) -> Any:
-        reply = await self._client.score("test/cross", QUERY, TEXTS[8:14])
-        return np.array([entry["score"] for entry in sorted(reply["scores"], key=lambda entry: str(entry["item_id"]))])
-
-    async def _extract(self) -> Any:
-        answer = await self._http.post("/v1/extract/test/tags", json={"items": TEXTS[14:17]})
-        assert answer.status_code == 200, answer.text
-        entities = [entity for item in answer.json()["items"] for entity in item["entities"]]
-        return np.array([[entity["start"], entity["end"], entity["score"]] for entity in entities])
 
     async def _large(self) -> Any:
         answer = await self._http.post(
@@ -360,44 +310,6 @@ class Traffic:
                 self.revision += 1
                 self.counts["write"] += 1
             await asyncio.sleep(0.2)
-
-    async def _keep(self, component: Component, pause_s: float) -> None:
-        """Send requests over one connection for as long as it is kept."""
-        url = f"http://127.0.0.1:{self._site.connections[component].port}"
-        async with httpx.AsyncClient(
-            base_url=url, timeout=90.0, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}
-        ) as client:
-            while not self._stopping:
-                try:
-                    if component == "gateway":
-                        answer = await client.post("/v1/encode/test/mini", json={"items": TEXTS[:1]})
-                    else:
-                        answer = await client.get(f"{MODELS}/{WRITTEN}")
-                    if answer.status_code != 200:
-                        self.kept.append((time.monotonic(), component, f"{answer.status_code} {answer.text}"))
-                    if answer.headers.get("connection") == "close":
-                        self.counts[f"last answers of {component}"] += 1
-                except httpx.TransportError as error:
-                    self.kept.append((time.monotonic(), component, f"{type(error).__name__}: {error}"))
-                self.counts[f"kept to {component}"] += 1
-                await asyncio.sleep(pause_s)
-
-    async def _watch(self) -> None:
-        """Follow a websocket that has no end until its gateway says that it goes away, then open the next one."""
-        url = f"ws://127.0.0.1:{self._site.connections['gateway'].port}/ws/cluster-status"
-        while not self._stopping:
-            try:
-                async with connect(url, proxy=None) as socket:
-                    while not self._stopping:
-                        await asyncio.wait_for(socket.recv(), WITHIN_S)
-                        self.counts["frames"] += 1
-            except ConnectionClosed as closed:
-                if closed.rcvd is None or closed.rcvd.code != GOING_AWAY:
-                    self.kept.append((time.monotonic(), "gateway", f"a websocket ended with {closed}"))
-                self.counts["websockets that were ended"] += 1
-            except (OSError, TimeoutError, WebSocketException) as error:
-                self.kept.append((time.monotonic(), "gateway", f"websocket: {type(error).__name__}: {error}"))
-                await asyncio.sleep(0.1)
 
     async def settled(self) -> None:
         """Wait until, after a replacement, each kind of request was answered again, every gateway has answered, and
@@ -463,8 +375,7 @@ def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     local = local_models.under(tmp_path_factory.mktemp("models"))
-    for name in ("mini", "cross", "tags"):
-        local.build(name)
+    local.build("mini")
     return local
 
 
@@ -493,27 +404,14 @@ async def test_rolling_restart_under_load_fails_no_request(site: Site, order: tu
         # a new gateway may not have a worker's heartbeat yet: the worker keeps its pool and asks again
         if not 200 <= answer.status < 400 and "has sent a heartbeat" not in answer.text
     ]
-    failures = [
-        *traffic.failures,
-        *refused,
-        *(f"{at_s:.2f} {component}: {error}" for at_s, component, error in traffic.kept),
-    ]
+    failures = [*traffic.failures, *refused]
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10], *failures[-10:], site.log()])
-    for end in site.ends:
-        backend_answers = site.balancer(end.unit.component).answers
-        assert any(answer.backend == end.unit.name and answer.at_s > end.from_s for answer in backend_answers), (
-            f"{end.unit.name} had no work"
-        )
-    assert min(traffic.counts[f"last answers of {component}"] for component in BEHIND_BALANCERS) > 0
+    for unit, from_s in site.ends:
+        answers_of = site.balancer(unit.component).answers
+        assert any(answer.backend == unit.name and answer.at_s > from_s for answer in answers_of), f"{unit.name} idled"
     assert not traffic.plain.wrong()
     assert {outcome.status for outcome in traffic.plain.outcomes} == {200}
     await eventually(lambda: not left_in_streams(site.broker), "empty streams of work, and no dead letter")
     for config in site.configs.backends.values():
         revisions = await asyncio.to_thread(revisions_at, config)
         assert revisions == list(range(traffic.revision, traffic.revision - len(revisions), -1))
-    summary = {
-        "requests": len(traffic.plain.outcomes),
-        **traffic.counts,
-        "longest_s": round(traffic.plain.longest_s(), 2),
-    }
-    print(json.dumps(summary))

