@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError, ValidationFailed
-from sie_contracts.models.alias_checks import changes_vectors, check, resolve_all
+from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
+from sie_contracts.models.alias_checks import changes_vectors, check
 from sie_contracts.models.aliases import MAX_TARGETS, Alias, Shadow, Target, choose, model_of
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
-from sie_contracts.models.options import run_options
 
 COMMIT = "a" * 40
 
@@ -28,7 +27,6 @@ def model(name: str, commit: str = COMMIT, **more: Any) -> ModelEntry:
 
 PROFILES = {"plain": {"run": {"normalize": False}}, "short": {"run": {"dimensions": [2]}}}
 LOCAL = {"path": "/models/x"}
-PACKAGE = {"package": "some-model"}
 SUMS, PINNED = {"digests": {"w": "1" * 64}}, {"hub": "org/hub", "revision": COMMIT}
 RANKER = {"family": "cross-encoder", "outputs": {"score": 0}}
 CATALOGUE = Catalogue.from_documents(
@@ -84,14 +82,6 @@ def refused(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- documents
-
-
-def test_the_short_forms_are_the_long_ones() -> None:
-    short = parse_document({"id": "search", "alias": "org/one", "shadow": "org/two"})
-    assert short == Alias("search", (Target("org/one"),), Shadow("org/two"))
-    long = {"id": "search", "alias": [{"model": "org/one", "weight": 1}], "shadow": {"model": "org/two", "share": 1.0}}
-    assert parse_document(long) == short
-    assert parse_document(msgspec.to_builtins(short)) == short  # what is exported can be read again
 
 
 SIX = [f"org/{number}" for number in range(MAX_TARGETS + 1)]
@@ -184,11 +174,6 @@ def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
     check(alias("org/two"), catalogue)  # its own former version is no twin
 
 
-def test_force_waives_likeness_and_nothing_else() -> None:
-    for raw in ({"alias": "org/on"}, {"alias": "search"}, {"alias": "org/one", "id": "org/two"}):
-        refused({"id": "search", "force": True, **raw})
-
-
 @pytest.mark.parametrize(
     ("before", "after", "differs"),
     [
@@ -230,41 +215,6 @@ def test_a_name_goes_through_an_alias() -> None:
         catalogue.resolve("other:/search")
     with pytest.raises(ModelNotFound):
         catalogue.resolve("search", follow=False)
-
-
-def test_a_name_through_an_alias_may_have_the_revision_of_a_package() -> None:
-    packaged = parse_entry({**msgspec.to_builtins(model("org/packaged", profiles=PROFILES)), "weights": PACKAGE})
-    names = Catalogue.from_documents({"org/packaged": packaged, "x": alias("org/packaged", name="x")}, {}, {}, "1")
-    assert names.resolve("x@pypi:some-model").canonical == "org/packaged"
-    assert names.resolve("x@pypi:some-model:plain").canonical == "org/packaged:plain"
-    for spec in ("x@pypi:another", "x@pypi", "x@pypi:some-model:missing"):
-        with pytest.raises(ModelNotFound):
-            names.resolve(spec)
-
-
-def test_what_a_name_may_mean_is_each_target_the_heaviest_first() -> None:
-    parts: list[Any] = ["org/two", {"model": "org/one:plain", "weight": 5}]
-    catalogue = having(alias(*parts, force=True))
-    assert [resolution.canonical for resolution in resolve_all(catalogue, "search")] == ["org/one:plain", "org/two"]
-    assert [resolution.canonical for resolution in resolve_all(catalogue, "org/one")] == ["org/one"]
-    both = having(alias({"model": "org/one", "weight": 5}, "org/two", force=True))
-    assert [resolution.canonical for resolution in resolve_all(both, "search:plain")] == [
-        "org/one:plain",
-        "org/two:plain",
-    ]
-    assert [resolution.canonical for resolution in resolve_all(both, f"search@{COMMIT}")] == ["org/one"]
-
-
-def test_a_profile_of_the_body_keeps_the_alias() -> None:
-    resolved, _ = run_options(having(alias("org/one")).resolve("search"), {"options": {"profile": "plain"}})
-    assert (resolved.canonical, resolved.alias) == ("org/one:plain", "search")
-
-
-def test_a_gone_target_is_an_error_that_names_the_alias() -> None:
-    """The same error comes where an alias has taken the target's name, because no name resolves through two aliases."""
-    with pytest.raises(ModelNotFound) as caught:
-        having(alias("org/gone"), alias("search", name="org/gone")).resolve("search")
-    assert caught.value.message == "search is an alias of org/gone: no model named 'org/gone'"
 
 
 def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
@@ -356,10 +306,3 @@ def test_the_target_of_a_key_is_the_same_on_every_gateway_and_in_every_version()
 
 
 GOLDEN = "eeeeeeeeeeeeoeeeeeeeeeeeeeeoeeeoeeeeeeee"  # the last letters of one and two
-
-
-def test_every_error_of_a_document_is_one_of_ours() -> None:
-    nameless, wrong = {"alias": "org/one"}, {"alias": {"model": 3}, "id": "a"}
-    for raw in (None, [], "x", {"alias": None, "id": "a"}, wrong, {"id": 3, "alias": "org/one"}, nameless):
-        with pytest.raises(SIEError):
-            parse_document(raw)

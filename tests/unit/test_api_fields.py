@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import pages
 import pytest
 import sample_families
 from fake_adapter import WIDTH, toy_entry
@@ -15,11 +14,9 @@ from inprocess import GatewayProcess, InProcess
 from sie_contracts.api import dialects, inference
 from sie_contracts.api.operations import PoolRequest
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models import entries, families, options
-from sie_gateway.dialects import openai, vocabulary
+from sie_contracts.models import families, options
 from sie_gateway.http import routes
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import reply
 from sie_gateway.inference.handler import InferenceRoute
 from sie_gateway.operations import handlers
 from sie_runtime.http.routes import FORM
@@ -80,11 +77,6 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/find", family="token-classifier", outputs={"entities": 0}))
         # without a worker each request ends with 503, after its body was read
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
-
-
-@pages.WHOLE
-def test_formats_of_all_packages_are_read() -> None:
-    assert len(ROUTES) > 20
 
 
 async def test_dialects_read_the_fields_that_are_declared_and_no_others(
@@ -198,14 +190,3 @@ def test_the_parameters_of_the_three_verbs_are_those_that_are_merged() -> None:
     assert set.union(*declared.values()) >= of_family
     assert {"items", "params", "query"} == set(inference.Score.__struct_fields__)
     assert set(inference.Item.__struct_fields__) == bodies._ITEM
-
-
-def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
-    def values(struct: Any, name: str) -> set[str]:
-        return {value for hint in get_args(get_type_hints(struct)[name]) for value in get_args(hint)}
-
-    assert values(inference.EncodeParams, "pooling") == set(entries.POOLING_OPTIONS)
-    assert values(inference.ScoreParams, "score_mode") == set(options.SCORE_MODES)
-    assert set(get_args(inference.Dtype)) == set(reply.WIRE_DTYPES)
-    assert values(dialects.PoolingRequest, "task") == set(openai.POOLING_TASKS)
-    assert values(dialects.EmbeddingsRequest, "token_encoding") == {"model", *vocabulary.NAMES}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from sie_cli.cluster import GATEWAY_URL, Cluster
-from sie_contracts.client_environment import api_key, base_url
 from sie_contracts.settings import load
 
 CLIENT = {"SIE_BASE_URL": "http://gateway:1", "SIE_API_KEY": "own"}
@@ -43,12 +42,3 @@ def test_commands_ask_the_gateway_and_send_the_key_of_the_environment(
     secret = target.gateway_token
     assert (target.gateway_urls, secret.reveal() if secret else None) == ([url], token)
     assert target.is_given(GATEWAY_URL) == ("SIE_BASE_URL" in environ or "SIE_GATEWAY_URL" in environ)
-
-
-def test_empty_variables_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SIE_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("SIE_BASE_URL", " ")
-    monkeypatch.setenv("SIE_API_KEY", "")
-    assert (base_url(), api_key()) == (None, None)
-    monkeypatch.setenv("SIE_AUTH_TOKEN", " alias ")
-    assert api_key() == "alias"

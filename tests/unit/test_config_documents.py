@@ -7,22 +7,17 @@ import tracemalloc
 from typing import Any
 
 import pytest
-import yaml
 
-from sie_config_service import documents
 from sie_config_service.documents import (
     MAX_DIFFERENCES,
-    ParsedDocument,
     checked,
     difference,
     merged,
     read,
 )
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.models.aliases import Alias
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.options import parse_written
-from sie_contracts.yaml_text import MAX_DEPTH, MAX_EVENTS
+from sie_contracts.yaml_text import MAX_DEPTH
 
 ENTRY = """\
 id: org/name
@@ -168,12 +163,6 @@ def test_what_is_no_yaml_is_refused(body: bytes) -> None:
         entry_of(body, "")
 
 
-def test_a_fault_outside_of_the_document_has_the_line_of_what_is_nearest() -> None:
-    document = read(b"run:\n  normalize: true\n", "")
-    assert [document.line(loc) for loc in ("$.run.normalize", "$.run.pooling", "$.outputs")] == [2, 2, 1]
-    assert ParsedDocument({}).line("$.run") is None
-
-
 @pytest.mark.parametrize(
     ("kind", "before", "value", "after"),
     [
@@ -196,27 +185,3 @@ def test_a_document_of_many_values_is_refused_before_they_are_made(
         assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
     finally:
         tracemalloc.stop()
-
-
-def test_a_document_of_as_many_values_as_are_allowed_is_read() -> None:
-    numbers = b"1," * (MAX_EVENTS - 20)
-    assert len(read(b"x: [" + numbers + b"1]", "application/x-yaml").value["x"]) == MAX_EVENTS - 19
-
-
-def test_the_faulty_key_of_a_large_map_is_found_by_few_parses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One parse for each key would take an hour for the largest document that a request may have."""
-    parses = 0
-
-    def counted(raw: object) -> ModelEntry | Alias:
-        nonlocal parses
-        parses += 1
-        return parse_written(raw)
-
-    monkeypatch.setattr(documents, "parse_written", counted)
-    prompts = {f"p{number}": "{text}" for number in range(1000)} | {"odd": 7, "odder": 8}
-    profiles = {"a": {}, "b.c": {"run": {"parameters": 1}}, "d": {"run": {"parameters": 2}}}
-    document = yaml.safe_load(ENTRY)
-    assert fault(json.dumps({**document, "prompts": prompts}), "application/json")["loc"] == "$.prompts.odd"
-    assert parses < 20
-    body = json.dumps({**document, "profiles": profiles})
-    assert fault(body, "application/json")["loc"] == "$.profiles.b.c.run.parameters"

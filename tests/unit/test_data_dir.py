@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
@@ -54,22 +51,6 @@ def test_sockets_of_a_long_path_are_elsewhere_private_and_not_left_behind(tempor
         assert len(str(socket_path(path, 999))) <= MAX_SOCKET_BYTES
         assert sockets_folder(tmp_path / (LONG + "-of-another")) != folder
     assert not folder.exists()
-
-
-def test_the_folder_of_sockets_is_there_if_the_owner_before_ends_meanwhile(
-    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / LONG
-    before, flock = contextlib.ExitStack(), fcntl.flock
-    before.enter_context(locked_data_dir(path))
-
-    def after_its_end(file: TextIO, operation: int) -> None:
-        before.close()
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", after_its_end)
-    with locked_data_dir(path):
-        assert sockets_folder(path).is_dir()
 
 
 def test_the_addresses_of_a_killed_server_are_gone_when_the_next_one_starts(temporary: Path, tmp_path: Path) -> None:

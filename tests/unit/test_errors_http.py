@@ -651,50 +651,6 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
     assert len(ports) == 1, "the connection stayed open"
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/pools", "/docs", "/openapi.json"])
-async def test_head_has_the_status_and_the_headers_of_get_and_no_body(gateway: GatewayProcess, path: str) -> None:
-    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as client:
-        head, get = await client.head(path), await client.get(path)
-    assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
-    assert (get.status_code, head.content) == (200, b"")
-    assert get.content
-
-
-MALFORMED = {
-    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "no such version": b"GET / HTTP/9.9\r\n\r\n",
-    "a header without a name": b"GET / HTTP/1.1\r\n: x\r\n\r\n",
-    "no length": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: ten\r\n\r\n",
-    "two lengths": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-    "no chunk": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    "a large head": b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
-    "an announced body that is too large": (
-        b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000000\r\n\r\n"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-async def test_what_is_no_request_is_told_so_in_the_envelope(gateway: GatewayProcess, name: str) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-    with contextlib.closing(writer):
-        writer.write(MALFORMED[name])
-        async with asyncio.timeout(30):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
-            body = json.loads(await reader.readexactly(int(lines["content-length"])))
-    status = int(head.split()[1])
-    code = "PAYLOAD_TOO_LARGE" if status == 413 else "INVALID_INPUT"
-    assert (status, body["code"], lines["x-sie-error-code"]) == (
-        413 if "too large" in name else 400,
-        code,
-        code.lower(),
-    )
-    assert (lines["content-type"], lines["x-should-retry"]) == ("application/json", "false")
-    assert body == {"error": body["error"], "detail": body["error"], "code": code}
-    assert body["error"]["request_id"] == lines["x-sie-request-id"]
-
-
 # the order of precedence of errors (contract 5.5)
 
 STEPS: tuple[tuple[str, str], ...] = (  # a fault, and the code or reason of the answer if no earlier fault is present
@@ -741,18 +697,6 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
             assert stream.last_sequence == 0, STEPS[number]
 
 
-async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayProcess) -> None:
-    for pool, profile, reason in (
-        ("a b", "default/l4", "pool_name"),
-        ("default", "a b/l4", "pool_name"),
-        ("a b", "c d/l4", "pool_name"),
-        ("team", "default/l4", "pool_conflict"),
-        ("team", "/l4", "pool_conflict"),
-    ):
-        answer = await gateway.encode("a", X_SIE_Pool=pool, X_SIE_MACHINE_PROFILE=profile)
-        assert (answer.status_code, facts(answer)["reason"]) == (400, reason), (pool, profile)
-
-
 # the page
 
 
@@ -762,13 +706,3 @@ def test_the_page_is_the_code() -> None:
     text = errors_page.PAGE.read_text("utf-8")
     assert errors_page.table() in text
     assert errors_page.page(text) == text
-
-
-@pages.WHOLE
-def test_every_reason_is_on_the_page_beside_its_code() -> None:
-    lines = errors_page.PAGE.read_text("utf-8").splitlines()
-    codes_by_reason = errors_page.reasons()
-    assert codes_by_reason["schema"] == {"INVALID_INPUT"}
-    for reason, codes in codes_by_reason.items():
-        (row,) = [line for line in lines if line.startswith(f"| `{reason}` |")]
-        assert all(f"`{code}`" in row for code in codes), row

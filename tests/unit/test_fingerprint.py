@@ -196,13 +196,6 @@ def test_an_option_of_a_profile_changes_the_fingerprint_of_its_answers_alone(pro
     assert answered(document, "plain") == answered(BASE, "plain")
 
 
-def test_the_repository_of_an_unpinned_model_tells_it_apart() -> None:
-    first, second = ({**BASE, "weights": {"hub": hub, "unpinned": True}} for hub in ("org/a", "org/b"))
-    assert answered(first) != answered(second)
-    archived = {**BASE, "weights": {**first["weights"], "path": "weights/moved"}}
-    assert answered(archived) == answered(first)
-
-
 def test_the_precision_and_the_engine_that_run_are_in_the_fingerprint() -> None:
     entry = parse_entry(BASE)
     prints = {

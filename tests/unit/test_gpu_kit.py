@@ -40,25 +40,6 @@ def runner() -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="a GPU is here")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    ended = kit()
-    assert ended.returncode == 3
-    (line,) = ended.stdout.splitlines()
-    assert "no GPU" in line
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "part", ["tests", *(pytest.param(part, marks=pytest.mark.long) for part in ("parity", "serve"))]
-)
-def test_the_rehearsal_of_a_part_writes_its_table(part: str, tmp_path: Path) -> None:
-    ended = kit("--rehearse", "--parts", part, "--results", str(tmp_path), "--limit", f"{part}=800", "--within", "850")
-    log = tmp_path / f"{part}.log"
-    assert ended.returncode == 0, ended.stdout + (log.read_text()[-3000:] if log.exists() else "")
-    check_table(tmp_path / f"{part}.md")
-
-
 @pytest.mark.timeout(900)
 def test_the_scripts_write_their_tables_in_a_rehearsal(runner: ModuleType, tmp_path: Path) -> None:
     """The scripts run in one process, because most of the time of each is the import of its libraries."""
@@ -70,12 +51,3 @@ def test_the_scripts_write_their_tables_in_a_rehearsal(runner: ModuleType, tmp_p
     assert ended.returncode == 0, ended.stderr[-3000:]
     for name in (*SCRIPTS, "device-profile"):
         check_table(tmp_path / f"{name}.md")
-
-
-def test_a_part_is_cut_off_at_its_limit(runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "endless.py").write_text("import threading; print('| row |', flush=True); threading.Event().wait()")
-    monkeypatch.setitem(runner.PARTS, "endless", (str(tmp_path / "endless.py"),))
-    monkeypatch.setattr(runner, "lacks", lambda parts: {})
-    arguments = ["--rehearse", "--parts", "endless", "--results", str(tmp_path), "--limit", "300,endless=1.5"]
-    assert runner.main(arguments) == 1
-    assert (tmp_path / "endless.log").read_text() == "| row |\n"

@@ -6,8 +6,6 @@ import getpass
 import os
 import pwd
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +14,6 @@ import pytest
 
 from sie_cli import home
 from sie_contracts.settings import SettingError
-
-UID = 54321
-# that user may lack the permission to read the folder of the interpreter
-AS_NOBODY_KNOWN = (
-    "setpriv",
-    f"--reuid={UID}",
-    f"--regid={UID}",
-    "--clear-groups",
-    "--inh-caps=+dac_read_search",
-    "--ambient-caps=+dac_read_search",
-)
 
 
 @pytest.fixture
@@ -88,34 +75,3 @@ def test_a_folder_that_somebody_put_there_is_no_home(temporary: Path, tmp_path: 
     (temporary / f"sie-{os.geteuid()}").symlink_to(tmp_path)
     with pytest.raises(SettingError, match=r"HOME: unset, and .* name a folder"):
         home.settle({})
-
-
-@pytest.mark.usefixtures("_nameless")
-def test_where_nothing_can_be_written_the_settings_decide(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
-    environ: dict[str, str] = {}
-    home.settle(environ)
-    assert environ["HOME"] == str(temporary / "missing" / f"sie-{os.geteuid()}")
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-@pytest.mark.parametrize(("named", "command"), [(None, "settings"), ("/nonexistent", "keys list"), ("/", "--help")])
-def test_commands_of_a_user_whom_nobody_knows(named: str | None, command: str, temporary: Path) -> None:
-    temporary.chmod(0o1777)
-    environ = {"PATH": os.environ["PATH"], "TMPDIR": str(temporary), **({} if named is None else {"HOME": named})}
-    done = subprocess.run(
-        [*AS_NOBODY_KNOWN, sys.executable, "-m", "sie_cli", *command.split()],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    assert f"{temporary}/sie-{UID}" in done.stderr
-    assert done.returncode == 0 or command == "keys list", done.stderr
-    folder = temporary / f"sie-{UID}"
-    assert (folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) == (UID, 0o700)

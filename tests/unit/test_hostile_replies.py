@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import of_extras
@@ -151,12 +150,3 @@ def test_a_token_or_a_pool_that_no_header_can_have_is_refused_in_words(name: str
     result = CliRunner().invoke(main, [*arguments, "--url", "http://127.0.0.1:1"], env=environ)
     assert (result.exit_code, "expected printable ASCII" in result.stderr) == (1, True), result.output
     assert value not in result.stderr.removesuffix("\n")
-
-
-@pytest.mark.parametrize("form", ["table", "json", "yaml"])
-def test_a_file_whose_name_is_no_text_is_imported_and_listed(form: str, server: _Server, tmp_path: Path) -> None:
-    (tmp_path / "\udcff\x1b.yaml").write_text("id: a/b")
-    server.reply = (200, JSON, json.dumps(Written.EXAMPLE).encode())
-    assert invoked(server, ["models", "import", str(tmp_path), "-o", form]).exit_code == 0
-    server.reply = (422, JSON, b'{"error": {"message": "wrong"}}')
-    assert invoked(server, ["models", "import", str(tmp_path), "-o", form]).exit_code == 1

@@ -20,7 +20,7 @@ from inprocess import until
 
 from sie_runtime.http import protocol
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, reply
-from sie_runtime.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, PIECES_AT_ONCE, SLICE_BYTES
+from sie_runtime.http.protocol import MAX_PIPELINED, PIECES_AT_ONCE
 from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
 
@@ -165,40 +165,6 @@ def test_trailers_and_extensions_of_chunks_have_a_limit(run: Run, chunks: bytes,
             assert b"connection: close" in head
             assert b"larger than 65536 bytes" in body or b"no HTTP/1.1" in body, body
             assert await reader.read() == b""
-
-    run(scenario())
-
-
-def test_head_and_trailers_share_one_limit(run: Run) -> None:
-    async def scenario() -> None:
-        for size, status in ((MAX_HEAD_BYTES // 2 - 200, b"200"), (MAX_HEAD_BYTES // 2 + 200, b"400")):
-            async with serving() as (_, reader, writer):
-                writer.write(ask("/read", "x: " + "y" * size, method="POST")[:-2] + CHUNKED)
-                writer.write(b"0\r\nx: " + b"y" * size + b"\r\n\r\n")
-                assert (await answer(reader))[0].split(b" ")[1] == status
-
-    run(scenario())
-
-
-def test_the_extension_of_a_chunk_has_a_limit_however_it_arrives(run: Run) -> None:
-    """The limit holds even if the whole request arrives at once."""
-
-    async def scenario() -> None:
-        for size, status in ((MAX_HEAD_BYTES - 2 * SLICE_BYTES, b"200"), (100_000, b"400")):
-            for body in (b"1;%b\r\na\r\n0\r\n\r\n", b"1\r\na\r\n1;%b\r\na\r\n0\r\n\r\n", b"1\r\na\r\n0;%b\r\n\r\n"):
-                async with serving() as (_, reader, writer):
-                    writer.write(ask("/read", method="POST")[:-2] + CHUNKED + body % (b"x" * size))
-                    assert (await answer(reader))[0].split(b" ")[1] == status
-
-    run(scenario())
-
-
-def test_chunks_of_one_byte_are_a_body_as_any(run: Run) -> None:
-    async def scenario() -> None:
-        async with serving() as (_, reader, writer):
-            writer.write(ask("/read", method="POST")[:-2] + CHUNKED + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n")
-            head, body = await answer(reader)
-            assert (head.split(b" ")[1], json.loads(body)["body"]) == (b"200", "a" * 50_000)
 
     run(scenario())
 
@@ -370,16 +336,6 @@ def test_an_answered_connection_on_which_a_body_never_ends_is_closed(run: Run, m
     run(scenario())
 
 
-def test_a_leaving_server_answers_while_a_body_still_arrives(run: Run) -> None:
-    async def scenario() -> None:
-        async with serving() as (server, reader, writer):
-            server.http.leave()
-            writer.write(ask("/early", "content-length: 10", method="POST"))
-            assert b"connection: close" in (await answer(reader))[0]
-
-    run(scenario())
-
-
 def test_requests_ahead_of_their_answers_have_a_limit(run: Run) -> None:
     async def scenario() -> None:
         async with serving() as (server, reader, writer):
@@ -459,62 +415,5 @@ def test_a_websocket_begins_only_when_earlier_requests_are_answered(run: Run) ->
         finally:
             writer.close()
             await http.stop()
-
-    run(scenario())
-
-
-def test_no_websocket_begins_on_a_connection_whose_client_has_not_read_its_answer(run: Run) -> None:
-    """The write buffer is full, of which the protocol of the websocket would not learn."""
-
-    async def scenario() -> None:
-        answered, kinds, large = asyncio.Event(), list[str](), bytes(16 << 20)
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            kinds.append(scope["type"])
-            await reply(send, 200, large if scope["path"] == "/first" else b"second")
-            answered.set()
-
-        http = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
-        await http.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-        try:
-            async with asyncio.timeout(END_S):
-                writer.write(ask("/first"))
-                await answered.wait()
-                writer.write(OFFER)
-                await until(lambda: len(kinds) == 2, "the second request runs")
-                assert kinds == ["http", "http"]
-                assert [(await answer(reader))[1] for _ in range(2)] == [large, b"second"]
-        finally:
-            writer.close()
-            await http.stop()
-
-    run(scenario())
-
-
-def test_an_incomplete_request_ends_with_its_connection(run: Run) -> None:
-    async def scenario() -> None:
-        async with serving() as (server, reader, writer):
-            writer.write(ask("/read", "content-length: 10", method="POST") + b"abc")
-            writer.write_eof()
-            assert await reader.read() == b""
-            await server.gone.wait()
-
-    run(scenario())
-
-
-def test_garbage_is_answered_without_a_reset(run: Run) -> None:
-    """Bytes that follow the garbage must not discard the answer."""
-
-    async def scenario() -> None:
-        async with serving() as (server, _, _):
-            with socket.create_connection(("127.0.0.1", server.http.port)) as connection:
-                connection.setblocking(False)
-                loop = asyncio.get_running_loop()
-                await loop.sock_sendall(connection, b"no HTTP\r\n\r\n")
-                await asyncio.sleep(0.1)
-                await loop.sock_sendall(connection, b"x" * 10_000)
-                await asyncio.sleep(0.1)
-                assert (await loop.sock_recv(connection, 1 << 16)).startswith(b"HTTP/1.1 400 ")
 
     run(scenario())

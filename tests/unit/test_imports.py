@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import ast
-import functools
-import re
-import resource
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import measure
 import pytest
 from measure import CORE as CORE_PACKAGES
 from measure import FOLDERS
 
-import sie_client
-
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 # package of an extra -> packages of the extras that it may use
 USES = measure.OF_EXTRAS.get("uses", {})
@@ -167,14 +159,6 @@ def test_the_core_is_pure() -> None:
         assert {name for name in ours if name.count(".")} <= allowed_modules, module
 
 
-@pytest.mark.parametrize(
-    "package", [package for package in FOLDERS if package not in ("sie_contracts", "sie_broker", "sie_client")]
-)
-def test_a_component_has_no_other_surface_than_its_modules(package: str) -> None:
-    (body,) = (tree.body for module, tree in files(package) if module == package)
-    assert [type(node) for node in body] == [ast.Expr], "a docstring and nothing else"
-
-
 def python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -194,25 +178,6 @@ def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...
         "sys.modules.keys()))"
     )
     assert python(code).split() == []
-
-
-@pytest.mark.parametrize(
-    ("module", "most"), [("sie_gateway", 1.0), pytest.param("sie_gateway.process", 4.0, marks=pytest.mark.long)]
-)
-def test_the_gateway_imports_quickly(module: str, most: float) -> None:
-    """The test compares the processor time of the import with that of FastAPI, by medians of three interpreters each.
-    Measured ratios are 0.02 and 2.2.
-    """
-
-    def seconds(name: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        python(f"import {name}")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    timings = [(seconds(module), seconds("fastapi")) for _ in range(3)]
-    ours, framework = (statistics.median(series) for series in zip(*timings, strict=True))
-    assert ours < most * framework
 
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -241,107 +206,6 @@ def test_nothing_can_execute_what_was_received(package: str) -> None:
                 assert node.value.id != "pickle" or node.attr == "UnpicklingError", f"{module}:{node.lineno}"
 
 
-def test_the_public_surface_of_the_sdk() -> None:
-    assert sie_client.__all__ == [
-        "AllItemsFailedError",
-        "AsyncJob",
-        "AuthenticationError",
-        "BundleConflictError",
-        "Capacity",
-        "ConflictError",
-        "ContentConflictError",
-        "EncodeResult",
-        "ExtractResult",
-        "FileObject",
-        "IdempotencyMismatchError",
-        "InferenceError",
-        "InternalServerError",
-        "InvalidInputError",
-        "Item",
-        "ItemUsage",
-        "Job",
-        "JobFailedError",
-        "JobInfo",
-        "JobManifest",
-        "JobPart",
-        "JobTimeoutError",
-        "LoraLoadFailedError",
-        "LoraLoadingError",
-        "MethodNotAllowedError",
-        "ModelLoadFailedError",
-        "ModelLoadingError",
-        "ModelNotFoundError",
-        "NotFoundError",
-        "NotReadyError",
-        "PayloadTooLargeError",
-        "PermissionDeniedError",
-        "Pool",
-        "PoolConflictError",
-        "PoolNotFoundError",
-        "PoolOperationForbiddenError",
-        "Progress",
-        "ProvisioningError",
-        "QueueFullError",
-        "QueueUnavailableError",
-        "Ranked",
-        "RateLimitedError",
-        "RedactResult",
-        "RequestError",
-        "RequestTimeoutError",
-        "ResourceExhaustedError",
-        "RestoreMap",
-        "Results",
-        "SIEAsyncClient",
-        "SIEClient",
-        "SIEConnectionError",
-        "SIEError",
-        "SchemaResult",
-        "ScoreResult",
-        "ServerError",
-        "ShuttingDownError",
-        "UnsupportedMediaTypeError",
-        "Usage",
-        "ValidationFailedError",
-        "__version__",
-        "draw",
-        "maxsim",
-        "region",
-        "restore",
-    ]
-    public = {name for name in vars(sie_client) if not name.startswith("_")} | {"__version__"}
-    modules = {
-        "async_client",
-        "chunker",
-        "client",
-        "cluster",
-        "core",
-        "drawing",
-        "errors",
-        "files",
-        "jobs",
-        "late_interaction",
-        "media",
-        "progress",
-        "tasks",
-        "threads",
-        "transport",
-        "types",
-        "verbs",
-        "watching",
-        "wire",
-    }
-    assert public - modules == set(sie_client.__all__)
-
-
-def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> None:
-    """The imports of these commands would take a third of the processor time of a start."""
-    program = (
-        "import sys, sie_cli.main; print(*(m for m in ('httpx', 'numpy', 'rich', 'sie_broker') if m in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == []
-
-
 @pytest.mark.parametrize("package", ["sie_gateway", "sie_sidecar", "sie_config_service"])
 def test_a_process_does_not_import_what_only_few_requests_need(package: str) -> None:
     """These libraries would add 3 to 15 MB to each process, and up to 0.3 s to its start."""
@@ -352,49 +216,3 @@ def test_a_process_does_not_import_what_only_few_requests_need(package: str) -> 
         "print(*(rare & sys.modules.keys()))"
     )
     assert python(program).split() == []
-
-
-def test_the_adapter_imports_no_scipy_before_it_clusters_vectors() -> None:
-    """The losses of transformers would import it. Later, transformers still says that scipy is installed."""
-    program = (
-        "import sys, sie_adapter.process; sie_adapter.process._import(); "
-        "print('scipy' in sys.modules); from transformers.utils import is_scipy_available; print(is_scipy_available())"
-    )
-    assert python(program).split() == ["False", "True"]
-
-
-_IMPORT = re.compile(r"\bfrom (sie_\w+)((?:\.\w+)*) import ((?:\w+(?: as \w+)?(?:, )?)+)")
-
-
-@functools.cache
-def _names(package: str, path: str) -> set[str]:
-    """Return the names that a module defines or imports, and its submodules."""
-    module = ROOT.joinpath(FOLDERS[package], package, *path.split(".")[1:])
-    file = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
-    names = {entry.stem for entry in module.glob("*")}
-    statements = list(ast.parse(file.read_text("utf-8")).body)
-    while statements:
-        match node := statements.pop():
-            case ast.If() | ast.Try():
-                statements += [*node.body, *node.orelse]
-            case ast.Import() | ast.ImportFrom():
-                statements += node.names
-            case ast.Assign() | ast.AnnAssign():
-                names |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.alias():
-                names |= {node.name, getattr(node, "asname", None) or node.name}
-    return names
-
-
-def test_benchmarks_and_programs_in_strings_of_tests_import_names_that_exist() -> None:
-    """mypy reads neither, and most of them do not run in CI."""
-    unknown = [
-        f"{path.relative_to(ROOT)}: {package}{module}.{name}"
-        for folder in ("bench", "tests")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for package, module, names in _IMPORT.findall(path.read_text("utf-8"))
-        if package in FOLDERS
-        for name in re.findall(r"(\w+)(?: as \w+)?", names)
-        if name not in _names(package, module)
-    ]
-    assert unknown == []

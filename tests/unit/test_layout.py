@@ -80,20 +80,6 @@ def test_what_has_changed_is_placed_as_if_all_of_it_were_placed_anew(looks: list
             assert {model: state.table.get(model, ()) for model in state.wanted} == placement
 
 
-@given(st.integers(1, 40), st.integers(1, 300))
-@settings(max_examples=40, deadline=None)
-def test_models_of_a_worker_that_is_lost_go_to_different_ones(count: int, number: int) -> None:
-    names = [f"w{index}" for index in range(count + 1)]
-    holdings, replicas = dict.fromkeys(names, Holdings()), {f"m{index}": 1 for index in range(number)}
-    table = place({}, replicas, holdings, {}, {})
-    lost = [model for model, hosts in table.items() if hosts == ("w0",)]
-    del holdings["w0"]
-    after = place(table, replicas, holdings, {}, {})
-    assert {model for model in replicas if after[model] != table[model]} == set(lost)
-    targets = [after[model][0] for model in lost]
-    assert max(map(targets.count, targets), default=0) <= -(-len(lost) // count) + 1
-
-
 @pytest.mark.parametrize(
     ("target", "slots", "moves"),
     [(Holdings(), 0, True), (Holdings(loading=frozenset({"c"})), 0, False), (Holdings(), 1, False)],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import resource
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -50,12 +47,6 @@ class Device:
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
     return Device(tmp_path / "sie" / "frontier.json")
-
-
-def test_nothing_is_limited_before_something_failed(device: Device) -> None:
-    device.batch_limits.fits(KEY, 16_384)
-    assert device.batch_limits.limit(KEY) is None
-    assert not device.path.exists()
 
 
 def test_after_a_failure_batches_are_as_large_as_what_is_known_to_fit(device: Device) -> None:
@@ -112,29 +103,6 @@ def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) ->
     assert 0.7 * device.room <= (device.batch_limits.limit(KEY) or 0) <= device.room
 
 
-def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
-    """A neighbour comes and goes at random for two hours. Passes use on average at least 70 % of the room."""
-    generator = np.random.default_rng(7)
-    used, passes = 0.0, 0
-    for _ in range(720):
-        device.now_s += 10
-        if generator.random() < 0.1:
-            device.room = 2800 if device.room == 4000 else 4000
-        device.run(16_384)
-        used += min(1.0, (device.batch_limits.limit(KEY) or device.room) / device.room)
-        passes += 1
-    assert used / passes >= 0.7
-    assert device.failures <= 0.2 * passes
-
-
-def test_an_item_that_is_too_large_alone_says_nothing_of_the_others(device: Device) -> None:
-    device.run(3900)
-    device.batch_limits.failed(KEY, 5000)
-    limit = device.batch_limits.limit(KEY)
-    device.batch_limits.failed(KEY, 100_000)
-    assert device.batch_limits.limit(KEY) == limit
-
-
 def test_the_limit_is_at_least_one_token_and_rises_from_there(device: Device) -> None:
     device.batch_limits.failed(KEY, 1)
     assert device.batch_limits.limit(KEY) == 1
@@ -175,26 +143,6 @@ def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pyte
     assert device.batch_limits.limit(KEY) == 50
 
 
-def test_limits_that_the_disk_has_no_room_for_leave_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        DeviceLimits(tmp_path / "frontier.json").failed(KEY, 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "sie").write_text("a file")
-    batch_limits = DeviceLimits(tmp_path / "sie" / "frontier.json")
-    batch_limits.failed(KEY, 100)
-    assert batch_limits.limit(KEY) == 50
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
-    assert "cannot be written" in caplog.text
-
-
 def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:
     neighbour = DeviceLimits(device.path, lambda: device.now_s)
     assert neighbour.limit("b") is None
@@ -233,25 +181,6 @@ def test_the_file_is_bounded_and_old_edges_are_forgotten(device: Device) -> None
     device.now_s += FORGET_STEPS * WAIT_S
     device.batch_limits.failed(KEY, 100)
     assert device.path.read_bytes().count(b"fit_tokens") == 1
-
-
-def test_threads_leave_one_consistent_edge(device: Device) -> None:
-    def hammer(low: int) -> None:
-        for tokens in range(low, low + 200):
-            device.batch_limits.fits(KEY, tokens)
-            if tokens % 50 == 0:
-                device.batch_limits.failed(KEY, tokens + 1000)
-            assert (device.batch_limits.limit(KEY) or 1) >= 1
-
-    threads = [threading.Thread(target=hammer, args=(low,)) for low in (1, 301, 601, 901)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    device.batch_limits.save()
-    limit = device.batch_limits.limit(KEY)
-    device.restart()
-    assert device.batch_limits.limit(KEY) == limit
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 2000), st.data())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
 from cluster import until
 
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads, is_alone, set_torch_threads
-from sie_adapter.memory.oom import on_new_thread
 from sie_contracts.wire.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import arm
 
@@ -146,29 +142,3 @@ def test_a_batch_that_is_submitted_after_the_stop_is_refused(count: int) -> None
     (refused,) = answers(lanes, "late")
     assert isinstance(refused, Refused)
     assert (refused.batch, refused.error.code) == ("late", "SHUTTING_DOWN")
-
-
-def test_what_fails_on_a_new_thread_is_freed_with_its_error() -> None:
-    """The frames of an error hold the tensors of a failed pass; a cycle would hold them until the next collection."""
-    freed = threading.Event()
-
-    def fail() -> None:
-        tensor = torch.empty(1)
-        weakref.finalize(tensor, freed.set)
-        raise MemoryError
-
-    gc.disable()
-    try:
-        with contextlib.suppress(MemoryError):
-            on_new_thread(fail)
-        assert freed.is_set()
-    finally:
-        gc.enable()
-
-
-def test_work_on_a_new_thread_keeps_the_mode_and_the_threads_of_torch() -> None:
-    with torch.inference_mode():
-        assert on_new_thread(torch.is_inference_mode_enabled)
-    assert not on_new_thread(torch.is_inference_mode_enabled)
-    assert on_new_thread(torch.get_num_threads) == torch.get_num_threads()
-    assert on_new_thread(threading.get_ident) != threading.get_ident()

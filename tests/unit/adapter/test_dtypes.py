@@ -36,11 +36,6 @@ def test_the_table_of_the_contract(vector: np.ndarray, dtype: str, expected: lis
     assert convert(torch.from_numpy(vector), dtype)[0].tolist() == expected
 
 
-def test_cohere_bytes_are_the_same_bits_less_128() -> None:
-    packed = [convert(torch.from_numpy(vector), "binary")[0].astype(np.int16) - 128 for vector in (LINE, MIXED)]
-    assert [row.tolist() for row in packed] == [[-113], [22, 0]]
-
-
 @pytest.mark.parametrize("shape", [(5, 12), (0, 12), (2, 3, 12)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_types_and_shapes(dtype: str, shape: tuple[int, ...]) -> None:
@@ -51,17 +46,6 @@ def test_types_and_shapes(dtype: str, shape: tuple[int, ...]) -> None:
         assert (extra is not None) == (dtype in owners)
         if extra is not None:
             assert (extra.dtype.str, extra.shape) == ("<f4", shape[:-1])
-
-
-@given(ROWS)
-def test_a_row_does_not_depend_on_its_mates(rows: np.ndarray) -> None:
-    for dtype in TYPES:
-        together = convert(torch.from_numpy(rows), dtype)
-        for position, row in enumerate(rows):
-            for whole, own in zip(together, convert(torch.from_numpy(row), dtype), strict=True):
-                assert (whole is None) == (own is None)
-                if whole is not None and own is not None:
-                    np.testing.assert_array_equal(whole[position], own)
 
 
 @given(ROWS)
@@ -76,14 +60,6 @@ def test_codes_are_within_half_a_step_and_use_the_whole_range(rows: np.ndarray) 
         assert (np.abs(codes.astype(int)).max(1) == np.where(extent > 0, steps, 0)).all()
 
 
-@given(ROWS)
-def test_bits_are_what_numpy_packs(rows: np.ndarray) -> None:
-    for dtype in ("binary", "ubinary"):
-        packed, _, _ = convert(torch.from_numpy(rows), dtype)
-        np.testing.assert_array_equal(packed, np.packbits(rows > 0, axis=1))
-        np.testing.assert_array_equal(np.unpackbits(packed, axis=1, count=rows.shape[1]), rows > 0)
-
-
 def test_constant_rows_come_back_exactly() -> None:
     rows = torch.tensor([[0.3, 0.3], [0.0, 0.0], [-2.0, -2.0]])
     codes, scale, offset = convert(rows, "uint8")
@@ -94,14 +70,6 @@ def test_constant_rows_come_back_exactly() -> None:
     codes, scale, _ = convert(rows[1:2], "int8")
     assert scale is not None
     assert (codes.tolist(), scale.tolist()) == ([[0, 0]], [0.0])
-
-
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float64])
-def test_what_is_not_float32_is_cast_first(source: torch.dtype) -> None:
-    vectors = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).to(source)
-    for dtype in TYPES:
-        np.testing.assert_array_equal(convert(vectors, dtype)[0], convert(vectors.float(), dtype)[0])
-    assert convert(vectors, "float32")[0].dtype == np.float32
 
 
 def test_an_unknown_dtype_is_refused() -> None:

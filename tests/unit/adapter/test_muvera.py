@@ -133,62 +133,6 @@ def test_tokens_in_a_plane_are_on_the_same_side_in_any_batch() -> None:
             assert torch.equal(together[:64], alone)
 
 
-@pytest.mark.parametrize("parameters", [Muvera(), Muvera(fill_empty_partitions=True, normalize=True, projection_dim=4)])
-def test_an_item_without_tokens_is_zeros_alone_and_among_others(parameters: Muvera) -> None:
-    empty, full = torch.zeros(0, 16), unit_rows(1, 9, 16)
-    got = muvera.encode([empty, full, empty], parameters, is_query=False)
-    assert not got[0].any()
-    assert not got[2].any()
-    assert torch.equal(got[1], one(full, parameters, is_query=False))
-    assert not muvera.encode([empty, empty], parameters, is_query=False).any()
-
-
-def test_values_that_are_not_finite_stay_in_their_item() -> None:
-    rows = [unit_rows(seed, 20, 32) for seed in range(3)]
-    expected = muvera.encode(rows, Muvera(), is_query=False)
-    rows[1][4, 2] = torch.nan
-    got = muvera.encode(rows, Muvera(), is_query=False)
-    assert got[1].isnan().any()
-    assert torch.equal(got[[0, 2]], expected[[0, 2]])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_tokens_of_another_float_type_are_cast_first(dtype: torch.dtype) -> None:
-    tokens = unit_rows(3, 20, 32).to(dtype)
-    assert torch.equal(one(tokens, Muvera(), is_query=True), one(tokens.float(), Muvera(), is_query=True))
-
-
-def test_normalised_results_have_length_one_and_the_same_direction() -> None:
-    tokens = unit_rows(3, 20, 32)
-    plain, unit = (one(tokens, Muvera(normalize=normalize), is_query=True) for normalize in (False, True))
-    torch.testing.assert_close(unit, plain / plain.norm())
-
-
-@pytest.mark.parametrize("fill", [False, True])
-def test_inner_products_rank_like_maxsim(fill: bool) -> None:
-    """Each document holds 0 to 16 tokens near those of a query. Inner products order the documents nearly as MaxSim
-    does.
-    """
-    rng = np.random.default_rng(11)
-    parameters = Muvera(fill_empty_partitions=fill)
-    taus = []
-    for seed in range(8):
-        query = unit_rows(100 + seed, 16, 64)
-        documents = []
-        for near in range(0, 17, 2):
-            noisy = query[rng.permutation(16)[:near]] + 0.08 * torch.from_numpy(
-                rng.normal(size=(near, 64)).astype(np.float32)
-            )
-            documents.append(
-                torch.nn.functional.normalize(torch.cat([noisy, unit_rows(1000 * seed + near, 40 - near, 64)]), dim=1)
-            )
-        exact = torch.stack([(query @ document.T).amax(1).sum() for document in documents])
-        close = muvera.encode(documents, parameters, is_query=False) @ one(query, parameters, is_query=True)
-        pairs = [(i, j) for i in range(9) for j in range(i)]
-        taus.append(np.mean([float((exact[i] > exact[j]) == (close[i] > close[j])) * 2 - 1 for i, j in pairs]))
-    assert np.mean(taus) > 0.9, taus
-
-
 def test_two_threads_at_once_get_what_one_gets() -> None:
     """Both threads use projection matrices that are not drawn yet."""
     rows = [unit_rows(seed, 40, 48) for seed in range(4)]
@@ -210,20 +154,6 @@ def test_two_threads_at_once_get_what_one_gets() -> None:
         expected = np.stack([muvera_naive.encode(item.numpy(), parameters, is_query=is_query) for item in rows])
         for mine in got:
             np.testing.assert_allclose(mine[number].numpy(), expected, atol=1e-5)
-
-
-def test_matrices_are_drawn_once_and_the_longest_unused_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    draw = muvera._draw
-    monkeypatch.setattr(
-        muvera, "_draw", lambda parameters, *rest: (drawn.append(parameters.seed), draw(parameters, *rest))[1]
-    )
-    monkeypatch.setattr(muvera, "_MATRICES", muvera._ProjectionCache(1 << 30, 2))
-    tokens = [unit_rows(0, 3, 8)]
-    for seed in (1, 1, 2, 1, 3, 1, 2):
-        muvera.encode(tokens, Muvera(seed=seed), is_query=True)
-        muvera.encode(tokens, Muvera(seed=seed, normalize=True, fill_empty_partitions=True), is_query=False)
-    assert drawn == [1, 2, 3, 2]
 
 
 def test_the_matrices_held_stay_below_their_bytes() -> None:

@@ -96,12 +96,3 @@ def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.
     use = devices.UtilisationProbe(CPU)
     assert use.percent() == 75.0
     assert use.percent() is None, "no time has passed"
-
-
-def test_the_use_of_this_machine_is_a_share() -> None:
-    use = devices.UtilisationProbe(CPU)
-    percent = None
-    while percent is None:  # the clock of the processors ticks 100 times a second
-        sum(range(100_000))
-        percent = use.percent()
-    assert 0.0 <= percent <= 100.0

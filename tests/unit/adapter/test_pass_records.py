@@ -10,8 +10,6 @@ import pytest
 
 from sie_adapter.memory.batch_limits import (
     DOUBTED_TOKENS,
-    KILLED_WAIT_S,
-    MAX_WAIT_S,
     SLOTS,
     CrashRecord,
     DeviceLimits,
@@ -62,14 +60,6 @@ def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path)
         running_pass.__exit__(None, None, None)
 
 
-def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path) -> None:
-    (tmp_path / "sie").write_text("a file")
-    ran = False
-    with PassRecords(tmp_path / "sie" / "passes").during(KEY, 5, 0):
-        ran = True
-    assert ran
-
-
 @pytest.mark.parametrize(
     ("kills", "tokens", "fitted", "is_learnt"),
     [
@@ -92,22 +82,6 @@ def test_what_is_learnt_of_a_death(
     assert DeviceLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None)
     crash_record.learn()
     assert DeviceLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
-
-
-def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None:
-    now_s = 1_000_000.0
-    batch_limits = DeviceLimits(tmp_path / "frontier.json", lambda: now_s)
-    kills, last_s, shortest_s = 0, -1e9, 1e9
-    for _ in range(24 * 360):  # a day of full batches on a device that holds 3,000 tokens
-        now_s += 10
-        tokens = min(16_384, batch_limits.limit(KEY) or 16_384)
-        if tokens <= 3000:
-            batch_limits.fits(KEY, tokens)
-        else:
-            batch_limits.failed(KEY, tokens, killed=True)
-            kills, shortest_s, last_s = kills + 1, min(shortest_s, now_s - last_s) if kills > 2 else shortest_s, now_s
-    assert shortest_s >= KILLED_WAIT_S
-    assert kills <= 3 + 86_400 / MAX_WAIT_S * 2
 
 
 def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(tmp_path: Path) -> None:

