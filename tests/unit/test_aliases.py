@@ -88,28 +88,19 @@ SIX = [f"org/{number}" for number in range(MAX_TARGETS + 1)]
 BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": []}, "$.alias", "expected from 1 to 8 targets, got 0"),
     ({"alias": SIX}, "$.alias", "got 9"),
-    ({"alias": 3}, "$.alias", "expected a list, got a whole number"),
     ({"alias": [{"model": "org/one", "weight": 0}]}, "$.alias[0].weight", "left out"),
-    ({"alias": [{"model": "org/one", "weight": 2.5}]}, "$.alias[0].weight", "expected a whole number, got a number"),
-    ({"alias": [{"model": "org/one", "wait": 1}]}, "$.alias[0]", "unknown field `wait`"),
     ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
     (
         {"alias": "org/one", "weights": LOCAL},
         "$.alias",
         "this document has weights too: give the alias its own document",
     ),
-    ({"alias": "org/one", "bundle": "default"}, "$", "unknown field `bundle`"),
-    ({"alias": "org/one", 1: 2}, "$", "keys: expected a string"),
     ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
-    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 1.5}}, "$.shadow.share", "at most 1, got 1.5"),
     ({"alias": "org/one", "id": "a b"}, "$.id", "not of the form"),
-    ({"alias": "org/one", "id": "org/status"}, "$.id", "not of the form"),
     ({"alias": "org/one", "id": "org/two"}, "$.id", "a model has the id 'org/two'"),
     ({"alias": "org/one", "id": "ORG/TWO"}, "$.id", "a model has the id 'org/two'"),
     ({"alias": "search"}, "$.alias[0].model", "this alias itself"),
-    ({"alias": "search:plain"}, "$.alias[0].model", "this alias itself"),
     ({"alias": "org/on"}, "$.alias[0].model", "no model named 'org/on'; there is org/one"),
-    ({"alias": "nothing-like-it"}, "$.alias[0].model", "`sie models list`"),
     ({"alias": "org/one@main"}, "$.alias[0].model", f"has no revision 'main'; there is {COMMIT}"),
     ({"alias": "org/one:fast"}, "$.alias[0].model", "no profile 'fast', it has default, plain, short"),
     (
@@ -119,15 +110,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model", "must not mix vectors"),
     ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/one", "org/pooled"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/local", "org/local2"]}, "$.alias[1].model", "are not known to equal those of org/local"),
     ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model", "differ from those of"),
-    ({"alias": ["org/folder-d", "org/folder-e"]}, "$.alias[1].model", "are not known"),  # a folder may hold anything
     ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model", "are not known"),
     ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some requests would get errors"),
     ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one does encode"),
     ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model", "is a target of the alias already"),
-    ({"alias": "org/one", "shadow": "org/three"}, "$.shadow.model", "no model named"),
 ]
 
 

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import threading
 import tracemalloc
-import zlib
 from collections.abc import AsyncIterator, Iterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -81,14 +80,10 @@ WHOLE = gzip.compress(TEXT)
 BROKEN = {
     "nothing": (b"", "ends before"),
     "truncated in its trailer": (WHOLE[:-1], "ends before"),
-    "truncated in its head": (WHOLE[:5], "ends before"),
     "a second member truncated": (WHOLE + WHOLE[:12], "ends before"),
     "plain": (TEXT, "corrupt"),
-    "zlib": (zlib.compress(TEXT), "corrupt"),
     "another checksum": (WHOLE[:-8] + bytes(8), "corrupt"),
     "garbage behind": (WHOLE + b"garbage", "follow"),
-    "zeros behind": (WHOLE + bytes(512), "follow"),
-    "one byte behind": (WHOLE + b"\n", "follow"),
     "too many members": (gzip.compress(b"") * (MAX_MEMBERS + 1), "members"),
 }
 
@@ -141,21 +136,15 @@ def test_gzip_has_several_spellings(named: str) -> None:
 
 TYPES = [
     ("application/json; charset=utf-8", True, True),
-    ("Application/JSON", True, True),
     ("application/merge-patch+json", True, True),
     ("", True, True),
     ("text/plain", True, True),
     ("application/x-www-form-urlencoded", True, True),  # the default of curl -d
-    ("application/octet-stream", True, True),
     ("application/msgpack", True, False),
-    ("application/x-msgpack", True, False),
     ("application/vnd.msgpack", True, False),
     ("application/x-yaml", False, True),
-    ("text/yaml", False, True),
     ("application/xml", False, False),
     ("multipart/form-data; boundary=x", False, False),
-    ("image/png", False, False),
-    ("application/x-ndjson", False, False),
     ("application/vnd.apache.arrow.stream", False, False),
 ]
 
@@ -173,24 +162,16 @@ def test_a_type_that_a_route_does_not_take_is_refused(kind: str, is_msgpack_rout
 
 ACCEPTED = {
     "gzip": True,
-    "GZIP": True,
     "x-gzip": True,
     "*": True,
     "br, gzip;q=0.5": True,
-    "gzip ; q=0.001": True,
-    "gzip;Q=1.000": True,
     "*;q=0, gzip": True,
     "": False,
     "identity": False,
-    "br, deflate": False,
     "gzip;q=0": False,
-    "gzip;q=0.00": False,
     "gzip; q=0.000, *": False,
     "*;q=0": False,
-    "gzip;q=": False,
-    "gzip;q=nan": False,
     "gzip;q=-1": False,
-    "gzip;q=x": False,
     "gzipped": False,
 }
 

@@ -207,7 +207,6 @@ def placed(
         ({"a100-80gb": False, "l4": False}, {}, "l4"),
         ({"a100-80gb": True, "l4": False}, {}, "a100-80gb"),
         ({"a100-80gb": True, "cpu": True}, {}, "cpu"),
-        ({"b-unlisted": False, "l4": False}, {}, "l4"),
         # the default gets every request that names no other profile, also without a live worker
         ({}, {"SIE_MACHINE_PROFILE": "l4"}, "l4"),
         ({"cpu": True, "a100-80gb": True}, {"SIE_MACHINE_PROFILE": "l4"}, "l4"),
@@ -220,7 +219,6 @@ def placed(
         ({"l4": False}, {"entry": ("a100-80gb", "l4")}, "l4"),
         ({"l4": False, "a100-80gb": False}, {"entry": ("a100-80gb", "l4")}, "a100-80gb"),
         ({"l4": True, "a100-80gb": False}, {"entry": ("a100-80gb", "l4")}, "l4"),
-        ({}, {"entry": ("h100", "l4")}, "l4"),
         # a spot profile stands for the same kind of node
         ({}, {"entry": ("l4",), "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,L4-spot"}, "l4-spot"),
         ({"l4-spot": False}, {"entry": ("l4",), "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4,l4-spot"}, "l4-spot"),

@@ -453,7 +453,6 @@ async def test_what_is_not_copied() -> None:
             )
         },
         {"items": (RequestItem(None, images=(bytes(shadow.MAX_BYTES + 1),)),)},
-        {"query": RequestItem(text="\u00e4" * (shadow.MAX_BYTES // 2 + 1))},
     ],
     ids=["body", "texts", "a file that was fetched", "query"],
 )

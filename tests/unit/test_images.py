@@ -96,44 +96,23 @@ def tagged(image: Image.Image, tag: int, before: int, after: int) -> bytes:
 
 ODD: dict[str, tuple[bytes, list[int]]] = {
     "rgba, half red": (encoded(Image.new("RGBA", (WIDTH, HEIGHT), (255, 0, 0, 128))), [255, 127, 127]),
-    "rgba webp": (encoded(Image.new("RGBA", (WIDTH, HEIGHT), (0, 0, 0, 0)), "WEBP", lossless=True), [255, 255, 255]),
     "la, all clear": (encoded(Image.new("LA", (WIDTH, HEIGHT), (0, 0))), [255, 255, 255]),
-    "la, half black": (encoded(Image.new("LA", (WIDTH, HEIGHT), (0, 128))), [127, 127, 127]),
     "palette with a clear colour": (encoded(transparent_palette(), transparency=0), [128, 128, 255]),
-    "palette without": (encoded(transparent_palette()), [128, 0, 128]),
     "gif with a clear colour": (encoded(transparent_palette(), "GIF", transparency=0), [128, 128, 255]),
     "grey with a clear level": (encoded(Image.new("L", (WIDTH, HEIGHT), 9), transparency=9), [255, 255, 255]),
-    "rgb with a clear colour": (
-        encoded(Image.new("RGB", (WIDTH, HEIGHT), (1, 2, 3)), transparency=(1, 2, 3)),
-        [255, 255, 255],
-    ),
     "16 bit png": (encoded(sixteen_bits()), [128, 128, 128]),
-    "16 bit png, dark": (encoded(sixteen_bits(2570)), [5, 5, 5]),
     "16 bit tiff": (encoded(sixteen_bits(), "TIFF"), [128, 128, 128]),
     "16 bit png with a clear level": (
         encoded(Image.fromarray(np.full((HEIGHT, WIDTH), 700, np.uint16)), transparency=700),
         [255, 255, 255],
     ),
-    "2 bit png with a clear level": (clear_png(1, 1, bits=2), [255, 255, 255]),
     "4 bit png with a clear level": (clear_png(5, 5, bits=4), [255, 255, 255]),
-    "4 bit png with another clear level": (clear_png(5, 6, bits=4), [85, 85, 85]),
     "48 bit png with a clear colour": (clear_png(0x123412341234, 0x1234, bits=16, colour=2), [255, 255, 255]),
-    "48 bit png with another clear colour": (clear_png(0x343434343434, 0x1234, bits=16, colour=2), [52, 52, 52]),
     "16 bit tiff in which 0 is white": (tagged(sixteen_bits(2570), 262, 1, 0), [250, 250, 250]),
-    "12 bit tiff": (
-        tagged(Image.fromarray(np.full((HEIGHT, WIDTH), 65535, np.uint16)), 258, 16, 12),
-        [255, 255, 255],
-    ),
-    "1 bit": (encoded(Image.new("1", (WIDTH, HEIGHT), 1)), [255, 255, 255]),
     "grey": (encoded(Image.new("L", (WIDTH, HEIGHT), 77)), [77, 77, 77]),
     "cmyk jpeg": (encoded(Image.new("CMYK", (WIDTH, HEIGHT), (0, 255, 255, 0)), "JPEG"), [254, 0, 0]),
-    "cmyk tiff": (encoded(Image.new("CMYK", (WIDTH, HEIGHT), (0, 255, 255, 0)), "TIFF"), [255, 0, 0]),
     "animated gif": (several("GIF", "red", "blue"), [255, 0, 0]),
-    "animated webp": (several("WEBP", "red", "blue"), [254, 0, 0]),
-    "animated png": (several("PNG", "red", "blue"), [255, 0, 0]),
     "tiff of two pages": (several("TIFF", "red", "blue"), [255, 0, 0]),
-    "bmp": (encoded(Image.new("RGB", (WIDTH, HEIGHT), (10, 20, 30)), "BMP"), [10, 20, 30]),
-    "lab tiff": (encoded(Image.new("LAB", (WIDTH, HEIGHT), (255, 128, 128)), "TIFF"), [255, 255, 255]),
 }
 
 
@@ -179,26 +158,14 @@ def test_an_image_is_turned_as_its_exif_says(kind: str, orientation: int) -> Non
 
 UNUSABLE = {
     "empty": (b"", "undecodable: the image file is empty"),
-    "text": (b"hello", "undecodable: the first bytes"),
     "svg": (b"<svg xmlns='http://www.w3.org/2000/svg' width='4' height='4'/>", "undecodable: the first bytes"),
-    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "undecodable: the first bytes"),
-    "pdf": (b"%PDF-1.7\n", "undecodable: the first bytes"),
     "icon": (encoded(picture(), "ICO"), "undecodable: the first bytes"),
-    "portable pixmap": (encoded(picture(), "PPM"), "undecodable: the first bytes"),
-    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "undecodable: the first bytes"),
     "truncated jpeg": (encoded(picture(600, 400), "JPEG")[:9000], "undecodable: the image file is damaged"),
     "truncated png": (encoded(picture(600, 400))[:9000], "undecodable: the image file is damaged"),
-    "truncated webp": (encoded(picture(600, 400), "WEBP")[:2000], "undecodable: the "),
-    "truncated tiff": (encoded(picture(600, 400), "TIFF")[:9000], "undecodable: the "),
-    "truncated bmp": (encoded(picture(600, 400), "BMP")[:9000], "undecodable: the image file is damaged"),
     "header alone": (b"\x89PNG\r\n\x1a\n", "undecodable: the header"),
-    "jpeg that is none": (b"\xff\xd8\xff" + bytes(500), "undecodable: the header"),
-    "tiff that is none": (b"II*\0" + bytes(500), "undecodable: the "),
     "float tiff": (encoded(Image.new("F", (WIDTH, HEIGHT), 0.5), "TIFF"), "undecodable: samples of mode F"),
-    "32 bit tiff": (encoded(Image.new("I", (WIDTH, HEIGHT), 500), "TIFF"), "undecodable: samples of mode I"),
     "no pixels": (png(0, 5, body=b""), "undecodable: the "),
     "strip": (png(10_000, 10), "aspect: the image is 10000 x 10 pixels, one edge may be at most 200 times"),
-    "long strip": (png(100_000, 1), "aspect: the image is 100000 x 1 pixels"),
     "claim": (png(2_000_000_000, 2_000_000_000, body=b""), "too_large: the image has 4000000000000000000 pixels"),
 }
 

@@ -32,11 +32,9 @@ MPS = AttentionFacts("mps", is_16_bit=True)
         ("auto", TURING, "sdpa", "auto: compute capability 7.5 is below 8.0", False),
         ("auto", FLOAT, "sdpa", "auto: the precision is float32", False),
         ("auto", CPU, "sdpa", "auto: the device is cpu, not cuda", False),
-        ("auto", MPS, "sdpa", "auto: the device is mps, not cuda", False),
         ("flash_attention_2", AMPERE, "flash_attention_2", "as requested", True),
         ("flash_attention_2", CPU, "sdpa", "flash_attention_2 was requested but the device is cpu, not cuda", False),
         ("flash_attention_2", FLOAT, "sdpa", "flash_attention_2 was requested but the precision is float32", False),
-        ("sdpa", AMPERE, "sdpa", "as requested", True),
         ("eager", AMPERE, "eager", "as requested", True),
     ],
 )

@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -125,11 +124,7 @@ def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> P
     ("kind", "auto", "dropped"),
     [
         ("bert", AutoModelForSequenceClassification, "classifier.weight"),
-        ("bert", AutoModelForSequenceClassification, "bert.pooler.dense.bias"),
-        ("xlm-roberta", AutoModelForSequenceClassification, "classifier.dense.weight"),
-        ("bert", AutoModelForTokenClassification, "classifier.bias"),
         ("bert", AutoModelForMaskedLM, "cls.predictions.transform.LayerNorm.bias"),
-        ("modernbert", AutoModelForSequenceClassification, "head.norm.weight"),
         ("qwen3", AutoModelForCausalLM, "model.norm.weight"),
     ],
 )
@@ -146,9 +141,6 @@ def test_a_head_that_lacks_a_tensor_fails_the_load(kind: str, auto: Any, dropped
     ("kind", "auto"),
     [
         ("bert", AutoModelForMaskedLM),
-        ("roberta", AutoModelForMaskedLM),
-        ("distilbert", AutoModelForMaskedLM),
-        ("modernbert", AutoModelForMaskedLM),
         ("electra", AutoModelForPreTraining),
         ("qwen2", AutoModelForCausalLM),
     ],
@@ -333,9 +325,7 @@ def with_ends(folder: Path, template: str | None) -> Path:
     ("template", "single", "pair"),
     [
         (None, [7, 8, 2], [7, 2, 8, 2]),
-        ("bytes", [7, 8, 2], [7, 2, 8, 2]),
         ("w1 $A", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
-        ("bytes w1 $A", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
         ("w1 $A w2", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
     ],
 )
