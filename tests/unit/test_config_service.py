@@ -36,7 +36,6 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
 from sie_runtime import keys as records
 from sie_runtime.failpoints import arm
-from sie_runtime.feed import snapshot
 from sie_runtime.http.config_routes import CONFIG_ROUTES
 from sie_runtime.process import Stop
 
@@ -456,12 +455,6 @@ async def test_seeding_leaves_what_the_api_wrote_or_removed(api: Api) -> None:
     assert await api.revisions() == [(1, "seed"), (2, "patch")]
     await api.call("POST", f"{ONE}/rollback", {"revision": 1})
     assert (await api.call("GET", ONE))["max_tokens"] == 16
-
-
-async def test_many_models_are_seeded_in_batches_that_a_broker_takes(api: Api) -> None:
-    entries = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
-    assert len(await api.store.seed(entries)) == 450
-    assert len((await snapshot(await api.store.export())).entries) == 450
 
 
 async def test_a_delta_that_is_not_sent_is_a_warning(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

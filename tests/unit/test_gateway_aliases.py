@@ -26,7 +26,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import shadow
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EntryChanged, route_key
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.results import Chunk, InferRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
@@ -174,19 +174,6 @@ async def test_a_route_key_keeps_its_target(served: Served) -> None:
         await served.gateway.encode("x", model=model)
         wrong = await served.gateway.encode("x", model=model, X_SIE_Route_Key="k" * 129)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-SIE-Route-Key")
-
-
-@pytest.mark.parametrize(
-    ("call", "key"),
-    [
-        (Call("1", 0.0, {"x-sie-route-key": "i"}, grant=Grant("k"), client="::1"), "named i"),
-        (Call("1", 0.0, {}, grant=Grant("k"), client="::1"), "key k"),
-        (Call("1", 0.0, {}, client="::1"), "client ::1"),
-        (None, ""),
-    ],
-)
-def test_what_a_call_goes_by(call: Call | None, key: str) -> None:
-    assert route_key(call) == key
 
 
 async def test_a_worker_preloads_each_target_of_an_alias(served: Served) -> None:
@@ -440,33 +427,6 @@ async def test_what_is_not_copied() -> None:
     assert await harness.after(finished(values=(ErrorInfo("INFERENCE_ERROR", "x"),))) == {"unsuited": 1, "large": 1}
     harness.catalogue = CATALOGUE.with_model("search", alias("toy/one"), 3, "test:3")
     assert await harness.after() == {"unsuited": 1, "large": 1}
-
-
-@pytest.mark.parametrize(
-    "large",
-    [
-        {"body": bytes(shadow.MAX_BYTES + 1)},
-        {
-            "items": (
-                RequestItem(text="x" * (shadow.MAX_BYTES // 2)),
-                RequestItem(text="x" * (shadow.MAX_BYTES // 2 + 1)),
-            )
-        },
-        {"items": (RequestItem(None, images=(bytes(shadow.MAX_BYTES + 1),)),)},
-    ],
-    ids=["body", "texts", "a file that was fetched", "query"],
-)
-async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
-    """A copy holds its inputs until it is done, and the budget of bodies does not count them."""
-    harness, request_result = Harness(), finished()
-    own = request_result.request
-    assert len(request_result.outcomes) == 2, "they are computed before the request changes"
-    inputs = {name: value for name, value in large.items() if name != "body"}
-    request_result.request = msgspec.structs.replace(own, **inputs)
-    assert await harness.after(request_result, body=large.get("body", b"")) == {"large": 1}
-    assert harness.ran == []
-    request_result.request = own
-    assert await harness.after(request_result) == {"large": 1, "done": 1}
 
 
 def test_only_single_vectors_of_one_width_in_floats_are_compared() -> None:

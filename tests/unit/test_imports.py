@@ -43,70 +43,6 @@ WITHOUT_TORCH = (
 )
 HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
 
-# modules of pure functions and plain data, which import only the standard library, msgspec, numpy and each other
-CORE = {
-    "sie_contracts.models.alias_checks",
-    "sie_contracts.models.aliases",
-    "sie_contracts.api.inference",
-    "sie_contracts.api.shapes",
-    "sie_contracts.models.costs",
-    "sie_contracts.models.bundles",
-    "sie_contracts.media.documents",
-    "sie_contracts.names",
-    "sie_contracts.body_values",
-    "sie_contracts.json_faults",
-    "sie_contracts.plain",
-    "sie_contracts.wire.trace_context",
-    "sie_contracts.wire.messages",
-    "sie_contracts.models.option_values",
-    "sie_contracts.models.options",
-    "sie_contracts.models.output_schemas",
-    "sie_contracts.wire.heartbeats",
-    "sie_contracts.media.images",
-    "sie_contracts.media.media",
-    "sie_contracts.media.sounds",
-    "sie_contracts.wire.device_reports",
-    "sie_contracts.wire.ipc",
-    "sie_contracts.wire.records",
-    "sie_contracts.wire.topology",
-    "sie_contracts.models.catalogue",
-    "sie_contracts.wire.child_frames",
-    "sie_contracts.models.entries",
-    "sie_contracts.entry_points",
-    "sie_contracts.errors",
-    "sie_contracts.models.families",
-    "sie_contracts.arrays",
-    "sie_contracts.settings",
-    "sie_contracts.settings.batching",
-    "sie_contracts.settings.cluster",
-    "sie_contracts.settings.models",
-    "sie_contracts.settings.rows",
-    "sie_contracts.settings.telemetry",
-    "sie_contracts.settings.values",
-    "sie_contracts.settings.worker",
-    "sie_contracts.models.muvera",
-    "sie_sidecar.batch",
-    "sie_sidecar.prepare.media_frames",
-    "sie_contracts.wire.placement",
-    "sie_gateway.inference.chunk_fields",
-    "sie_gateway.inference.body",
-    "sie_gateway.inference.images",
-    "sie_gateway.admission.model_queue",
-    "sie_gateway.admission.retry_slots",
-}
-CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
-# modules that turn texts into rows of ids, which also import libraries of tokens, sentences and graphemes
-TOKENISING = {
-    "sie_contracts.chunker",
-    "sie_sidecar.prepare.chunk_rows",
-    "sie_sidecar.prepare.image_rows",
-    "sie_sidecar.prepare.rows",
-    "sie_sidecar.prepare.layouts",
-    "sie_sidecar.prepare.long_text",
-    "sie_sidecar.prepare.tokenizer_requests",
-}
-LIBRARIES = {"tokenizers", "sentencex", "markdown_it", "regex"}
-
 
 def files(package: str) -> Iterator[tuple[str, ast.Module]]:
     """Every module of a package, by its dotted name."""
@@ -142,21 +78,6 @@ def test_imports_go_down_the_layers_and_never_to_another_component(package: str)
 def test_only_the_adapter_imports_what_is_heavy(package: str) -> None:
     for module, tree in files(package):
         assert tops(tree) & HEAVY == set(), module
-
-
-def test_the_core_is_pure() -> None:
-    """A module of the core imports no broker, no HTTP and no torch."""
-    trees = {module: tree for package in FOLDERS for module, tree in files(package) if module in CORE | TOKENISING}
-    assert trees.keys() == CORE | TOKENISING
-    for module, tree in trees.items():
-        own = LIBRARIES | {"sie_sidecar"} if module in TOKENISING else {module.partition(".")[0]}
-        foreign = {name for name in tops(tree) if name not in sys.stdlib_module_names}
-        assert foreign <= CORE_MAY_USE | own, module
-        ours = {name for name in imported(tree) if name.startswith("sie_")}
-        # the broker's interface is a contract too: protocols and plain data
-        allowed_modules = CORE | {"sie_broker"} | (TOKENISING if module in TOKENISING else set())
-        allowed_modules |= {name.rpartition(".")[0] for name in allowed_modules}  # `from package import module`
-        assert {name for name in ours if name.count(".")} <= allowed_modules, module
 
 
 def python(code: str) -> str:

@@ -15,23 +15,16 @@ import yaml
 from click.testing import CliRunner
 from inspected_models import inspected, run
 from overlays import wanted_models
-from parity import (
-    heads_checkpoints,
-)
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, add_modules, build, modules_of
-from parity.score_checkpoints import build_head
 from safetensors.torch import load_file, save_file
-from selection import long_but
 from sentence_transformers import SentenceTransformer
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
 )
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading.inspection import inspect
 from sie_cli.main import main
-from sie_cli.models.inspect import answers
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
@@ -94,49 +87,6 @@ def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Ada
     for is_query, name in ((True, "query"), (False, "document")):
         vectors = np.stack([slot["dense"] for slot in run(engine, in_float32, "encode", TEXTS, is_query=is_query)])
         assert np.abs(vectors - oracle.encode(TEXTS, prompt_name=name)).max() <= NEAR
-
-
-def stanford_folder(folder: Path) -> Path:
-    return heads_checkpoints.stanford(folder, 24, {"query_maxlen": 24, "doc_maxlen": 90, "query_token_id": "[unused1]"})
-
-
-def idf_folder(folder: Path) -> Path:
-    return heads_checkpoints.idf(heads_checkpoints.masked(folder, "bert"))
-
-
-def routed_folder(folder: Path) -> Path:
-    return heads_checkpoints.inference_free(
-        folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"), beside=True
-    )
-
-
-def entailment_folder(folder: Path) -> Path:
-    labels = ["contradiction", "entailment", "neutral"]
-    return build_head(folder, "bert", AutoModelForSequenceClassification, labels)
-
-
-OTHER_FOLDERS: list[Any] = [
-    (heads_checkpoints.bge_m3, "text-encoder", {"dense", "sparse", "multivector", "score"}),
-    (stanford_folder, "text-encoder", {"multivector"}),
-    (idf_folder, "text-encoder", {"sparse"}),
-    (routed_folder, "text-encoder", {"sparse"}),
-    (entailment_folder, "zero-shot-classifier", {"classifications"}),
-]
-
-
-@pytest.mark.parametrize(
-    ("make", "family", "outputs"),
-    long_but(OTHER_FOLDERS, [case for case in OTHER_FOLDERS if case[0] in (heads_checkpoints.bge_m3, idf_folder)]),
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_other_folders_load_and_answer_too(
-    make: Callable[[Path], Path], family: str, outputs: set[str], tmp_path: Path
-) -> None:
-    entry = inspected(make(tmp_path / "model"))
-    assert (entry.family, set(entry.outputs)) == (family, outputs)
-    lines = answers(entry, SETTINGS)
-    assert len(lines) > len(entry.tasks)
-    assert "nan" not in "".join(lines).lower()
 
 
 # folders that lack information, and folders that are no model

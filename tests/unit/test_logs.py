@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import logging
@@ -21,7 +20,6 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.stages import STAGES
 from sie_gateway.inference import call as calls
 from sie_gateway.inference.call import Call, RequestLogger
-from sie_runtime import process
 from sie_runtime.process import configure_logging
 
 Lines = Callable[[], list[dict[str, Any]]]
@@ -142,33 +140,6 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
     assert [set(STAGES) <= line["told"].keys() for line in log_lines] == [True, True, True, False, False, False, False]
     assert [line["told"].get("tokens") for line in log_lines[:2]] == ["6", "0"]
     assert [line["key"] for line in log_lines] == [*["static-1"] * 5, None, "static-1"]
-
-
-async def test_lines_of_an_event_loop_are_written_together_and_warnings_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stream, writes = io.StringIO(), list[str]()
-    monkeypatch.setattr(stream, "write", writes.append)
-    monkeypatch.setattr(sys, "stderr", stream)
-
-    def counts() -> list[int]:
-        return [text.count("\n") for text in writes]
-
-    logger = logging.getLogger("sie.x")
-    with configured(json=False):
-        for number in range(3):
-            logger.info("line %d", number)
-        assert counts() == []
-        await until(lambda: counts() == [3], "the lines of one moment")
-        logger.info("before")
-        logger.warning("trouble")
-        assert counts() == [3, 2]
-        await asyncio.to_thread(logger.info, "from a thread")
-        assert counts() == [3, 2, 1]
-        monkeypatch.setattr(process, "MAX_LINES", 2)
-        logger.info("one")
-        logger.info("two")
-        assert counts() == [3, 2, 1, 2]
 
 
 async def test_refused_requests_are_counted_and_a_few_have_a_line(

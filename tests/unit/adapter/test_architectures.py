@@ -31,17 +31,6 @@ def test_packed_states_equal_stock_states_one_by_one(kind: str, tmp_path: Path) 
         assert (got - expected).abs().max() <= 2e-5
 
 
-def test_mask_tokens_of_a_text_do_not_change_the_texts_beside_it(tmp_path: Path) -> None:
-    """ESM scales the embeddings of a row by the share of mask tokens in it."""
-    folder = toys.save(tmp_path / "toy", "esm")
-    encoder = toys.load(folder)
-    sequences = toys.random_ids(LENGTHS)
-    for place in (3, 7, 12):
-        sequences[place][2:5] = toys.CONFIGS["esm"]["mask_token_id"]
-    for got, expected in zip(states_packed(encoder, sequences), states_one_by_one(folder, sequences), strict=True):
-        assert (got - expected).abs().max() <= 2e-5
-
-
 def run(encoder: TextEncoder, batch: Items) -> list[torch.Tensor]:
     """The states of each item, in order."""
     packed = encoder.pack(batch, np.arange(len(batch.lengths)))

@@ -182,17 +182,6 @@ def test_a_commit_has_one_content(place: Place, source: Path) -> None:
     assert opened(place).verify(opened(place).stored(REPOSITORY, COMMIT), FetchProgress("it")) == []
 
 
-def test_what_is_removed_is_a_miss(place: Place, source: Path) -> None:
-    push(place, source)
-    push(place, source, revision="f" * 40)
-    assert [stored.revision for stored in opened(place).listed()] == [COMMIT, "f" * 40]
-    assert opened(place).remove(REPOSITORY, COMMIT) == 1_000_008
-    assert opened(place).fetch(REPOSITORY, COMMIT) is None
-    assert [stored.revision for stored in opened(place).listed()] == ["f" * 40]
-    assert opened(place).remove(REPOSITORY, COMMIT) == 0
-    assert opened(place).remove("org/none", COMMIT) == 0
-
-
 # damaged snapshots
 
 

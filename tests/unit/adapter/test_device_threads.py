@@ -97,25 +97,6 @@ def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_
     assert runs["second"][0] != "device-0"
 
 
-def test_a_small_batch_has_one_torch_thread_and_other_threads_keep_their_number() -> None:
-    numbers: list[int] = []
-
-    def execute(message: RunBatch) -> Reply:
-        set_torch_threads(is_small=message.batch == "small")
-        numbers.append(torch.get_num_threads())
-        return BatchDone(message.batch, (), b"", 0.0, 0.0)
-
-    lanes = DeviceThreads(3, execute)
-    for name in ("large", "small", "large"):
-        until(lambda: lanes._is_first_idle, 30.0, "the first lane is idle")
-        answers(lanes, name)
-    assert lanes.stop(30.0)
-    assert numbers == [3, 1, 3]
-    before = torch.get_num_threads()
-    set_torch_threads(is_small=True)
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_job_is_answered_when_they_come_as_lanes_become_idle(count: int) -> None:
     lanes = DeviceThreads(count, lambda message: BatchDone(message.batch, (), b"", 0.0))

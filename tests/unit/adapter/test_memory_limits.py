@@ -74,24 +74,6 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_proces
     fail_and_learn(wide, tmp_path, 20, 4, 180)
 
 
-@pytest.mark.long
-def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
-    """oneDNN finds no memory for the code of a new primitive. It then refuses the thread even when memory is free
-    again, so the adapter uses another thread.
-    """
-    report = child("unusable_thread.py", timeout_s=60)
-    assert report["refusal"] == "could not create a primitive"
-    assert report["unusable"]
-    assert not report["new_thread"]
-    assert report["here"] == "right"
-    assert report["results"] == ["right"] * 3
-    assert report["refused"] == []
-    assert report["device_thread"] == {
-        "told": [["could not create a primitive", False], ["right", False], ["right", False]],
-        "ended": True,
-    }
-
-
 def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
     """Check that every unload gives the memory back, within 5 % of the weights. A layer has 48 MiB."""
     layer = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "max_position_embeddings": 64}

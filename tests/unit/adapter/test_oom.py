@@ -42,10 +42,6 @@ def counted(
     return remedies, refused
 
 
-def test_what_fits_at_once_needs_no_remedy() -> None:
-    assert counted(8, 8) == (Counter(), [])
-
-
 def test_a_batch_that_is_split_was_one_recovery() -> None:
     """8 items on a device for 2 need 3 splits, each after the cache is cleared."""
     remedies, refused = counted(2, 8)
@@ -62,13 +58,6 @@ def test_a_model_that_makes_room_is_an_eviction_and_no_split() -> None:
         "cache_clears": 1,
         "evictions_triggered": 1,
     }
-
-
-def test_a_load_that_ended_is_no_eviction() -> None:
-    """The batch waits for the end of a load that took the memory. No model is evicted for the batch."""
-    remedies, refused = counted(2, 8, room=1, relief="load_ended")
-    assert refused == []
-    assert remedies == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1}
 
 
 def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:

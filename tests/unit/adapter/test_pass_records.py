@@ -10,7 +10,6 @@ import pytest
 
 from sie_adapter.memory.batch_limits import (
     DOUBTED_TOKENS,
-    SLOTS,
     CrashRecord,
     DeviceLimits,
     PassRecord,
@@ -47,17 +46,6 @@ def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
     die_in(path, 4000, 3000)
     assert PassRecords(path).left() == [PassRecord(KEY, 4000, 3000)]
     assert PassRecords(path).left() == [], "each is told once"
-
-
-def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path) -> None:
-    records = PassRecords(path)
-    running = [records.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
-    for running_pass in running:
-        running_pass.__enter__()
-    with records.during("x" * 5000, 7, 0):
-        assert len(PassRecords(path).left()) == SLOTS
-    for running_pass in running:
-        running_pass.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -73,26 +69,3 @@ def test_a_cpu_has_bfloat16_by_its_instructions_less_what_its_libraries_may_not_
     lacks = cpu_lacks_bfloat16(instructions, capability, environ)
     assert named in lacks
     assert bool(lacks) == bool(named)
-
-
-_LIMITED = """
-import json, torch
-from sie_adapter.packed.linear import BlockedLinear
-from sie_adapter.loading.precision import bfloat16_lacks
-layer = torch.nn.Linear(64, 64).bfloat16()
-try:
-    BlockedLinear(layer)
-    blocks = True
-except RuntimeError:
-    blocks = False
-print(json.dumps([torch.backends.cpu.get_cpu_capability(), blocks, bool(bfloat16_lacks())]))
-"""
-
-
-def test_torch_onednn_and_the_detection_obey_the_limits() -> None:
-    """With both limits every machine computes as one with AVX2."""
-    environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    limited = subprocess.run(
-        [sys.executable, "-c", _LIMITED], env=environ, check=True, capture_output=True, timeout=600
-    )
-    assert json.loads(limited.stdout) == ["AVX2", False, True]
