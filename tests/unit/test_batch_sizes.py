@@ -255,6 +255,8 @@ def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:
 # in a worker
 
 
+# long: the batches of a slow device take 12 s
+@pytest.mark.long
 async def test_a_worker_before_a_slow_device_answers_in_time_what_it_can(tmp_path: Path) -> None:
     """40 requests with budgets of 4 s come at once. One batch of them takes 6 s, and all would be late. The times are
     seconds, because a busy machine may pause for one.

@@ -300,19 +300,7 @@ PROBED: dict[str, tuple[bytes, int, str]] = {
     # headers that may occur once
     **{
         f"{name} twice": (put(f"{name}: a", f"{name.lower()}: a", "content-length: 0"), 400, name)
-        for name in (
-            "Authorization",
-            "Content-Type",
-            "Idempotency-Key",
-            "If-Match",
-            "Origin",
-            "Sec-Fetch-Site",
-            "Mcp-Session-Id",
-            "X-Sie-Pool",
-            "X-Sie-Timeout-Ms",
-            "X-Sie-Sdk-Version",
-            "X-Sie-New",
-        )
+        for name in ("Authorization", "Idempotency-Key", "X-Sie-New")
     },
     "one token, then none": (ask("/whole", "GET", "authorization: a", "authorization:"), 400, "Authorization"),
     # the body
@@ -345,10 +333,17 @@ async def patient(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, send)
 
 
-@pytest.mark.parametrize("name", PROBED)
-async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112(name: str) -> None:
+CODES = {
+    400: "INVALID_INPUT",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    501: "UNSUPPORTED_MEDIA_TYPE",
+}
+
+
+async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112() -> None:
     """A reply has a date. A refused head closes its connection, and its reply repeats nothing of the request."""
-    sent, status, expected = PROBED[name]
     probed = probes(lambda: None, None)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -357,56 +352,48 @@ async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112(name: str) 
 
     server = HttpServer(application, "127.0.0.1", 0, setting="--port", allowed_hosts=["sie.example.com"])
     await server.start()
+    got: dict[str, tuple[int, str]] = {}
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(ask("/whole"))
-        assert (await response(reader))[1] == b"0123456789"
-        writer.write(sent)
-        async with asyncio.timeout(30):
-            head = (await reader.readuntil(b"\r\n\r\n")).strip()
-            lines = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
-            has_body = not sent.startswith(b"HEAD ")
-            body = await reader.readexactly(int(lines.get("content-length", 0)) * has_body)
-        writer.close()
+        for name, (sent, status, _) in PROBED.items():
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(ask("/whole"))
+            assert (await response(reader))[1] == b"0123456789"
+            writer.write(sent)
+            async with asyncio.timeout(30):
+                head = (await reader.readuntil(b"\r\n\r\n")).strip()
+                lines = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
+                has_body = not sent.startswith(b"HEAD ")
+                body = await reader.readexactly(int(lines.get("content-length", 0)) * has_body)
+            writer.close()
+            age = datetime.now(UTC) - parsedate_to_datetime(lines["date"])
+            assert (timedelta(0) <= age < timedelta(minutes=1), lines["date"][-4:]) == (True, " GMT"), name
+            got[name] = (int(head.split()[1]), body.decode())
+            if status == 204:
+                assert "content-length" not in lines, name
+            if status in (204, 405):
+                got[name] = (got[name][0], lines.get("allow", ""))
+            elif status != 200:
+                error = json.loads(body)["error"]
+                got[name] = (
+                    got[name][0],
+                    NO_HTTP if error["message"].startswith("this is no HTTP/1.1 request: ") else error["param"] or "",
+                )
+            if status >= 400:
+                assert json.loads(body)["error"]["code"] == CODES[status], name
+                is_closed = status in (400, 501) or b"HTTP/1.0" in sent
+                assert ("connection" in lines) == is_closed, f"{name}: an unclear head ends the connection"
+                assert b"evil" not in body, name
     finally:
         await server.stop()
-    assert int(head.split()[1]) == status
-    age = datetime.now(UTC) - parsedate_to_datetime(lines["date"])
-    assert (timedelta(0) <= age < timedelta(minutes=1), lines["date"][-4:]) == (True, " GMT")
-    if status == 200:
-        assert body.decode() == expected
-    elif status == 204:
-        assert (body, "content-length" in lines, lines.get("allow", "")) == (b"", False, expected)
-    else:
-        error = json.loads(body)["error"]
-        if status == 405:
-            assert lines["allow"] == expected
-        elif expected == NO_HTTP:
-            assert (error["message"].partition(": ")[0], error["param"]) == ("this is no HTTP/1.1 request", None)
-        else:
-            assert (error["param"] or "") == expected
-        assert (
-            error["code"]
-            == {
-                400: "INVALID_INPUT",
-                403: "PERMISSION_DENIED",
-                404: "NOT_FOUND",
-                405: "METHOD_NOT_ALLOWED",
-                501: "UNSUPPORTED_MEDIA_TYPE",
-            }[status]
-        )
-        is_closed = status in (400, 501) or b"HTTP/1.0" in sent
-        assert ("connection" in lines) == is_closed, "an unclear head ends the connection"
-        assert b"evil" not in body
+    assert got == {name: (status, expected) for name, (_, status, expected) in PROBED.items()}
 
 
-@pytest.mark.parametrize("piece", [1 << 20, 5000])
 @pytest.mark.parametrize(
-    "endless",
+    ("endless", "piece"),
     [
-        b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000,
-        b"GET /" + b"y" * 400_000,
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000,
+        (b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000, 1 << 20),
+        (b"GET /" + b"y" * 400_000, 5000),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000, 5000),
     ],
     ids=["value", "path", "count"],
 )
@@ -455,26 +442,25 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
         idle_writer.close()
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 40], ids=["in one piece", "head, then body", "byte by byte"])
-@pytest.mark.parametrize("framing", ["content-length", "chunked", "empty"])
-async def test_an_upgrade_that_is_not_served_is_ignored(framing: str, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("head", "body", "is_dripped"),
+    [
+        (b"content-length: 3", b"abc", True),
+        (b"transfer-encoding: chunked", CHUNKS, False),
+        (b"content-length: 0", b"", False),
+    ],
+)
+async def test_an_upgrade_that_is_not_served_is_ignored(head: bytes, body: bytes, is_dripped: bool) -> None:
     """The JDK's client offers h2c with each first request. The connection stays open for the next one."""
-    content = b"" if framing == "empty" else b"what the body holds"
-    head, body = {
-        "content-length": (b"content-length: %d" % len(content), content),
-        "chunked": (b"transfer-encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)),
-        "empty": (b"content-length: 0", b""),
-    }[framing]
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB"
-    start = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n%b\r\n%b\r\n\r\n" % (offer, head)
+    sent = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n%b\r\n%b\r\n\r\n%b" % (offer, head, body)
     async with connected() as (reader, writer, _):
         for _ in range(2):
-            parts = {1: [start + body], 2: [start, body]}.get(pieces, [bytes([byte]) for byte in start + body])
-            for part in parts:
+            for part in [bytes([byte]) for byte in sent] if is_dripped else [sent]:
                 writer.write(part)
                 await writer.drain()
                 await asyncio.sleep(0)
-            assert (await response(reader))[1] == content
+            assert (await response(reader))[1] == (b"abc" if body else b"")
         writer.write(ask("/whole"))
         assert (await response(reader))[1] == b"0123456789"
 

@@ -87,7 +87,8 @@ def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
     )
 
 
-# A load compiles the graph: 2 s on a quiet processor, 15 beside the other lanes on a slow one.
+# long: each load compiles the graph, which takes 2 s on a quiet processor, and 15 s on a slow one
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_loading_a_graph_again_takes_no_more_memory(tmp_path: Path) -> None:
     folder = toys.save(tmp_path / "deep", "bert", num_hidden_layers=6, max_position_embeddings=64)
