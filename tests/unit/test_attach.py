@@ -485,26 +485,7 @@ async def ended_late(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
     assert (await client.answer())[0] == 504
 
 
-async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
-    client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda fake: fake.running, "a batch")
-    await client.leave()
-    inference = inference_of(gateway, window_s=0.05)
-    await until(lambda: not inference.slots.used, "the run is given up")
-
-
-async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
-    """A client leaves, and another one joins its run and gets the error."""
-    inference = inference_of(gateway, window_s=60.0)
-    client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")
-    await adapter.until(lambda fake: fake.running, "a batch")
-    await client.leave()
-    await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")).answer())[0] == 504
-    assert inference.away.joined == 1
-
-
-@pytest.mark.parametrize("end", [ended_answered, ended_refused, ended_late, ended_left, ended_joined])
+@pytest.mark.parametrize("end", [ended_answered, ended_refused, ended_late])
 async def test_nothing_keeps_a_request_that_has_ended(cluster: InProcess, end: Any) -> None:
     """The body goes with the last reference. The garbage collector runs so rarely that gigabytes would be held."""
     gateway, adapter = await held(cluster)

@@ -330,7 +330,7 @@ async def statuses(gateway: GatewayProcess, requests: list[tuple[str, str, str]]
     return await asyncio.gather(*(one(*request) for request in requests))
 
 
-@pytest.mark.parametrize("mode", ["none", "static", "token"])
+@pytest.mark.parametrize("mode", ["none", "token"])
 async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InProcess, mode: str) -> None:
     """The credentials are none, a wrong token, a key with this scope alone, a key with all others, and static tokens. A
     refusal is 401 or 403.
