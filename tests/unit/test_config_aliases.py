@@ -107,35 +107,26 @@ async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api:
     assert (catalogue.epoch, catalogue.entries, catalogue.aliases) == (now.epoch, now.entries, now.aliases)
 
 
-REFUSED: list[tuple[str, str, dict[str, Any], str, str]] = [
-    ("POST", MODELS, {"id": "Org/One", "alias": "org/two"}, "$.id", "a model has the id 'org/one'"),
-    (
-        "PUT",
-        f"{MODELS}/org/one",
-        {"alias": "org/two"},
-        "$.id",
-        "org/one is a model: take another id, or DELETE it first",
-    ),
-    ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias", "give the alias its own document"),
-    ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias", "this document has family too"),
-    ("PUT", f"{MODELS}/taken", entry("taken"), "$.id", "taken is an alias"),
-    ("POST", MODELS, entry("Taken"), "$.id", "there is an alias 'taken'"),
-    ("POST", MODELS, {"id": "find", "alias": "taken"}, "$.alias[0].model", "name 'org/one'"),
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("POST", MODELS, {"id": "Org/One", "alias": "org/two"}, "$.id"),
+    ("PUT", f"{MODELS}/org/one", {"alias": "org/two"}, "$.id"),
+    ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias"),
+    ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias"),
+    ("PUT", f"{MODELS}/taken", entry("taken"), "$.id"),
+    ("POST", MODELS, entry("Taken"), "$.id"),
+    ("POST", MODELS, {"id": "find", "alias": "taken"}, "$.alias[0].model"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "loc", "message"), REFUSED, ids=[message for *_, message in REFUSED]
-)
 async def test_what_an_alias_may_not_be_is_refused_and_nothing_is_stored(
-    api: Api, method: str, path: str, body: dict[str, Any], loc: str, message: str
+    api: Api,
 ) -> None:
     await api.call("POST", MODELS, {"id": "taken", "alias": "org/one"}, 201)
     epoch = await api.call("GET", "/v1/configs/epoch")
-    error = (await api.call(method, path, body, 422))["error"]
-    (fault,) = error["errors"] if "errors" in error else (await api.call(method, path, body, 422))["errors"]
-    assert (error["code"], fault["loc"]) == ("VALIDATION_ERROR", loc)
-    assert message in fault["message"]
+    for method, path, body, loc in REFUSED:
+        reply = await api.call(method, path, body, 422)
+        (fault,) = reply["error"].get("errors") or reply["errors"]
+        assert (reply["error"]["code"], fault["loc"]) == ("VALIDATION_ERROR", loc), (method, path, body)
     assert await api.call("GET", "/v1/configs/epoch") == epoch
 
 
@@ -176,9 +167,6 @@ async def test_a_model_that_aliases_need_stays_as_they_need_it(
         named,
         False,
     )
-    verb = "names" if method == "DELETE" else "needs"
-    assert f"the alias {named[0]} {verb} {model.removesuffix('/rollback')}" in error["message"]
-    assert "?force=true" in error["message"]
     assert (await api.call(method, f"{path}?force=true", body))["warnings"] == [ALIAS_BROKEN]
     assert await api.call("GET", f"{MODELS}/pair")  # aliases stay: another write of the model mends them
     if method == "DELETE":

@@ -140,9 +140,16 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
     ("variable", "path", "selector", "port"),
     [
         ({}, "/namespaces/default/", "service-name%3Dsie-worker", 8080),
-        ({"SIE_GATEWAY_K8S_NAMESPACE": "search"}, "/namespaces/search/", "service-name%3Dsie-worker", 8080),
-        ({"SIE_GATEWAY_K8S_SERVICE": "other"}, "/namespaces/default/", "service-name%3Dother", 8080),
-        ({"SIE_GATEWAY_K8S_PORT": "9095"}, "/namespaces/default/", "service-name%3Dsie-worker", 9095),
+        (
+            {
+                "SIE_GATEWAY_K8S_NAMESPACE": "search",
+                "SIE_GATEWAY_K8S_SERVICE": "other",
+                "SIE_GATEWAY_K8S_PORT": "9095",
+            },
+            "/namespaces/search/",
+            "service-name%3Dother",
+            9095,
+        ),
     ],
 )
 async def test_namespace_service_and_port_say_where_workers_are_looked_for(

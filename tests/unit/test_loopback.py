@@ -92,8 +92,7 @@ CLIENTS = pytest.mark.parametrize("call", [listed, listed_async, read_by_command
 
 
 @CLIENTS
-@pytest.mark.parametrize("proxy", [NOBODY, "socks5://127.0.0.1:9"])
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
+@pytest.mark.parametrize(("host", "proxy"), [("127.0.0.1", NOBODY), ("localhost", "socks5://127.0.0.1:9")])
 def test_a_server_of_this_machine_is_reached_without_the_proxy(
     call: Callable[[str], Any], proxy: str, host: str, proxied: Callable[[str], None]
 ) -> None:

@@ -314,16 +314,6 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     assert not world.residency.make_room(world.residency.permission())
 
 
-def lru_loads(traffic: list[str], capacity: int) -> int:
-    """Return the number of loads of a plain least-recently-used cache of `capacity` models."""
-    held: list[str] = []
-    loads = 0
-    for model in traffic:
-        loads += model not in held
-        held = [*(name for name in held if name != model), model][-capacity:]
-    return loads
-
-
 def until_waiting(world: World, model: str, callers: int) -> None:
     """Wait until this number of callers wait for the running load of a model."""
     condition: Any = world.residency._loads[model][1]._condition
@@ -399,28 +389,14 @@ def test_a_failed_load_leaves_nothing_of_its_model_in_memory() -> None:
         {"pair": ("{query}", "{document}")},
         {"run": RunDefaults(pooling="cls")},
         {"run": RunDefaults(parameters={"max_len": 9})},
-    ],
-)
-def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes: dict[str, Any]) -> None:
-    """Otherwise the heads and rows of the old entry would be served under the new fingerprint."""
-    world = World()
-    world.ensure("a")
-    world.ensure("a", **changes)
-    assert world.loads == ["a", "a"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
         {"prompts": {"query": "q: {text}"}},
         {"default_prompt_name": "query"},
         {"golden": "other.json"},
         {"unproven": "never compared"},
     ],
-    ids=lambda changes: next(iter(changes)),
 )
-def test_a_change_of_a_field_that_a_load_checks_needs_a_load(changes: dict[str, Any]) -> None:
-    """Otherwise a worker with the model would serve an entry that a worker without it refuses."""
+def test_what_a_load_reads_or_checks_of_an_entry_needs_a_load_when_it_changes(changes: dict[str, Any]) -> None:
+    """Otherwise the old heads would be served under the new fingerprint, or an entry that other workers refuse."""
     world = World()
     world.ensure("a")
     world.ensure("a", **changes)
