@@ -62,11 +62,7 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
         cluster = found(**{where: {name: value}})
         settings = cluster.settings
         assert getattr(settings, field) == value
-        assert (settings.nats_password, settings.admin_token, cluster.gateway_token) == (
-            None,
-            None,
-            None,
-        ), value
+        assert (settings.nats_password, settings.admin_token, cluster.gateway_token) == (None, None, None), value
         assert [
             setting for setting in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, setting)
         ] == [field]

@@ -18,7 +18,7 @@ from sie_broker.nats.client import PING_S
 from sie_contracts.errors import NotProvisioned, QueueFull
 from sie_contracts.wire import heartbeats, ipc, messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.wire.messages import BatchNote, Ok, WorkResult
+from sie_contracts.wire.messages import BatchNote, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import MAX_WAITING_BYTES, Admission, Peers, Permits, mean_cost
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
@@ -139,16 +139,6 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     probe.result_arrived(WorkResult("r", 0, "ghost", (), batch=BatchNote("9", 1, 1, 100)))
     admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
     admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
-
-
-def test_a_queue_learns_the_ratio_of_actual_to_estimated_tokens_only_from_results_of_batches() -> None:
-    settings = settings_of()
-    admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics())
-    ran = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
-    ran.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 150),), batch=BatchNote("1", 1, 1, 150)))
-    without_batch = admission.admit("key", LANE, "bulk", "toy/one", [1], 100)
-    without_batch.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 40_000),)))
-    assert admission._queue(LANE, "bulk", "toy/one").scale == 1.5
 
 
 # permits
@@ -567,11 +557,7 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
         backlog.messages(LANE, "bulk"),
         backlog.messages(LANE, "interactive"),
         backlog.messages(second_lane, "bulk"),
-    ) == (
-        4,
-        2,
-        2,
-    )
+    ) == (4, 2, 2)
     assert backlog.by_subject("_default") == {
         of(*entry): 1 for entry in work for of in (topology.work_subject, topology.slot_subject)
     }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
 from sie_contracts.models.alias_checks import changes_vectors, check
-from sie_contracts.models.aliases import MAX_TARGETS, Alias, Shadow, Target, choose, model_of
+from sie_contracts.models.aliases import MAX_TARGETS, Alias, Shadow, Target, choose
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
 
@@ -193,23 +193,6 @@ def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
     assert (four.aliases, four.near("serch")) == ({}, [])
     with pytest.raises(ModelNotFound):
         four.resolve("SEARCH")
-
-
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        ("org/one", True),
-        ("ORG/one", True),
-        ("default:/org/one", True),
-        (f"org/one@{COMMIT}:plain", True),
-        ("org/one:plain", True),
-        ("org/one-2", False),
-        ("one", False),
-        ("org/two:org/one", False),
-    ],
-)
-def test_which_targets_name_a_model(spec: str, named: bool) -> None:
-    assert (model_of(spec) == "org/one") is named
 
 
 # ---- keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgspec
@@ -38,10 +37,7 @@ def a_map(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("array", "data", "size"),
-    [
-        (np.zeros((2, 3), np.float32), ZEROS, 66),
-        (np.array([0.5, -0.25, 1.0], np.float32), THREE, 53),
-    ],
+    [(np.zeros((2, 3), np.float32), ZEROS, 66), (np.array([0.5, -0.25, 1.0], np.float32), THREE, 53)],
 )
 def test_the_documented_bytes(array: np.ndarray, data: bytes, size: int) -> None:
     """Five entries, keys of type bin, in this order."""
@@ -120,13 +116,6 @@ def test_kind_may_be_absent_and_the_type_may_be_bin() -> None:
     fields = a_map(type=b"<f4")
     del fields["kind"]
     assert decoded(msgspec.msgpack.encode(fields)).shape == (2, 3)
-
-
-def test_a_numpy_scalar_is_a_map_of_three() -> None:
-    raw = {b"nd": False, b"type": "<f4", b"data": struct.pack("<f", 0.5)}
-    assert decoded(msgspec.msgpack.encode({"threshold": raw})) == {"threshold": np.float32(0.5)}
-    with pytest.raises(ValueError, match=r"^array"):
-        decoded(msgspec.msgpack.encode({b"nd": False, b"type": "|O", b"data": b"x"}))
 
 
 def test_arrays_are_found_at_any_depth_and_all_else_is_left_alone() -> None:

@@ -134,8 +134,7 @@ def no_tokenizer(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    [cut, long_header, pickled_heads, pickled_colbert_head, negative_vocabulary, weights_folder, no_tokenizer],
+    "spoil", [cut, long_header, pickled_heads, pickled_colbert_head, negative_vocabulary, weights_folder, no_tokenizer]
 )
 def test_weights_and_tokenizers_of_strangers_are_named(
     spoil: Callable[[Path], str], good: Path, tmp_path: Path

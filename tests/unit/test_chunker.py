@@ -101,10 +101,7 @@ def test_a_short_sentence_is_joined_with_more_to_have_the_least_tokens() -> None
 
 def test_an_overlap_repeats_whole_sentences() -> None:
     text = "One two. Three four. Five six. Seven eight. Nine ten."
-    assert cut(text, 9, overlap=3) == [
-        "One two. Three four. Five six. ",
-        "Five six. Seven eight. Nine ten.",
-    ]
+    assert cut(text, 9, overlap=3) == ["One two. Three four. Five six. ", "Five six. Seven eight. Nine ten."]
 
 
 def test_an_overlap_gives_way_to_a_sentence_that_would_not_fit() -> None:

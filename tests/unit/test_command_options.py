@@ -16,13 +16,7 @@ from sie_cli.serve.ports import free_port
 
 ADDRESSES = {"--nats-url", "--gateway-url", "--config-service-url"}
 PROCESSES = {"serve", "gateway", "config", "sidecar", "adapter", "settings", "standalone"}
-BROWSED = {
-    "sie keys",
-    "sie status",
-    "sie try",
-    "sie models list",
-    "sie models history",
-}
+BROWSED = {"sie keys", "sie status", "sie try", "sie models list", "sie models history"}
 NOWHERE = "nats://127.0.0.1:1"
 
 

@@ -118,9 +118,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-async def test_what_an_alias_may_not_be_is_refused_and_nothing_is_stored(
-    api: Api,
-) -> None:
+async def test_what_an_alias_may_not_be_is_refused_and_nothing_is_stored(api: Api) -> None:
     await api.call("POST", MODELS, {"id": "taken", "alias": "org/one"}, 201)
     epoch = await api.call("GET", "/v1/configs/epoch")
     for method, path, body, loc in REFUSED:
@@ -200,10 +198,7 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
 
 @pytest.mark.parametrize(
     ("method", "path", "body"),
-    [
-        ("PATCH", f"{MODELS}/org/one", {"profiles": {"plain": None}}),
-        ("POST", MODELS, entry("Search")),
-    ],
+    [("PATCH", f"{MODELS}/org/one", {"profiles": {"plain": None}}), ("POST", MODELS, entry("Search"))],
     ids=["the profile that it names is removed", "a model gets its name in other case"],
 )
 async def test_an_alias_that_is_written_while_a_replica_checks_a_model_stays_valid(

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from sie_config_service.documents import (
-    MAX_DIFFERENCES,
-    checked,
-    difference,
-    merged,
-    read,
-)
+from sie_config_service.documents import MAX_DIFFERENCES, checked, difference, merged, read
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.yaml_text import MAX_DEPTH
@@ -94,47 +88,30 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "loc", "line", "says"),
+    ("old", "new", "loc", "line"),
     [
-        ("dense: 384", "dense: many", "$.outputs.dense", 5, "expected a whole number, got a string: 'many'"),
-        ("pooling: mean", "poling: mean", "$.run.poling", 8, "unknown field"),
-        ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13, "unknown field"),
-        (
-            "normalize: false",
-            "normalize: maybe",
-            "$.profiles.v1.5.run.normalize",
-            13,
-            "expected true, false or null, got a string: 'maybe'",
-        ),
-        ("id: org/name", f"id: 0x{'f' * 9000}", "$", 1, "a whole number of more than 100 digits"),
-        ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "expected a profile of this entry"),
-        ("family: text-encoder\n", "", "$.family", 1, "missing"),
-        ("max_tokens: 128", "max_tokens: 128\nmax_tokens: 256", "$", 7, "twice"),
-        ("max_tokens: 128", "max_tokens: &a 128\nx: *a", "$", 6, "alias"),
-        ("max_tokens: 128", "max_tokens: [128", "$", 7, "not YAML"),
+        ("dense: 384", "dense: many", "$.outputs.dense", 5),
+        ("pooling: mean", "poling: mean", "$.run.poling", 8),
+        ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13),
+        ("normalize: false", "normalize: maybe", "$.profiles.v1.5.run.normalize", 13),
+        ("id: org/name", f"id: 0x{'f' * 9000}", "$", 1),
+        ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10),
+        ("family: text-encoder\n", "", "$.family", 1),
+        ("max_tokens: 128", "max_tokens: 128\nmax_tokens: 256", "$", 7),
+        ("max_tokens: 128", "max_tokens: &a 128\nx: *a", "$", 6),
+        ("max_tokens: 128", "max_tokens: [128", "$", 7),
     ],
 )
-def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line: int, says: str) -> None:
+def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line: int) -> None:
     assert ENTRY.count(old) == 1
     details = fault(ENTRY.replace(old, new))
     assert (details["loc"], details["line"]) == (loc, line)
-    assert says in details["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "loc", "says"),
-    [
-        ('{"id": 3}', "$.id", "a string"),
-        ("[]", "$", "a map"),
-        ('{"id": ', "$", "not valid JSON"),
-        ("[" * 100_000, "$", ""),
-    ],
-)
-def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None:
+@pytest.mark.parametrize(("body", "loc"), [('{"id": 3}', "$.id"), ("[]", "$"), ('{"id": ', "$"), ("[" * 100_000, "$")])
+def test_a_fault_of_json_names_its_field(body: str, loc: str) -> None:
     details = fault(body, "application/json")
-    assert details["loc"] == loc
-    assert says in details["message"]
-    assert "line" not in details
+    assert (details["loc"], "line" in details) == (loc, False)
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/x-yaml"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -348,35 +349,33 @@ async def test_history_keeps_the_last_revisions(api: Api) -> None:
     assert (await api.call("GET", ONE))["max_tokens"] == 105
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "loc"),
-    [
-        ("POST", "/v1/configs/models", {**ENTRY, "bundle": "none"}, "$.bundle"),
-        ("POST", "/v1/configs/models", {**ENTRY, "bundle": "eyes"}, "$.bundle"),
-        ("POST", "/v1/configs/models", {**ENTRY, "family": "none"}, "$.family"),
-        ("POST", "/v1/configs/models", {**ENTRY, "weights": {"hub": "a/b", "revision": "main"}}, "$.weights.revision"),
-        ("POST", "/v1/configs/models", {**ENTRY, "id": "org/one/status"}, "$.id"),
-        ("POST", "/v1/configs/models", {**ENTRY, "id": "a..b"}, "$.id"),
-        ("POST", "/v1/configs/models", {**ENTRY, "max_token": 3}, "$.max_token"),
-        ("PUT", ONE, {**ENTRY, "id": "org/two"}, "$.id"),
-        ("PUT", ONE, [], "$"),
-        ("PATCH", ONE, {"id": "org/two"}, "$.id"),
-        ("PATCH", ONE, {"outputs": None}, "$.outputs"),
-        ("PATCH", ONE, {"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
-        ("PATCH", ONE, [], "$"),
-        ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),
-        ("POST", f"{ONE}/rollback", {"revision": True}, "$.revision"),
-        ("POST", f"{ONE}/rollback", {"revision": 1, "x": 1}, "$.revision"),
-    ],
-)
-async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(
-    api: Api, method: str, path: str, body: Any, loc: str
-) -> None:
+BAD: list[tuple[str, str, Any, str]] = [
+    ("POST", "/v1/configs/models", {**ENTRY, "bundle": "none"}, "$.bundle"),
+    ("POST", "/v1/configs/models", {**ENTRY, "bundle": "eyes"}, "$.bundle"),
+    ("POST", "/v1/configs/models", {**ENTRY, "family": "none"}, "$.family"),
+    ("POST", "/v1/configs/models", {**ENTRY, "weights": {"hub": "a/b", "revision": "main"}}, "$.weights.revision"),
+    ("POST", "/v1/configs/models", {**ENTRY, "id": "org/one/status"}, "$.id"),
+    ("POST", "/v1/configs/models", {**ENTRY, "id": "a..b"}, "$.id"),
+    ("POST", "/v1/configs/models", {**ENTRY, "max_token": 3}, "$.max_token"),
+    ("PUT", ONE, {**ENTRY, "id": "org/two"}, "$.id"),
+    ("PUT", ONE, [], "$"),
+    ("PATCH", ONE, {"id": "org/two"}, "$.id"),
+    ("PATCH", ONE, {"outputs": None}, "$.outputs"),
+    ("PATCH", ONE, {"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
+    ("PATCH", ONE, [], "$"),
+    ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),
+    ("POST", f"{ONE}/rollback", {"revision": True}, "$.revision"),
+    ("POST", f"{ONE}/rollback", {"revision": 1, "x": 1}, "$.revision"),
+]
+
+
+async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     epoch = await api.store.epoch()
-    refused = await api.call(method, path, body, 422)
-    assert (refused["code"], refused["detail"]["error"]) == ("VALIDATION_ERROR", "validation_error")
-    assert [error["loc"] for error in refused["errors"]] == [loc] == [refused["error"]["param"]]
+    for method, path, body, loc in BAD:
+        refused = await api.call(method, path, body, 422)
+        assert (refused["code"], refused["detail"]["error"]) == ("VALIDATION_ERROR", "validation_error")
+        assert [error["loc"] for error in refused["errors"]] == [loc] == [refused["error"]["param"]]
     assert await api.store.epoch() == epoch
 
 
@@ -517,18 +516,17 @@ def calls() -> list[tuple[str, str, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("method", "path", "reads"), calls())
-async def test_every_route_needs_its_token(method: str, path: str, reads: bool) -> None:
+async def test_every_route_needs_its_token() -> None:
     """Without any token in the settings every request is refused."""
     every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
     no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
     refusals = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
     for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, refusals)):
         api = Api(MemoryServer(), **environ)
-        for token, statuses in expected.items():
+        for (method, path, reads), (token, statuses) in itertools.product(calls(), expected.items()):
             answer = await api.client.request(method, path, headers={"Authorization": f"Bearer {token}"})
             status = statuses[not reads]
-            assert answer.status_code == status if status else answer.status_code not in (401, 403), (environ, token)
+            assert answer.status_code == status if status else answer.status_code not in (401, 403), (path, token)
         await api.client.aclose()
 
 
@@ -561,15 +559,10 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
         answer = await api.call(
             method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}"
         )
-        if status == 403:
-            assert f"this one has {', '.join(scopes)}" in answer["error"]["message"]
+        assert status != 403 or answer["code"] == "PERMISSION_DENIED"
     now_s += 61
-    assert (
-        "has expired"
-        in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["error"]["message"]
-    )
-    unknown = await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other")
-    assert "a key with the scope read" in unknown["error"]["message"]
+    for ended in (token, "sie_other"):
+        await api.call("GET", "/v1/configs/models", None, 401, Authorization=ended)
     await api.call("GET", "/v1/configs/models", None, 200, Authorization=READER)
     stop.request()
     await following

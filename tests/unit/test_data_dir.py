@@ -64,10 +64,7 @@ def test_the_addresses_of_a_killed_server_are_gone_when_the_next_one_starts(temp
 def test_a_folder_that_somebody_put_there_is_refused(temporary: Path, tmp_path: Path) -> None:
     path = tmp_path / LONG
     sockets_folder(path).symlink_to(tmp_path)
-    with (
-        pytest.raises(SettingError, match="name a data directory with a path short"),
-        locked_data_dir(path),
-    ):
+    with pytest.raises(SettingError, match="name a data directory with a path short"), locked_data_dir(path):
         pytest.fail("it was taken")
 
 

@@ -18,7 +18,6 @@ from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until, until_told
 
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import DeviceBeat
 from sie_sidecar import link
 from sie_sidecar.devices import CHECKS_BEHIND, DeviceView, SecondCopies, choose
@@ -256,13 +255,6 @@ async def test_a_load_that_fails_on_all_devices_is_tried_once_on_each(two: TwoDe
     assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
 
 
-async def test_a_load_that_fails_for_good_is_not_tried_on_another_device(two: TwoDevices) -> None:
-    two.first.refusals["toy/one"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
-    answer = await two.gateway.encode("a")
-    assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED")
-    assert (two.first.loads, two.second.loads) == (["toy/one"], [])
-
-
 async def behind(two: TwoDevices) -> None:
     """Let the first device fall behind until the second one has its model too."""
     two.first.hold_batches = True
@@ -295,11 +287,3 @@ async def test_a_frozen_adapter_loses_its_work_to_another_device(tmp_path: Path)
         check(await gateway.encode("a"), "a")
         first.freeze()
         check(await gateway.encode("b"), "b")
-
-
-def test_sockets_of_devices_lie_beside_the_first_one() -> None:
-    assert [ipc.device_socket("/run/w.sock", number) for number in range(3)] == [
-        "/run/w.sock",
-        "/run/w.sock.1",
-        "/run/w.sock.2",
-    ]

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.wire.heartbeats import Turn
-from sie_gateway.admission.model_queue import (
-    EXPIRY_S,
-    UNKNOWN_STALL_S,
-    AnswerPace,
-    ExpectedWait,
-    Throughput,
-)
+from sie_gateway.admission.model_queue import EXPIRY_S, UNKNOWN_STALL_S, AnswerPace, ExpectedWait, Throughput
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
 
 
@@ -198,21 +191,6 @@ def test_no_second_has_more_turns_than_it_has_room_for() -> None:
     assert most_within_a_second(due) <= 10
     assert min(due) < 4
     assert max(due) <= 3 + 2 + 200 / 10 / 0.6  # the seconds are filled
-
-
-@pytest.mark.parametrize(
-    "costs", [(0.1, 0.2, 0.3), [1e9 if number == 7 else 0.1 * number + 1e-9 for number in range(50)]]
-)
-def test_costs_that_are_not_whole_leave_nothing_behind(costs: Sequence[float]) -> None:
-    """Costs with fractions come from other gateways."""
-    turns = RetrySlots()
-    turns.peer_announced(0.0, [Turn(b"%d" % number, 3.0 + number % 3, cost) for number, cost in enumerate(costs)], ())
-    turns.peer_announced(1.0, (), [b"%d" % number for number in range(len(costs))])
-    assert not turns._open.costs
-    assert turns.promised(1.0) == 0
-    turns._add(1.0, b"x", 5, 2.0, is_own=True)
-    turns._open.costs.clear()  # rounding may remove the cost of a second
-    assert turns.claim(6.0, b"x")
 
 
 def test_a_turn_is_its_clients_once_and_lapses() -> None:

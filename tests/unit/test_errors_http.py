@@ -238,11 +238,7 @@ async def model_load_failed(place: Place) -> list[Heard]:
     answers = await place.ask(gateway)
     for _, response in answers:
         details = facts(response)
-        assert (details["error_class"], details["permanent"], details["attempts"] >= 1) == (
-            "GATED",
-            True,
-            True,
-        )
+        assert (details["error_class"], details["permanent"], details["attempts"] >= 1) == ("GATED", True, True)
     return answers
 
 

@@ -44,11 +44,7 @@ CHANGES: dict[type, dict[str, Any]] = {
         "load": {"precision": "float16"},
         "run": {"normalize": False},
     },
-    Weights: {
-        "revision": "a" * 40,
-        "package": "some-weights",
-        "digests": {"model.safetensors": "1" * 64},
-    },
+    Weights: {"revision": "a" * 40, "package": "some-weights", "digests": {"model.safetensors": "1" * 64}},
     LoadOptions: {
         "precision": "float16",
         "trust_remote_code": True,

@@ -25,15 +25,7 @@ from sie_broker.memory import MemoryServer
 from sie_contracts import arrays
 from sie_contracts.errors import InternalFailure, ResourceExhausted
 from sie_contracts.wire import ipc, messages
-from sie_contracts.wire.messages import (
-    ArraySlice,
-    Fragment,
-    Input,
-    Ok,
-    RunOptions,
-    WorkItem,
-    WorkResult,
-)
+from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_gateway.inference import results
 from sie_gateway.inference.fragments import Fragments, InboxFull, put_together
 from sie_gateway.inference.results import ResultInbox

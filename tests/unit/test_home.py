@@ -51,14 +51,6 @@ def test_a_user_without_a_home_gets_a_private_folder_and_a_name(
     assert getpass.getuser() == environ["USER"]
 
 
-@pytest.mark.usefixtures("_nameless")
-def test_a_home_that_is_there_stays_also_where_its_volumes_alone_are_writable(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    environ = {"HOME": str(tmp_path), "LOGNAME": "ann"}
-    home.settle(environ)
-    assert environ == {"HOME": str(tmp_path), "LOGNAME": "ann"}
-
-
 def test_the_user_database_comes_before_temporary_files(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,11 +141,7 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
     [
         ({}, "/namespaces/default/", "service-name%3Dsie-worker", 8080),
         (
-            {
-                "SIE_GATEWAY_K8S_NAMESPACE": "search",
-                "SIE_GATEWAY_K8S_SERVICE": "other",
-                "SIE_GATEWAY_K8S_PORT": "9095",
-            },
+            {"SIE_GATEWAY_K8S_NAMESPACE": "search", "SIE_GATEWAY_K8S_SERVICE": "other", "SIE_GATEWAY_K8S_PORT": "9095"},
             "/namespaces/search/",
             "service-name%3Dother",
             9095,

@@ -15,10 +15,7 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.packing import Items, expanded
 
-USUAL = (
-    *("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3", "convbert"),
-    "gemma3_text bidirectional",
-)
+USUAL = (*("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3", "convbert"), "gemma3_text bidirectional")
 
 
 @pytest.mark.parametrize("kind", long_but(toys.CONFIGS, USUAL))

@@ -309,10 +309,7 @@ def test_a_bad_query_fails_all_documents_of_its_group_and_no_others(bad: list[in
     assert reasons(done) == [reason, reason, ""]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "expected"),
-    [(("sparse",), 0.35 * 0.35 + 0.05 * 0.05), (("multivector",), 2.0)],
-)
+@pytest.mark.parametrize(("outputs", "expected"), [(("sparse",), 0.35 * 0.35 + 0.05 * 0.05), (("multivector",), 2.0)])
 def test_other_outputs_score_too(outputs: tuple[str, ...], expected: float) -> None:
     """The sparse sides share the ids 0 and 3. The document has both rows of the query, so MaxSim is 2."""
     done = run([[3, 0], [3, 0, 1, 1]], operation="score", groups=(Group(0, 2, RunOptions(outputs=outputs)),))
@@ -624,15 +621,3 @@ def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[i
     ):
         expected = item_results._late_scores(item_results.ClientVectors(query), mixed)
         torch.testing.assert_close(item_results._late_scores_at_once(query, mixed), expected)
-
-
-def test_a_relevance_is_at_most_1_where_the_cosine_of_float32_is_above_it() -> None:
-    torch.manual_seed(0)
-    options = RunOptions(outputs=("dense",), parameters={"relevance": True})
-    result_lists = [
-        item_results.side_scores(options, {"dense": row}, {"dense": [row, -row]}, per_row=True)
-        for row in torch.randn(256, 32)
-    ]
-    scores = [answer.score for pair in result_lists for answer in pair if isinstance(answer, item_results.ItemResult)]
-    assert len(scores) == 512
-    assert all(score is not None and 0 <= score <= 1 for score in scores)

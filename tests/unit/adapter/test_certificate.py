@@ -246,7 +246,6 @@ def _turned(rows: list[Tensor], cosine: float) -> list[Tensor]:
         (torch.float32, 0.99989, False),
         (torch.bfloat16, 0.9991, True),
         (torch.bfloat16, 0.9989, False),
-        (torch.float16, 0.9991, True),
         (torch.float16, 0.9989, False),
     ],
 )

@@ -9,11 +9,7 @@ import torch
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine.device import resolve_device
-from sie_adapter.packed.attention_backend import (
-    AttentionFacts,
-    resolve_attention,
-    uses_varlen_kernel,
-)
+from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention, uses_varlen_kernel
 from sie_contracts.settings import MAX_DEVICES, SettingError
 
 AMPERE = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=True)

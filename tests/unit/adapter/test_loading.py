@@ -139,11 +139,7 @@ def test_a_head_that_lacks_a_tensor_fails_the_load(kind: str, auto: Any, dropped
 
 @pytest.mark.parametrize(
     ("kind", "auto"),
-    [
-        ("bert", AutoModelForMaskedLM),
-        ("electra", AutoModelForPreTraining),
-        ("qwen2", AutoModelForCausalLM),
-    ],
+    [("bert", AutoModelForMaskedLM), ("electra", AutoModelForPreTraining), ("qwen2", AutoModelForCausalLM)],
 )
 def test_a_language_model_may_be_used_without_its_head(kind: str, auto: Any, tmp_path: Path) -> None:
     folder = toys.save(tmp_path / "toy", kind, auto=auto, tie_word_embeddings=False)
@@ -340,15 +336,6 @@ def test_an_end_token_is_added_where_the_entry_asks_for_it_and_never_twice(
     assert tokenizer.num_special_tokens_to_add(False) == len(single) - 2
     if not (template or "").endswith("w2"):
         assert load_tokenizer(folder, LoadOptions()).encode("w7 w8").ids == single[:-1]
-
-
-def test_a_post_processor_that_cannot_be_extended_is_refused(bert: Path, tmp_path: Path) -> None:
-    folder = copied(bert, tmp_path / "toy")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = processors.BertProcessing(("w3", 3), ("w1", 1))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="w2").save_pretrained(folder)
-    with pytest.raises(ModelLoadFailed, match="BertProcessing"):
-        load_tokenizer(folder, LoadOptions(append_eos=True))
 
 
 # families

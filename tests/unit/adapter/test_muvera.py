@@ -178,11 +178,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        Muvera(),
-        Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True),
-    ],
+    "parameters", [Muvera(), Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True)]
 )
 def test_no_intermediate_grows_with_the_batch(parameters: Muvera) -> None:
     """All cells of the 96 items would take 96 MiB."""

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sie_adapter.engine import device as devices
-from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy
+from sie_adapter.memory.oom import OomRecovery, Relief, Remedy
 from sie_adapter.packed.packing import Int64
-from sie_contracts.wire.device_reports import Shortages
 
 CPU = torch.device("cpu")
 
@@ -68,14 +67,6 @@ def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:
         1,
         0,
     )
-
-
-def test_counts_are_kept_by_model() -> None:
-    oom_counters = OomCounters()
-    for model in ("a", "a", "b"):
-        oom_counters.count(model, "cache_clears")
-    oom_counters.count("a", "batch_splits")
-    assert oom_counters.all() == (Shortages("a", cache_clears=2, batch_splits=1), Shortages("b", cache_clears=1))
 
 
 def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:

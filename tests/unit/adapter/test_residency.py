@@ -117,8 +117,7 @@ def test_a_model_goes_above_the_threshold_and_not_below(other_bytes: int, evicte
 
 
 @pytest.mark.parametrize(
-    ("other_bytes", "kept_bytes", "fits", "given_back"),
-    [(920, 0, True, 0), (930, 0, False, 1), (500, 430, True, 1)],
+    ("other_bytes", "kept_bytes", "fits", "given_back"), [(920, 0, True, 0), (930, 0, False, 1), (500, 430, True, 1)]
 )
 def test_what_grows_fits_up_to_the_middle_between_the_threshold_and_all(
     other_bytes: int, kept_bytes: int, fits: bool, given_back: int
