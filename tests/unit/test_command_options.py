@@ -84,15 +84,3 @@ def says_how_to_start(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     assert "start one with `sie serve`" in result.output
     assert "--url" in result.output
-
-
-def sections(command: click.Command) -> dict[str, list[str]]:
-    """Return the options that --help-all shows, by heading."""
-    lines = CliRunner().invoke(main, [str(command.name), "--help-all"]).output.splitlines()
-    groups: dict[str, list[str]] = {}
-    for line in lines:
-        if re.fullmatch(r"[A-Z].*:", line):
-            groups[line.removesuffix(":")] = []
-        elif line.startswith("  -") and groups:
-            groups[list(groups)[-1]].append(line.split()[0].strip(","))
-    return groups

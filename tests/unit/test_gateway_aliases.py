@@ -68,10 +68,6 @@ class Served(NamedTuple):
         self.source.aliases[alias_entry.id] = alias_entry
         await self._announce(alias_entry.id, msgspec.to_builtins(alias_entry))
 
-    async def delete(self, name: str) -> None:
-        del self.source.aliases[name]
-        await self._announce(name, None)
-
     async def _announce(self, name: str, entry: dict[str, Any] | None) -> None:
         before = self.source.present_epoch
         self.source._revision += 1

@@ -4,17 +4,32 @@ those of the code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from config_api import ADMIN, Api
 
 from sie_broker.memory import MemoryServer
+from sie_cli.keys import MAX_KEYS
 from sie_config_service import writes
+from sie_config_service.handlers import MAX_BODY_BYTES
+from sie_config_service.store import REVISIONS_KEPT
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
+from sie_contracts.wire.topology import MAX_RESERVATIONS
+from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS_OF_A_KEY
+from sie_gateway.operations.pools import MAX_SPEC_BYTES
+from sie_sidecar.poison import MAX_MARKS
 
+PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.partition("## What may grow")[2].partition("\n## ")[0].splitlines()
+    if line.startswith("| ")
+][1:]
 TOY: dict[str, Any] = {
     "weights": {"path": "/toy"},
     "family": "toy",
@@ -22,6 +37,29 @@ TOY: dict[str, Any] = {
     "outputs": {"dense": 8},
     "max_tokens": 512,
 }
+
+
+def test_each_bucket_and_stream_has_a_row_with_a_bound() -> None:
+    buckets = {value for name, value in vars(topology).items() if name.endswith("_BUCKET")}
+    streams = {topology.stream_name("{pool}"), topology.dead_letter_stream("{pool}", replicas=1).name}
+    named = {word for _, where, *_ in ROWS for word in re.findall(r"`([^`]+)`", where)}
+    assert named == buckets | streams
+    assert all(len(row) == 5 and all(row) for row in ROWS)
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    bounds = {row[0]: row[3] for row in ROWS}
+    for name, *numbers in (
+        ("reservations", f"{MAX_RESERVATIONS} in all", f"{MAX_RESERVATIONS_OF_A_KEY} of a key"),
+        ("reservations", f"{MAX_SPEC_BYTES >> 10} KiB"),
+        ("models and aliases", f"{writes.MAX_IDS:,} ids", f"{writes.MAX_ENTRY_BYTES >> 10} KiB"),
+        ("models and aliases", f"{MAX_BODY_BYTES >> 20} MiB"),
+        ("history of the catalogue", f"last {REVISIONS_KEPT} revisions"),
+        ("keys", f"{MAX_KEYS:,}"),
+        ("marks of poison", f"{MAX_MARKS:,}"),
+        ("dead letters", f"{topology.DEAD_LETTER_BYTES >> 20} MiB", f"{topology.DEAD_LETTER_AGE_S / 86400:.0f} days"),
+    ):
+        assert all(number in bounds[name] for number in numbers), (name, numbers)
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 
 TEXTS = ["The river runs north.", "", "Zürich, 東京 and 😀: (a) 3.14...", "one " * (2 * MAX_TOKENS)]
-QUERY = "Where does the river run?"
 SETTINGS = Settings(device="cpu", default_compute_precision="float32")
 NEAR = 2e-5
 

@@ -1,26 +1,11 @@
-"""The placement table that is updated by changes equals a table that is computed from scratch."""
+"""Moves of a model from a busy worker to one with room."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 from layouts import place
 
 from sie_contracts.hosts import Holdings
-
-models, workers = st.integers(0, 11).map("m{}".format), st.integers(0, 5).map("w{}".format)
-some = st.sets(models, max_size=4).map(frozenset)
-holdings = st.builds(
-    Holdings, some, st.sets(models, max_size=1).map(frozenset), st.sets(models, max_size=1).map(frozenset)
-)
-changes = st.one_of(
-    st.tuples(st.just("worker"), workers, holdings, st.integers(0, 4)),
-    st.tuples(st.just("lost"), workers),
-    st.tuples(st.just("model"), models, st.integers(1, 3)),
-    st.tuples(st.just("forgotten"), models),
-    st.tuples(st.just("demand"), models, st.floats(0, 2)),
-    st.tuples(st.just("written"), models, st.lists(workers, max_size=3, unique=True).map(tuple)),  # by another gateway
-)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""Resolution of device and attention."""
+"""Resolution of device, attention and precision."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine.device import resolve_device
+from sie_adapter.loading.precision import cpu_lacks_bfloat16, resolve_precision
 from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention, uses_varlen_kernel
 from sie_contracts.settings import MAX_DEVICES, SettingError
 
@@ -17,7 +19,6 @@ HOPPER_BARE = AttentionFacts("cuda", (9, 0), varlen_present=True, is_16_bit=True
 TURING = AttentionFacts("cuda", (7, 5), flash_lacks="", varlen_present=True, is_16_bit=True)
 FLOAT = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=False)
 CPU = AttentionFacts("cpu", is_16_bit=True, flash_lacks="", varlen_present=True)
-MPS = AttentionFacts("mps", is_16_bit=True)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,68 @@ def test_the_cpu_is_always_there_and_auto_finds_something() -> None:
     assert resolve_device("cpu").type == "cpu"
     assert not torch.backends.cudnn.allow_tf32, "float32 means float32 on a GPU too"
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
+
+
+# precisions
+
+
+EPYC = {"avx2": True, "avx512_bf16": True}
+XEON = {**EPYC, "amx_bf16": True}
+LAPTOP = {"avx2": True}
+NO_INSTRUCTIONS = "this CPU has neither AVX512-BF16 nor AMX instructions"
+IN_BFLOAT16 = "a CPU computes 16-bit models in bfloat16"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Use one thread as in an adapter: threads that wait for each other on a busy machine take minutes for a load."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "device_type", "lacks", "expected", "reason"),
+    [
+        (None, "float16", "cpu", "", torch.bfloat16, IN_BFLOAT16),
+        (None, "float16", "cpu", NO_INSTRUCTIONS, torch.float32, NO_INSTRUCTIONS),
+        ("bfloat16", "float32", "cpu", "", torch.bfloat16, ""),
+        ("bfloat16", "float32", "cpu", NO_INSTRUCTIONS, torch.float32, NO_INSTRUCTIONS),
+        ("float32", "float16", "cpu", "", torch.float32, ""),
+        ("float32", "float16", "cpu", NO_INSTRUCTIONS, torch.float32, ""),
+        ("bfloat16", "float16", "cuda", NO_INSTRUCTIONS, torch.bfloat16, ""),
+        (None, "float16", "cuda", "", torch.float16, ""),
+        (None, "float32", "mps", "", torch.float32, ""),
+    ],
+)
+def test_precision_resolves(
+    own: str | None, default: str, device_type: str, lacks: str, expected: torch.dtype, reason: str
+) -> None:
+    assert resolve_precision(own, default, device_type, lacks=lacks) == (expected, reason)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "capability", "environ", "named"),
+    [
+        (LAPTOP, "AVX2", {}, "neither AVX512-BF16 nor AMX"),
+        ({**LAPTOP, "avx512_f": True, "avx512_bw": True}, "AVX512", {}, "neither AVX512-BF16 nor AMX"),
+        (EPYC, "AVX512", {}, ""),
+        (XEON, "AVX512", {}, ""),
+        ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL"}, ""),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, ""),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": ""}, ""),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA=AVX2"),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx512_core"}, "ONEDNN_MAX_CPU_ISA=avx512_core"),
+        (EPYC, "AVX512", {"DNNL_MAX_CPU_ISA": "AVX2"}, "DNNL_MAX_CPU_ISA=AVX2"),
+        (EPYC, "AVX512", {"DNNL_MAX_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "ALL"}, ""),
+        (XEON, "AVX2", {}, "ATEN_CPU_CAPABILITY limits torch to AVX2"),
+        (XEON, "DEFAULT", {}, "ATEN_CPU_CAPABILITY limits torch to DEFAULT"),
+    ],
+)
+def test_a_cpu_has_bfloat16_by_its_instructions_less_what_its_libraries_may_not_use(
+    instructions: dict[str, bool], capability: str, environ: dict[str, str], named: str
+) -> None:
+    lacks = cpu_lacks_bfloat16(instructions, capability, environ)
+    assert named in lacks
+    assert bool(lacks) == bool(named)
