@@ -151,14 +151,6 @@ def test_another_pooling_in_the_entry_is_refused(copy: ModelEntry) -> None:
     )
 
 
-@pytest.mark.parametrize("prompts", [{}, {"query": "{text}"}, {"query": "w9 {text}"}])
-def test_a_prompt_that_the_model_has_and_the_entry_lacks_is_refused(prompts: dict[str, str], copy: ModelEntry) -> None:
-    error = refusal(changed(copy, prompts=prompts))
-    assert error.extras["error_class"] == "CERTIFICATE"
-    assert f"prompts.query is {prompts.get('query', '{text}')!r}" in error.message
-    assert repr(PROMPT) in error.message
-
-
 def test_files_of_another_revision_are_refused(good: ModelEntry, copy: ModelEntry, tmp_path: Path) -> None:
     """Neither a folder with other weights nor a cache with another commit is loaded."""
     folder = Path(copy.weights.path)

@@ -215,11 +215,6 @@ def test_a_result_less_fails_the_batch_and_never_shifts(operation: str) -> None:
     assert caught.value.reason == "wrong_length"
 
 
-def test_a_verb_that_the_family_has_not_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="does not score"):
-        run("score", ["a", "b"], Group(0, 2), family=object())
-
-
 @pytest.mark.parametrize(
     ("texts", "lengths", "groups"),
     [
