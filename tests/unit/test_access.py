@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from sie_broker.nats import NatsBroker
 from sie_cli import access
 from sie_cli.access import Access, published, read, write_private
 from sie_cli.cluster import SOURCE, Cluster
-from sie_cli.models.add import write_entry
 from sie_contracts.settings import Secret, SettingError, load
 
 HERE = Access(
@@ -63,11 +62,7 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
         cluster = found(**{where: {name: value}})
         settings = cluster.settings
         assert getattr(settings, field) == value
-        assert (settings.nats_password, settings.admin_token, cluster.gateway_token) == (
-            None,
-            None,
-            None,
-        ), value
+        assert (settings.nats_password, settings.admin_token, cluster.gateway_token) == (None, None, None), value
         assert [
             setting for setting in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, setting)
         ] == [field]
@@ -141,34 +136,3 @@ def test_a_link_that_somebody_put_there_is_replaced_not_followed(tmp_path: Path)
     file.symlink_to(target)
     write_private(file, b"secret")
     assert (file.read_text(), target.read_text(), file.is_symlink()) == ("secret", "mine", False)
-
-
-@pytest.mark.parametrize(
-    "write", [write_private, lambda file, data: write_entry(data.decode(), file.stem, file.parent)]
-)
-def test_a_file_is_on_the_disk_before_it_has_its_name(
-    write: Callable[[Path, bytes], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a power failure, the file before is there or the new one, as a whole."""
-    steps: list[tuple[str, int]] = []
-    fsync, replace = os.fsync, os.replace
-
-    def synced(file: int) -> None:
-        steps.append(("synced", os.fstat(file).st_ino))
-        fsync(file)
-
-    def renamed(growing: Path, file: Path) -> None:
-        steps.append(("renamed", growing.stat().st_ino))
-        replace(growing, file)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", renamed)
-    file = tmp_path / "file.yaml"
-    write(file, b"content")
-    written = file.stat().st_ino
-    assert steps == [("synced", written), ("renamed", written), ("synced", tmp_path.stat().st_ino)]
-    assert file.read_bytes() == b"content"
-
-
-def test_what_is_shown_of_it_holds_no_secret() -> None:
-    assert not [secret for secret in ("pw", "adm", "/x") if secret in repr(HERE)]

@@ -4,13 +4,9 @@ time.
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from admission_simulation import SLOWER, Before, Case, Report, Try, World
+from admission_simulation import Case, Report, World
 from selection import long_but
-
-from sie_gateway.admission.admission import Admission
 
 IDLE = (
     Case(0.03, 2e-5, 40, 10, "tiny", requests=400),
@@ -73,43 +69,9 @@ def test_hundreds_that_are_refused_at_once_are_served_when_they_were_told_to_com
     assert served >= 0.8 * came
 
 
-def test_the_rule_before_refuses_what_can_be_answered() -> None:
-    case = Case(0.1, 2e-3, 500, 10, "cold", requests=1200, seconds=60)
-    before, now = World(case, Before).run(), World(case, Admission).run()
-    assert before.false > 0.3 * len(before.tries)
-    assert now.false <= 0.01 * len(now.tries)
-
-
 def test_a_run_is_the_same_each_time() -> None:
     case = Case(0.1, 2e-3, 300, 1, requests=600)
     first_run, second_run = (
         [(attempt.at_s, attempt.outcome, attempt.retry_s) for attempt in World(case).run().tries] for _ in range(2)
     )
     assert first_run == second_run
-
-
-def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -> None:
-    report = Report(Case(0.1, 2e-3, 1, 1, "slow"), begun_s=10.0, known_s=14.0)
-    cases = (
-        (1.0, 5.0, "answered"),
-        (1.0, 12.0, "refused"),
-        (9.0, 13.0, "answered"),
-        (13.0, 20.0, "late"),
-        (15.0, 20.0, "answered"),
-    )
-    report.tries = [
-        Try(end_s - 1, 8, end_s, 0, True, end_s, outcome, told_s=told_s) for told_s, end_s, outcome in cases
-    ]
-    assert report.returns() == (2, 2)
-    assert report.returns(foreseen=False) == (1, 3)
-
-
-@pytest.mark.long
-def test_a_slow_down_can_be_known_after_two_slow_batches() -> None:
-    report = World(FULL[-1]).run()
-    assert (
-        report.begun_s + 2 * report.case.batch_s * SLOWER
-        < report.known_s
-        < report.begun_s + 4 * report.case.full_s(SLOWER)
-    )
-    assert World(FULL[0]).run().begun_s == math.inf

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError, ValidationFailed
-from sie_contracts.models.alias_checks import changes_vectors, check, resolve_all
-from sie_contracts.models.aliases import MAX_TARGETS, Alias, Shadow, Target, choose, model_of
+from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
+from sie_contracts.models.alias_checks import changes_vectors, check
+from sie_contracts.models.aliases import MAX_TARGETS, Alias, Shadow, Target, choose
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
-from sie_contracts.models.options import run_options
 
 COMMIT = "a" * 40
 
@@ -28,7 +27,6 @@ def model(name: str, commit: str = COMMIT, **more: Any) -> ModelEntry:
 
 PROFILES = {"plain": {"run": {"normalize": False}}, "short": {"run": {"dimensions": [2]}}}
 LOCAL = {"path": "/models/x"}
-PACKAGE = {"package": "some-model"}
 SUMS, PINNED = {"digests": {"w": "1" * 64}}, {"hub": "org/hub", "revision": COMMIT}
 RANKER = {"family": "cross-encoder", "outputs": {"score": 0}}
 CATALOGUE = Catalogue.from_documents(
@@ -74,78 +72,41 @@ def having(*aliases: Alias) -> Catalogue:
     return Catalogue.from_documents({**CATALOGUE.entries, **{entry.id: entry for entry in aliases}}, {}, {}, "test:2")
 
 
-def refused(raw: dict[str, Any]) -> dict[str, Any]:
-    with pytest.raises(ValidationFailed) as caught:
-        check(parse_document(raw), CATALOGUE)  # type: ignore[arg-type]
-    (fault,) = caught.value.extras["errors"]
-    assert caught.value.param == fault["loc"]
-    assert fault["message"] in caught.value.message
-    return fault
-
-
 # ---- documents
 
 
-def test_the_short_forms_are_the_long_ones() -> None:
-    short = parse_document({"id": "search", "alias": "org/one", "shadow": "org/two"})
-    assert short == Alias("search", (Target("org/one"),), Shadow("org/two"))
-    long = {"id": "search", "alias": [{"model": "org/one", "weight": 1}], "shadow": {"model": "org/two", "share": 1.0}}
-    assert parse_document(long) == short
-    assert parse_document(msgspec.to_builtins(short)) == short  # what is exported can be read again
-
-
 SIX = [f"org/{number}" for number in range(MAX_TARGETS + 1)]
-BROKEN: list[tuple[dict[str, Any], str, str]] = [
-    ({"alias": []}, "$.alias", "expected from 1 to 8 targets, got 0"),
-    ({"alias": SIX}, "$.alias", "got 9"),
-    ({"alias": 3}, "$.alias", "expected a list, got a whole number"),
-    ({"alias": [{"model": "org/one", "weight": 0}]}, "$.alias[0].weight", "left out"),
-    ({"alias": [{"model": "org/one", "weight": 2.5}]}, "$.alias[0].weight", "expected a whole number, got a number"),
-    ({"alias": [{"model": "org/one", "wait": 1}]}, "$.alias[0]", "unknown field `wait`"),
-    ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
-    (
-        {"alias": "org/one", "weights": LOCAL},
-        "$.alias",
-        "this document has weights too: give the alias its own document",
-    ),
-    ({"alias": "org/one", "bundle": "default"}, "$", "unknown field `bundle`"),
-    ({"alias": "org/one", 1: 2}, "$", "keys: expected a string"),
-    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
-    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 1.5}}, "$.shadow.share", "at most 1, got 1.5"),
-    ({"alias": "org/one", "id": "a b"}, "$.id", "not of the form"),
-    ({"alias": "org/one", "id": "org/status"}, "$.id", "not of the form"),
-    ({"alias": "org/one", "id": "org/two"}, "$.id", "a model has the id 'org/two'"),
-    ({"alias": "org/one", "id": "ORG/TWO"}, "$.id", "a model has the id 'org/two'"),
-    ({"alias": "search"}, "$.alias[0].model", "this alias itself"),
-    ({"alias": "search:plain"}, "$.alias[0].model", "this alias itself"),
-    ({"alias": "org/on"}, "$.alias[0].model", "no model named 'org/on'; there is org/one"),
-    ({"alias": "nothing-like-it"}, "$.alias[0].model", "`sie models list`"),
-    ({"alias": "org/one@main"}, "$.alias[0].model", f"has no revision 'main'; there is {COMMIT}"),
-    ({"alias": "org/one:fast"}, "$.alias[0].model", "no profile 'fast', it has default, plain, short"),
-    (
-        {"alias": ["org/one", "org/two"]},
-        "$.alias[1].model",
-        "differ from those of org/one, and an index must not mix vectors",
-    ),
-    ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/one", "org/pooled"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/local", "org/local2"]}, "$.alias[1].model", "are not known to equal those of org/local"),
-    ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model", "differ from those of"),
-    ({"alias": ["org/folder-d", "org/folder-e"]}, "$.alias[1].model", "are not known"),  # a folder may hold anything
-    ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model", "are not known"),
-    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some requests would get errors"),
-    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one does encode"),
-    ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model", "is a target of the alias already"),
-    ({"alias": "org/one", "shadow": "org/three"}, "$.shadow.model", "no model named"),
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"alias": []}, "$.alias"),
+    ({"alias": SIX}, "$.alias"),
+    ({"alias": [{"model": "org/one", "weight": 0}]}, "$.alias[0].weight"),
+    ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model"),
+    ({"alias": "org/one", "weights": LOCAL}, "$.alias"),
+    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share"),
+    ({"alias": "org/one", "id": "a b"}, "$.id"),
+    ({"alias": "org/one", "id": "org/two"}, "$.id"),
+    ({"alias": "org/one", "id": "ORG/TWO"}, "$.id"),
+    ({"alias": "search"}, "$.alias[0].model"),
+    ({"alias": "org/on"}, "$.alias[0].model"),
+    ({"alias": "org/one@main"}, "$.alias[0].model"),
+    ({"alias": "org/one:fast"}, "$.alias[0].model"),
+    ({"alias": ["org/one", "org/two"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model"),
+    ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model"),
+    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model"),
+    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model"),
+    ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model"),
 ]
 
 
-@pytest.mark.parametrize(("raw", "loc", "message"), BROKEN, ids=[f"{loc} {message}" for _, loc, message in BROKEN])
-def test_what_an_alias_may_not_say_names_the_field_and_the_fix(raw: dict[str, Any], loc: str, message: str) -> None:
-    fault = refused({"id": "search", **raw})
-    assert fault["loc"] == loc
-    assert message in fault["message"]
+@pytest.mark.parametrize(("raw", "loc"), BROKEN)
+def test_what_an_alias_may_not_say_names_the_field(raw: dict[str, Any], loc: str) -> None:
+    with pytest.raises(ValidationFailed) as caught:
+        check(parse_document({"id": "search", **raw}), CATALOGUE)  # type: ignore[arg-type]
+    (fault,) = caught.value.extras["errors"]
+    assert (caught.value.param, fault["loc"]) == (loc, loc)
 
 
 ALIKE: list[dict[str, Any]] = [
@@ -168,25 +129,15 @@ def test_what_holds_is_let_through(raw: dict[str, Any]) -> None:
 
 def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
     catalogue = having(alias("org/one"))
-    for raw, loc, message in (
-        (
-            {"id": "find", "alias": "search"},
-            "$.alias[0].model",
-            "'search' is an alias, but a target must be a model: name 'org/one'",
-        ),
-        ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
-        ({"id": "Search", "alias": "org/one"}, "$.id", "differs only in case"),
+    for raw, loc in (
+        ({"id": "find", "alias": "search"}, "$.alias[0].model"),
+        ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model"),
+        ({"id": "Search", "alias": "org/one"}, "$.id"),
     ):
         with pytest.raises(ValidationFailed) as caught:
             check(parse_document(raw), catalogue)  # type: ignore[arg-type]
         assert caught.value.param == loc
-        assert message in caught.value.message
     check(alias("org/two"), catalogue)  # its own former version is no twin
-
-
-def test_force_waives_likeness_and_nothing_else() -> None:
-    for raw in ({"alias": "org/on"}, {"alias": "search"}, {"alias": "org/one", "id": "org/two"}):
-        refused({"id": "search", "force": True, **raw})
 
 
 @pytest.mark.parametrize(
@@ -232,41 +183,6 @@ def test_a_name_goes_through_an_alias() -> None:
         catalogue.resolve("search", follow=False)
 
 
-def test_a_name_through_an_alias_may_have_the_revision_of_a_package() -> None:
-    packaged = parse_entry({**msgspec.to_builtins(model("org/packaged", profiles=PROFILES)), "weights": PACKAGE})
-    names = Catalogue.from_documents({"org/packaged": packaged, "x": alias("org/packaged", name="x")}, {}, {}, "1")
-    assert names.resolve("x@pypi:some-model").canonical == "org/packaged"
-    assert names.resolve("x@pypi:some-model:plain").canonical == "org/packaged:plain"
-    for spec in ("x@pypi:another", "x@pypi", "x@pypi:some-model:missing"):
-        with pytest.raises(ModelNotFound):
-            names.resolve(spec)
-
-
-def test_what_a_name_may_mean_is_each_target_the_heaviest_first() -> None:
-    parts: list[Any] = ["org/two", {"model": "org/one:plain", "weight": 5}]
-    catalogue = having(alias(*parts, force=True))
-    assert [resolution.canonical for resolution in resolve_all(catalogue, "search")] == ["org/one:plain", "org/two"]
-    assert [resolution.canonical for resolution in resolve_all(catalogue, "org/one")] == ["org/one"]
-    both = having(alias({"model": "org/one", "weight": 5}, "org/two", force=True))
-    assert [resolution.canonical for resolution in resolve_all(both, "search:plain")] == [
-        "org/one:plain",
-        "org/two:plain",
-    ]
-    assert [resolution.canonical for resolution in resolve_all(both, f"search@{COMMIT}")] == ["org/one"]
-
-
-def test_a_profile_of_the_body_keeps_the_alias() -> None:
-    resolved, _ = run_options(having(alias("org/one")).resolve("search"), {"options": {"profile": "plain"}})
-    assert (resolved.canonical, resolved.alias) == ("org/one:plain", "search")
-
-
-def test_a_gone_target_is_an_error_that_names_the_alias() -> None:
-    """The same error comes where an alias has taken the target's name, because no name resolves through two aliases."""
-    with pytest.raises(ModelNotFound) as caught:
-        having(alias("org/gone"), alias("search", name="org/gone")).resolve("search")
-    assert caught.value.message == "search is an alias of org/gone: no model named 'org/gone'"
-
-
 def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
     two = CATALOGUE.with_model("search", alias("org/one"), 3, "test:2")
     three = two.with_model("search", alias("org/two"), 4, "test:3")
@@ -277,23 +193,6 @@ def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
     assert (four.aliases, four.near("serch")) == ({}, [])
     with pytest.raises(ModelNotFound):
         four.resolve("SEARCH")
-
-
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        ("org/one", True),
-        ("ORG/one", True),
-        ("default:/org/one", True),
-        (f"org/one@{COMMIT}:plain", True),
-        ("org/one:plain", True),
-        ("org/one-2", False),
-        ("one", False),
-        ("org/two:org/one", False),
-    ],
-)
-def test_which_targets_name_a_model(spec: str, named: bool) -> None:
-    assert (model_of(spec) == "org/one") is named
 
 
 # ---- keys
@@ -356,10 +255,3 @@ def test_the_target_of_a_key_is_the_same_on_every_gateway_and_in_every_version()
 
 
 GOLDEN = "eeeeeeeeeeeeoeeeeeeeeeeeeeeoeeeoeeeeeeee"  # the last letters of one and two
-
-
-def test_every_error_of_a_document_is_one_of_ours() -> None:
-    nameless, wrong = {"alias": "org/one"}, {"alias": {"model": 3}, "id": "a"}
-    for raw in (None, [], "x", {"alias": None, "id": "a"}, wrong, {"id": 3, "alias": "org/one"}, nameless):
-        with pytest.raises(SIEError):
-            parse_document(raw)

@@ -4,9 +4,6 @@ is understood.
 
 from __future__ import annotations
 
-import json
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import audit
@@ -42,31 +39,3 @@ def test_a_listed_version_and_all_versions_are_found() -> None:
         "a==1.0: A",
         "a==1.0: PYSEC-1 bad",
     ]
-
-
-def test_a_folder_is_read_and_one_without_advisories_is_no_proof(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match="has no advisories"):
-        audit.main([str(tmp_path)])
-    (tmp_path / "vulns").mkdir()
-    (tmp_path / "vulns" / "a.json").write_text(json.dumps(advisory({"introduced": "0"}, name="uvicorn")))
-    withdrawn = advisory({"introduced": "0"}, name="httptools", withdrawn="2026-01-01T00:00:00Z")
-    (tmp_path / "vulns" / "b.yaml").write_text(json.dumps(withdrawn))
-    assert audit.main([str(tmp_path)]) == 1
-    output = capsys.readouterr().out
-    assert "uvicorn==" in output
-    assert "httptools" not in output
-    assert audit.main([]) == 0
-    assert "no audit" in capsys.readouterr().out
-
-
-def test_the_age_of_a_copy_is_told() -> None:
-    now = datetime(2026, 3, 11, tzinfo=UTC)
-    dated = [advisory(modified="2026-02-01T00:00:00Z"), advisory(modified="2026-03-01T12:00:00.5Z"), advisory()]
-    assert audit.age(dated, now) == "advisories: 3, the newest of 2026-03-01, 9 days ago"
-    assert audit.age([advisory()], now) == "advisories: 1, of unknown age"
-
-
-def test_every_line_of_the_constraints_pins_one_version() -> None:
-    assert len(audit.pinned(audit.CONSTRAINTS.read_text())) > 100

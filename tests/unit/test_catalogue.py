@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
 import pytest
-from catalogue_examples import (
-    CATALOGUE,
-    NER,
-    PROFILES,
-    RICH,
-    entry,
-    refused,
-)
-from hypothesis import given
-from hypothesis import strategies as st
+from catalogue_examples import CATALOGUE, NER, PROFILES, RICH, entry, refused
 
-from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
+from sie_contracts.errors import ModelNotFound, ValidationFailed
 from sie_contracts.models import families
-from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint, packaged_folder
-from sie_contracts.models.entries import LoadOptions, ModelEntry, classifies, needs_labels, parse_entry
+from sie_contracts.models.catalogue import Catalogue, fingerprint, packaged_folder
+from sie_contracts.models.entries import LoadOptions, classifies, needs_labels, parse_entry
 from sie_contracts.models.options import parse_written, run_options
 from sie_runtime.feed import packaged_catalogue, read_folder
 
@@ -58,14 +48,10 @@ def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
     [
         ("org/none", "", {"suggestions": []}),
         ("org/Modell", "", {"suggestions": ["org/Model"]}),
-        ("Toy", "", {"suggestions": ["TOY"]}),
-        ("none:cls", "", {"suggestions": []}),
         ("", "", {"suggestions": []}),
         ("org/rich:none", "profile_not_found", {"profiles": ["default", *PROFILES]}),
         ("org/rich:CLS", "profile_not_found", {"profiles": ["default", *PROFILES]}),
-        ("org/rich@abc123:none", "profile_not_found", {"profiles": ["default", *PROFILES]}),
         ("org/rich@def", "revision_not_found", {"revisions": ["abc123"]}),
-        ("org/rich@def:cls", "revision_not_found", {"revisions": ["abc123"]}),
         ("org/rich@", "revision_not_found", {"revisions": ["abc123"]}),
     ],
 )
@@ -80,44 +66,12 @@ def test_a_name_that_does_not_resolve_says_what_there_is(spec: str, reason: str,
     )
 
 
-@pytest.mark.parametrize("spec", ["vision:/org/Model", "none:/org/Model", "default:/org/other"])
-def test_a_bundle_that_does_not_serve_the_model_is_a_conflict(spec: str) -> None:
-    with pytest.raises(BundleConflict) as caught:
-        CATALOGUE.resolve(spec)
-    assert caught.value.extras == {"compatible_bundles": [CATALOGUE.resolve(spec.partition(":/")[2]).bundle]}
-
-
-def test_a_revision_with_a_colon_is_not_taken_for_a_profile() -> None:
-    packaged = ModelEntry(
-        id="p", weights=msgspec.convert({"package": "pkg"}, type(RICH.weights)), family="f", outputs={}, max_tokens=1
-    )
-    catalogue = Catalogue({"p": packaged})
-    assert catalogue.resolve("p@pypi:pkg").canonical == "p"
-    with pytest.raises(ModelNotFound, match="profile"):
-        catalogue.resolve("p@pypi:pkg:fast")
-
-
 @pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("org/model", "org/Model"),
-        ("Model", "org/Model"),
-        ("org/mdoel", "org/Model"),
-        ("orgg/rich", "org/rich"),
-        ("RICH", "org/rich"),
-    ],
+    ("name", "first"), [("org/model", "org/Model"), ("org/mdoel", "org/Model"), ("RICH", "org/rich")]
 )
 def test_near_names_are_suggested_best_first(name: str, first: str) -> None:
     assert CATALOGUE.near(name)[0] == first
     assert len(CATALOGUE.near(name)) <= 3
-
-
-@given(st.text(max_size=300))
-def test_any_text_resolves_or_is_not_found(spec: str) -> None:
-    try:
-        assert CATALOGUE.resolve(spec).entry.id in CATALOGUE.entries
-    except (ModelNotFound, BundleConflict):
-        pass
 
 
 # profiles
@@ -152,16 +106,6 @@ def test_profiles_with_equal_load_options_share_one_copy_of_the_weights() -> Non
     }
 
 
-def test_resolving_one_variant_never_changes_another() -> None:
-    """The result of a variant does not depend on the order of resolutions."""
-    names = ["default", *PROFILES]
-    alone = {name: CATALOGUE.resolve(f"org/rich:{name}") for name in names}
-    for order in itertools.islice(itertools.permutations(names), 50):
-        for name in order:
-            assert CATALOGUE.resolve(f"org/rich:{name}") == alone[name]
-    assert CATALOGUE.entries["org/rich"] == RICH
-
-
 def test_the_profile_option_means_what_the_name_means() -> None:
     by_name = run_options(CATALOGUE.resolve("org/rich:cls"), {"items": ["x"]})
     by_option = run_options(CATALOGUE.resolve("org/rich"), {"items": ["x"], "options": {"profile": "cls"}})
@@ -179,42 +123,6 @@ def test_a_profile_option_that_contradicts_the_name_or_is_unknown_is_refused() -
 
 
 # fingerprint
-
-
-def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_else() -> None:
-    load = LoadOptions("float32")
-    base = fingerprint(RICH, load, "float32")
-    moved = {
-        "revision": {"weights": {"hub": "org/rich", "revision": "def"}},
-        "id": {"id": "org/rich2"},
-        "family": {"family": "other"},
-        "max_tokens": {"max_tokens": 255},
-        "outputs": {"outputs": {"dense": 384}},
-        "prompts": {"prompts": {}},
-        "default prompt": {"default_prompt_name": "document"},
-        "pooling": {"run": {**msgspec.to_builtins(RICH.run), "pooling": "cls"}},
-        "normalize": {"run": {**msgspec.to_builtins(RICH.run), "normalize": False}},
-        "parameters": {"run": {**msgspec.to_builtins(RICH.run), "parameters": {"score_mode": "dense"}}},
-        "head": {"head": {"query_encoder": "idf"}},
-        "pair": {"pair": ["{query}", "{document}"]},
-    }
-    fingerprints = {
-        name: fingerprint(parse_entry({**msgspec.to_builtins(RICH), **changes}), load, "float32")
-        for name, changes in moved.items()
-    }
-    fingerprints["precision"] = fingerprint(RICH, load, "bfloat16")
-    fingerprints["load options"] = fingerprint(RICH, LoadOptions("float32", True), "float32")
-    fingerprints["causal"] = fingerprint(RICH, LoadOptions("float32", causal=False), "float32")
-    assert len({base, *fingerprints.values()}) == len(fingerprints) + 1
-    same = {
-        **msgspec.to_builtins(RICH),
-        "description": "new",
-        "license": "mit",
-        "bundle": "other",
-        "machine_profiles": ["l4"],
-    }
-    assert fingerprint(parse_entry(same), load, "float32") == base
-    assert len(base) == 16
 
 
 def test_the_fingerprint_of_weights_without_a_commit_is_that_of_their_files() -> None:
@@ -246,37 +154,22 @@ def raw(**changes: Any) -> dict[str, Any]:
     [
         ({"id": "a b"}, "$.id"),
         ({"id": "../x"}, "$.id"),
-        ({"id": "a/../b"}, "$.id"),
-        ({"id": ""}, "$.id"),
         ({"id": "x" * 256}, "$.id"),
         ({"id": "org/model/status"}, "$.id"),
-        ({"id": "a:b"}, "$.id"),
-        ({"id": "a@b"}, "$.id"),
         ({"id": "a/"}, "$.id"),
-        ({"id": "a//b"}, "$.id"),
-        ({"id": "a/./b"}, "$.id"),
-        ({"id": 3}, "$.id"),
         ({"weights": {}}, "$.weights"),
         ({"weights": {"hub": "a/b"}}, "$.weights.revision"),
         ({"max_tokens": 0}, "$.max_tokens"),
         ({"outputs": {"dense": "wide"}}, "$.outputs[...]"),
         ({"unknown": 1}, "$"),
-        ({"run": {"poling": "cls"}}, "$.run"),
-        ({"run": {"pooling": "median"}}, "$.run.pooling"),
         ({"load": {"precision": "int4"}}, "$.load.precision"),
         ({"profiles": {"default": {}}}, "$.profiles"),
-        ({"profiles": {"a b": {}}}, "$.profiles"),
         ({"outputs": {"json": 0}}, "$.outputs.json"),
-        ({"pair": ["{query}"]}, "$.pair"),
         ({"pair": ["{query}{query} {document}"]}, "$.pair"),
         ({"head": {"query_encoder": "bm25"}}, "$.head.query_encoder"),
-        ({"head": {"marker": "x"}}, "$.head"),
         ({"weights": {"hub": "a/b", "revision": "c", "unpinned": True}}, "$.weights.revision"),
-        ({"run": {"parameters": [1]}}, "$.run.parameters"),
-        ({"load": {"causal": "no"}}, "$.load.causal"),
         ({"profiles": {"a": {"extends": "none"}}}, "$.profiles.a.extends"),
         ({"prompts": {"query": "no place"}}, "$.prompts.query"),
-        ({"prompts": {"poem": "no place"}}, "$.prompts.poem"),
         ({"prompts": {1: "{text}"}}, "$.prompts"),
         (
             {"prompts": {"default_instruction": "x"}, "default_prompt_name": "default_instruction"},
@@ -297,27 +190,18 @@ def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], pat
     ("changes", "path"),
     [
         ({"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
-        ({"run": {"output_types": ["wide"]}}, "$.run.output_types"),
         ({"run": {"dimensions": [-3]}}, "$.run.dimensions"),
         ({"run": {"muvera": True}}, "$.run.muvera"),
         ({"outputs": {"multivector": 4}, "run": {"muvera": {"speed": 1}}}, "$.run.muvera.speed"),
-        ({"outputs": {"multivector": 4}, "head": {"muvera": {"speed": 1}}}, "$.head.muvera.speed"),
         ({"run": {"parameters": {"score_mode": "sum"}}}, "$.run.parameters.score_mode"),
-        ({"run": {"parameters": {"threshold": "x"}}}, "$.run.parameters.threshold"),
         ({"run": {"parameters": {"other": 1 << 70}}}, "$.run.parameters"),
         ({"profiles": {"a": {"run": {"output_dtype": "float8"}}}}, "$.profiles.a.run.output_dtype"),
         ({"max_tokens": 1 << 70}, "$.max_tokens"),
-        ({"download_bytes": 1 << 70}, "$.download_bytes"),
         ({"outputs": {"dense": 1 << 70}}, "$.outputs"),
-        ({"run": {"dimensions": [1 << 20_000]}}, "$.run.dimensions"),
         ({"profiles": {"a": {"load": {"min_pixels": 1 << 70}}}}, "$.profiles.a.load.min_pixels"),
-        ({"run": {"parameters": {"other": {True: 1}}}}, "$.run.parameters"),
         ({"outputs": {"dense": -5}}, "$.outputs.dense"),
         ({"inputs": ["text", "smell"]}, "$.inputs[1]"),
-        ({"inputs": []}, "$.inputs[0]"),
         ({"head": {"document_length": -1}}, "$.head.document_length"),
-        ({"load": {"max_pixels": -1}}, "$.load.max_pixels"),
-        ({"profiles": {"a": {"load": {"min_pixels": -1}}}}, "$.profiles.a.load.min_pixels"),
     ],
 )
 def test_a_faulty_default_is_refused_when_it_is_written_and_not_when_it_is_read(
@@ -329,17 +213,6 @@ def test_a_faulty_default_is_refused_when_it_is_written_and_not_when_it_is_read(
     assert caught.value.param == path
     assert [fault["loc"] for fault in caught.value.extras["errors"]] == [path]
     assert parse_entry(document).id == document["id"]
-
-
-def test_every_default_of_the_packaged_catalogue_may_be_written() -> None:
-    for packaged in packaged_catalogue().entries.values():
-        assert parse_written(msgspec.to_builtins(packaged)) == packaged
-
-
-@pytest.mark.parametrize("wrong", [None, [], "x", 3])
-def test_something_that_is_not_an_entry_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValidationFailed):
-        parse_entry(wrong)
 
 
 def test_what_an_entry_says_of_itself() -> None:
@@ -376,20 +249,6 @@ def test_the_packaged_catalogue_has_no_model_of_a_family_that_no_package_brings(
     assert 0 < len(packaged) < len(every)
 
 
-def test_the_packaged_catalogue_is_sound() -> None:
-    catalogue = packaged_catalogue()
-    assert catalogue.entries
-    for model, model_entry in catalogue.entries.items():
-        assert isinstance(catalogue.resolve(model), Resolved)
-        if model_entry.family in families.rows():
-            (bundle,) = catalogue.bundles_of(model_entry)
-            assert catalogue.resolve(model).bundles == (bundle,)
-        assert model_entry.description
-        assert model_entry.license
-        # what parses a file or finds objects has no language
-        assert model_entry.languages or set(model_entry.outputs) in ({"data"}, {"objects"})
-
-
 def test_who_classifies_by_classes_of_its_own() -> None:
     own = entry("org/own", family="text-classifier", outputs={"classifications": 0})
     zero_shot = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
@@ -399,25 +258,3 @@ def test_who_classifies_by_classes_of_its_own() -> None:
         (False, False),
     ]
     assert own.tasks == ("extract",)
-
-
-@pytest.mark.parametrize("name", ["minilm", "MINILM-L6", "l6-v2"])
-def test_a_part_of_a_name_suggests_it(name: str) -> None:
-    entry = msgspec.structs.replace(RICH, id="sentence-transformers/all-MiniLM-L6-v2")
-    assert Catalogue({**CATALOGUE.entries, entry.id: entry}).near(name) == [entry.id]
-
-
-def test_an_engine_that_no_package_names_is_refused_when_it_is_written_and_no_form_error() -> None:
-    document = {
-        "id": "org/m",
-        "weights": {"hub": "org/m", "revision": "abc"},
-        "family": "text-encoder",
-        "outputs": {"dense": 8},
-        "max_tokens": 8,
-        "profiles": {"own": {"load": {"engine": "nobody"}}},
-    }
-    assert parse_entry(document).profiles["own"].load.engine == "nobody"  # a stored document stays readable
-    with pytest.raises(ValidationFailed) as caught:
-        parse_written(document)
-    assert caught.value.extras["errors"][0]["loc"] == "$.profiles.own.load.engine"
-    parse_written({**document, "profiles": {"own": {"load": {"engine": "torch"}}}})

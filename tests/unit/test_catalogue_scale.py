@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-import tracemalloc
 
 import large_catalogue
 import msgspec
 import pytest
 
-from sie_contracts import names
 from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.names import NameIndex
 from sie_runtime import feed
-from sie_runtime.feed import packaged_catalogue, snapshot
+from sie_runtime.feed import snapshot
 
 COUNT = 10_000
 MARGIN = 3
@@ -53,53 +50,6 @@ async def test_an_export_is_read_in_short_turns_and_little_time(exported: bytes)
     assert (len(catalogue.entries), catalogue.since(next(iter(catalogue.entries)))) == (COUNT, "large:9")
     assert turns >= COUNT // feed._SLICE - 1
     assert took_s < MARGIN * 1.0
-
-
-@pytest.mark.long
-def test_a_catalogue_takes_a_part_of_the_memory_that_a_gateway_may_have(exported: bytes) -> None:
-    tracemalloc.start()
-    try:
-        catalogue = asyncio.run(snapshot(feed.decode_export(exported)))
-        catalogue.find("no such model")
-        catalogue.near("no such model")
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 80 << 20
-
-
-def test_a_name_is_resolved_in_microseconds_however_it_is_written(large: Catalogue) -> None:
-    for how, took_us in large_catalogue.resolving(large).items():
-        assert took_us < MARGIN * 50, how
-
-
-def test_a_name_that_there_is_none_of_costs_little_more_than_among_few(large: Catalogue) -> None:
-    assert large_catalogue.unknown_us(large) < MARGIN * 20_000
-
-
-def test_a_delta_is_applied_in_milliseconds(large: Catalogue) -> None:
-    assert large_catalogue.applying_us(large) < MARGIN * 50_000
-
-
-def test_suggestions_among_many_are_those_among_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces of a name select the ids that are compared with it. The best suggestion is that of a comparison with
-    all ids.
-    """
-    packaged = packaged_catalogue()
-    monkeypatch.setattr(names, "ALL_COMPARED", len(packaged.entries))
-    fillers = [f"{letters}/{letters[::-1]}-{number}" for number, letters in enumerate(["qqxw", "zzjk", "wvvu"] * 3000)]
-    many = NameIndex([*packaged.entries, *fillers])
-    for typo in (
-        "bge-m4",
-        "BAAI/bge-reranker-v2-m",
-        "sentence-transformer/all-minilm-l6",
-        "gte-modernbert",
-        "intfloat/e5-smal-v2",
-    ):
-        few = packaged.near(typo)
-        assert few
-        assert many.near(typo)[0] == few[0]
-    assert many.near("") == many.near("\n\n\n") == []
 
 
 def test_ids_that_differ_in_case_alone_are_ambiguous_and_a_delta_is_seen_by_every_way_of_writing(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,11 @@ from parity import tokenizer_recipes as recipes
 from text_rows import text_rows
 
 from sie_contracts import chunker
-from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import Rows
-from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks, WorkItem
-from sie_sidecar.in_flight import InFlight, only, runnable
+from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks
 from sie_sidecar.prepare import chunk_rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, WorkRows, to_batch
+from sie_sidecar.prepare.rows import ModelTokenizer, WorkItemInput, WorkRows
 
 LAYOUT = Rows(chunks=True, pooling="mean")
 WORDS = "the river ran past mills and inns, slowly. "
@@ -93,16 +90,6 @@ def test_a_chunk_without_context_is_a_row() -> None:
     assert [tokens for _, _, tokens in table(rows.chunked[0].spans, 3)] == [len(ids) - prompt for ids in alone]
 
 
-def test_the_frame_of_a_batch_has_the_rows_of_each_input() -> None:
-    inputs = [Input("first"), Input(WORDS * 8, chunks=TextChunks(ChunkRule(20)))]
-    work = WorkItemInput(inputs, None, RunOptions())
-    rows = make(tokenizer(), LAYOUT, [work])[0]
-    batch = to_batch("b", "m", "encode", "text", [BatchPart(rows.rows, work, chunked=rows.chunked)])
-    (group,) = batch.groups
-    assert (group.start, group.stop, group.due) == (0, len(rows.rows), 2)
-    assert group.chunked == rows.chunked
-
-
 @pytest.mark.parametrize(
     ("item", "options", "layout", "reason"),
     [
@@ -149,22 +136,3 @@ def test_a_rule_makes_no_chunk_after_the_first_above_the_limit(monkeypatch: pyte
     rows = made(Input("a " * 20_000, chunks=TextChunks(ChunkRule(1))))
     assert [(error.reason, error.param) for error in rows.unfit.values()] == [("too_many_chunks", "chunks.max_tokens")]
     assert made_chunks == chunk_rows.MAX_CHUNKS + 1
-
-
-def test_a_pooling_other_than_the_mean_has_chunks_without_context_or_of_other_outputs() -> None:
-    layout = Rows(chunks=True, pooling="cls")
-    assert not made(Input("a b", chunks=spans((0, 1), context=False)), layout=layout).unfit
-    assert not made(Input("a b", chunks=spans((0, 1))), layout=layout, outputs=("sparse", "multivector")).unfit
-
-
-def test_an_input_that_runs_alone_has_its_own_rows() -> None:
-    inputs = (Input("first"), Input(WORDS * 8, chunks=TextChunks(ChunkRule(20))), Input("last"))
-    rows = made(*inputs)
-    item = WorkItem("r", 0, "m", "v", "encode", inputs, RunOptions(), "inbox", 1000)
-    flight = InFlight(cast(Any, None), item, 0.0, 1.0, rows=rows.rows, chunked=rows.chunked)
-    parts = [only(flight, index) for index in range(3)]
-    assert [row for part in parts for row in part.rows] == rows.rows
-    assert [part.chunked for part in parts] == [(described,) for described in rows.chunked]
-    stopped = replace(flight, unfit={0: InvalidInput("no")})
-    run, chosen = runnable(stopped)
-    assert (run, chosen) == (rows.rows[1:], [1, 2])

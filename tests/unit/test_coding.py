@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import threading
 import tracemalloc
-import zlib
 from collections.abc import AsyncIterator, Iterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -79,26 +78,20 @@ async def test_a_large_body_is_decompressed_beside_the_event_loop(monkeypatch: p
 
 WHOLE = gzip.compress(TEXT)
 BROKEN = {
-    "nothing": (b"", "ends before"),
-    "truncated in its trailer": (WHOLE[:-1], "ends before"),
-    "truncated in its head": (WHOLE[:5], "ends before"),
-    "a second member truncated": (WHOLE + WHOLE[:12], "ends before"),
-    "plain": (TEXT, "corrupt"),
-    "zlib": (zlib.compress(TEXT), "corrupt"),
-    "another checksum": (WHOLE[:-8] + bytes(8), "corrupt"),
-    "garbage behind": (WHOLE + b"garbage", "follow"),
-    "zeros behind": (WHOLE + bytes(512), "follow"),
-    "one byte behind": (WHOLE + b"\n", "follow"),
-    "too many members": (gzip.compress(b"") * (MAX_MEMBERS + 1), "members"),
+    "nothing": b"",
+    "truncated in its trailer": WHOLE[:-1],
+    "a second member truncated": WHOLE + WHOLE[:12],
+    "plain": TEXT,
+    "another checksum": WHOLE[:-8] + bytes(8),
+    "garbage behind": WHOLE + b"garbage",
+    "too many members": gzip.compress(b"") * (MAX_MEMBERS + 1),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("step", [1000, 1 << 16])
-async def test_what_is_no_gzip_is_malformed_and_says_why(name: str, step: int) -> None:
-    data, why = BROKEN[name]
-    with pytest.raises(InvalidInput, match=why) as caught:
-        await read(data, step)
+async def test_what_is_no_gzip_is_malformed(name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await read(BROKEN[name], 1000)
     assert (caught.value.reason, caught.value.param) == ("malformed", "body")
 
 
@@ -141,21 +134,15 @@ def test_gzip_has_several_spellings(named: str) -> None:
 
 TYPES = [
     ("application/json; charset=utf-8", True, True),
-    ("Application/JSON", True, True),
     ("application/merge-patch+json", True, True),
     ("", True, True),
     ("text/plain", True, True),
     ("application/x-www-form-urlencoded", True, True),  # the default of curl -d
-    ("application/octet-stream", True, True),
     ("application/msgpack", True, False),
-    ("application/x-msgpack", True, False),
     ("application/vnd.msgpack", True, False),
     ("application/x-yaml", False, True),
-    ("text/yaml", False, True),
     ("application/xml", False, False),
     ("multipart/form-data; boundary=x", False, False),
-    ("image/png", False, False),
-    ("application/x-ndjson", False, False),
     ("application/vnd.apache.arrow.stream", False, False),
 ]
 
@@ -173,31 +160,22 @@ def test_a_type_that_a_route_does_not_take_is_refused(kind: str, is_msgpack_rout
 
 ACCEPTED = {
     "gzip": True,
-    "GZIP": True,
     "x-gzip": True,
     "*": True,
     "br, gzip;q=0.5": True,
-    "gzip ; q=0.001": True,
-    "gzip;Q=1.000": True,
     "*;q=0, gzip": True,
     "": False,
     "identity": False,
-    "br, deflate": False,
     "gzip;q=0": False,
-    "gzip;q=0.00": False,
     "gzip; q=0.000, *": False,
     "*;q=0": False,
-    "gzip;q=": False,
-    "gzip;q=nan": False,
     "gzip;q=-1": False,
-    "gzip;q=x": False,
     "gzipped": False,
 }
 
 
-@pytest.mark.parametrize("accepted", ACCEPTED)
-def test_whether_a_client_takes_gzip(accepted: str) -> None:
-    assert accepts_gzip(accepted) == ACCEPTED[accepted]
+def test_whether_a_client_takes_gzip() -> None:
+    assert {accepted: accepts_gzip(accepted) for accepted in ACCEPTED} == ACCEPTED
 
 
 LONG = b'{"a": "b"}' * 1000
@@ -302,16 +280,12 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_slashes_that_say_nothing(path: str) -> None:
-    assert plain_path(path) == PATHS[path]
-
-
-def test_an_escaped_slash_belongs_to_a_name() -> None:
+def test_slashes_that_say_nothing_and_an_escaped_one_that_belongs_to_a_name() -> None:
+    assert {path: plain_path(path) for path in PATHS} == PATHS
     assert plain_path("/v1/models//", b"/v1/models/%2F") == "/v1/models//"
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/v1//models/", "/v1/pools//", "//v1/admin/dead-letters", "//metrics"])
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//models/"])
 async def test_doubled_slashes_need_the_same_key(tmp_path: Any, path: str) -> None:
     async with InProcess(tmp_path, toy_entry("toy/one")) as cluster:
         gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="right")

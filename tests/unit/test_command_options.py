@@ -10,26 +10,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sie_cli import access
-from sie_cli.access import Access
-from sie_cli.cluster import Cluster
 from sie_cli.main import main
-from sie_cli.models.add import who_reads
-from sie_cli.models.service import service_of
 from sie_cli.options import behind
-from sie_cli.serve.command import FIRST
 from sie_cli.serve.ports import free_port
-from sie_contracts.settings import ROWS, load
 
 ADDRESSES = {"--nats-url", "--gateway-url", "--config-service-url"}
 PROCESSES = {"serve", "gateway", "config", "sidecar", "adapter", "settings", "standalone"}
-BROWSED = {
-    "sie keys",
-    "sie status",
-    "sie try",
-    "sie models list",
-    "sie models history",
-}
+BROWSED = {"sie keys", "sie status", "sie try", "sie models list", "sie models history"}
 NOWHERE = "nats://127.0.0.1:1"
 
 
@@ -87,22 +74,6 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
     assert (result.exit_code, NOWHERE in result.output) == (2, True), result.output
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "keys list",
-        "status",
-        "try m text",
-        "models list",
-        "models show a",
-    ],
-)
-def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says_how_to_start(line, tmp_path, monkeypatch)
-
-
 def says_how_to_start(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
@@ -113,96 +84,3 @@ def says_how_to_start(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     assert "start one with `sie serve`" in result.output
     assert "--url" in result.output
-
-
-def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> None:
-    """A `sie serve --standalone` is such a server; its gateway answers the routes that only read the catalogue."""
-    with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:1", admin_token="t")):
-        for line in ("keys list", "models rm a"):
-            result = CliRunner().invoke(main, [*line.split(), "--data-dir", str(tmp_path)])
-            assert result.exit_code == 2
-            assert "the `sie serve` at http://127.0.0.1:1 did not start" in result.output
-        cluster = Cluster.locate(load(environ={}), tmp_path)
-        with service_of(cluster, writes=False) as service:
-            assert service.url == "http://127.0.0.1:1"
-
-
-def sections(command: click.Command) -> dict[str, list[str]]:
-    """Return the options that --help-all shows, by heading."""
-    lines = CliRunner().invoke(main, [str(command.name), "--help-all"]).output.splitlines()
-    groups: dict[str, list[str]] = {}
-    for line in lines:
-        if re.fullmatch(r"[A-Z].*:", line):
-            groups[line.removesuffix(":")] = []
-        elif line.startswith("  -") and groups:
-            groups[list(groups)[-1]].append(line.split()[0].strip(","))
-    return groups
-
-
-def test_the_help_of_serve_begins_with_what_is_needed_first_and_groups_the_rest() -> None:
-    groups = sections(main.commands["serve"])
-    headings = list(dict.fromkeys(row.heading for row in ROWS))
-    assert list(groups) == ["Most used options", "Options", *headings]
-    assert tuple(groups["Most used options"]) == FIRST
-    for heading in headings:
-        assert groups[heading] == sorted(groups[heading])
-        flags = {row.flag for row in ROWS if row.heading == heading and row.name.startswith("SIE_") and not row.secret}
-        assert flags - set(FIRST) == set(groups[heading]), heading
-
-
-# decisions of a user who starts a server: where it listens and who may call it, where its files and models are, what it
-# loads and on which device, how much of it runs
-TEN = {
-    "listens": {"--host", "--port", "--auth-mode"},
-    "keeps": {"--data-dir", "--models-dir", "--local-cache"},
-    "computes": {"--preload-models", "--device", "--workers", "--standalone"},
-}
-
-
-@pytest.mark.parametrize("width", [40, 80, 140])
-def test_ten_options_of_serve_come_before_all_others_in_a_terminal_of_any_width(width: int) -> None:
-    short = CliRunner().invoke(main, ["serve", "--help"], terminal_width=width).output
-    result = CliRunner().invoke(main, ["serve", "--help-all"], terminal_width=width)
-    assert result.output.startswith(short.rstrip()), "--help is its beginning"
-    assert len(short.splitlines()) < len(result.output.splitlines()) / 3
-    assert "--help-all" in short
-    shown = re.findall(r"^  (--?[a-z][a-z-]*)", result.output, re.MULTILINE)
-    assert len(set(FIRST)) == 10
-    assert set(FIRST) == set().union(*TEN.values())
-    assert tuple(shown[:10]) == FIRST
-    assert not set(FIRST) & set(shown[10:]), "each stands once"
-    assert result.output.index("Most used options:") < result.output.index("\nOptions:")
-
-
-def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
-    folder, data_dir = tmp_path / "my models", tmp_path / "data"
-    folder.mkdir()
-    data_dir.mkdir(mode=0o700)
-    cluster = Cluster(load(environ={}).settings, {}, data_dir)
-    assert "no `sie serve` runs" in who_reads(folder, cluster)
-    assert f"SIE_MODELS_DIR='{folder}' sie serve" in who_reads(folder, cluster)
-    with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(folder))):
-        assert (
-            who_reads(folder, cluster)
-            == "the running `sie serve` reads this folder: it serves the model within seconds"
-        )
-    with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
-        advice = who_reads(folder, cluster)
-    assert f"does not read this folder, it reads {tmp_path / 'other'}" in advice
-
-
-def test_a_command_of_a_group_is_found_without_it() -> None:
-    output = CliRunner().invoke(main, ["inspect", "folder"]).output
-    assert "Did you mean `sie models inspect`?" in output
-    assert "Did you mean" not in CliRunner().invoke(main, ["nonsense"]).output
-
-
-def test_a_mistyped_command_is_told_the_nearest_name() -> None:
-    for typed, suggestion in (("serv", "serve"), ("setings", "settings"), ("stauts", "status")):
-        result = CliRunner().invoke(main, [typed])
-        assert result.exit_code == 2
-        assert f"Did you mean `sie {suggestion}`?" in result.output
-
-
-def test_version_is_a_command_too() -> None:
-    assert CliRunner().invoke(main, ["version"]).output == CliRunner().invoke(main, ["--version"]).output

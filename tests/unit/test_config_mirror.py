@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from inprocess import settings_of, until
 
-from sie_broker import BrokerError, CoreMessage, KeyValue, Write
+from sie_broker import CoreMessage, KeyValue, Write
 from sie_broker.memory import MemoryServer
 from sie_broker.record import RecordBucket
 from sie_config_service.mirror import HeldModel, Mirror, StoredModel, bundle_key
@@ -114,25 +114,6 @@ async def test_a_write_after_a_reconnect_is_stored_and_the_next_read_has_it(repl
     before, last = await mirror.write([Write(model_key("a/one"), stored, 0), Write("history.a_2fone.1", stored)])
     read = await mirror.snapshot()
     assert (before, read.held["a/one"].written, read.held["a/one"].revision) == (None, last, 1)
-
-
-async def test_a_write_that_cannot_be_read_back_is_copied(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker refuses the reader of the bucket, for example above its limit of consumers."""
-    held = await replica.store.held("a/one")
-    await replica.store.snapshot()
-    use = replica.store._bucket.use
-
-    async def limited(operation: Callable[[KeyValue], Awaitable[T]]) -> T:
-        if operation.__qualname__.startswith("Mirror._since"):
-            raise BrokerError("maximum consumers limit reached")
-        return await use(operation)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(replica.store._bucket, "use", limited)
-        with pytest.raises(BrokerError, match="maximum consumers"):  # for the delta, which readers find at their poll
-            await replica.store.write([CatalogueChange("a/one", held, entry("a/one"), "api", "put")])
-    copies = await replica.broker.key_value(topology.CATALOGUE_COPY_BUCKET)
-    assert [stored.key for stored in await copies.entries()] == [model_key("a/one")]
 
 
 async def test_a_write_during_the_first_read_concerns_every_bundle(replica: Replica) -> None:

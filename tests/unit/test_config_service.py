@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,23 +25,18 @@ from sie_config_service.store import (
     REPLIES_PER_SLOT,
     REPLY_KEPT_S,
     REVISIONS_KEPT,
-    CatalogueChange,
-    HeldModel,
     RecordedReply,
     ReplySlot,
     digest_of,
     model_key,
     normalised,
 )
-from sie_config_service.writes import WriteReply, WriteRequest
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
 from sie_runtime import keys as records
 from sie_runtime.failpoints import arm
-from sie_runtime.feed import snapshot
 from sie_runtime.http.config_routes import CONFIG_ROUTES
 from sie_runtime.process import Stop
 
@@ -184,49 +180,6 @@ async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api
     )
 
 
-async def test_what_a_public_file_does_not_say_stays_as_the_catalogue_has_it(catalogue: Api) -> None:
-    entry = {
-        "id": "org/public",
-        "weights": {"hub": "org/public", "revision": "ab" * 20},
-        "family": "text-encoder",
-        "outputs": {"dense": 4},
-        "max_tokens": 16,
-        "run": {"pooling": "mean"},
-        "description": "of the catalogue",
-    }
-    await catalogue.call("POST", "/v1/configs/models", entry, 201)
-    added = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
-    assert (added.status_code, added.json()["created_profiles"]) == (201, ["raw"])
-    assert (await catalogue.call("GET", PUBLIC_MODEL))["description"] == "of the catalogue"
-
-
-async def test_what_another_writer_changes_while_a_public_file_is_read_stays(
-    catalogue: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
-    writer = catalogue.service.require_writer()
-    write = writer.write
-
-    async def second(request: WriteRequest) -> WriteReply:
-        monkeypatch.setattr(writer, "write", write)
-        await catalogue.call("PATCH", PUBLIC_MODEL, {"description": "of the other writer"})
-        return await write(request)
-
-    monkeypatch.setattr(writer, "write", second)
-    assert (
-        await sent(catalogue, "PUT", PUBLIC_MODEL, PUBLIC.replace("sequence_length: 16", "sequence_length: 8"))
-    ).is_success
-    stored = await catalogue.call("GET", PUBLIC_MODEL)
-    assert (stored["max_tokens"], stored["description"]) == (8, "of the other writer")
-
-
-async def test_a_public_file_without_a_counterpart_is_refused_by_its_line(catalogue: Api) -> None:
-    text = PUBLIC.replace("BertFlashAdapter", "GLiFormerAdapter")
-    answer = await sent(catalogue, "POST", "/v1/configs/models", text)
-    (fault,) = answer.json()["errors"]
-    assert (answer.status_code, fault["loc"], fault["line"]) == (422, "$.profiles.default.adapter_path", 10)
-
-
 async def test_an_export_has_the_hash_of_each_bundle(api: Api) -> None:
     before = await api.call("GET", "/v1/configs/export")
     assert (before["snapshot_version"], set(before["bundle_config_hashes"])) == (1, set(BUNDLES))
@@ -238,18 +191,6 @@ async def test_an_export_has_the_hash_of_each_bundle(api: Api) -> None:
     assert {bundle["bundle_id"]: bundle["expected_bundle_config_hash"] for bundle in status["bundles"]} == {
         name: after[name] for name in ("default", "late")
     }
-
-
-async def test_each_write_tells_the_epochs_before_and_after_it_in_one_delta(api: Api) -> None:
-    before = await api.store.epoch()
-    await api.call("POST", "/v1/configs/models", ENTRY, 201, Idempotency_Key="a")
-    await api.call("PATCH", ONE, {"max_tokens": 8})
-    await api.call("DELETE", ONE)
-    await until(lambda: len(api.deltas) == 3, "three deltas")
-    assert [delta.previous for delta in api.deltas] == [before, *(delta.epoch for delta in api.deltas[:2])]
-    assert api.deltas[-1].epoch == await api.store.epoch() == (await api.call("GET", "/v1/configs/epoch"))["epoch"]
-    assert [delta.revision for delta in api.deltas] == [1, 2, 3]
-    assert [None if delta.entry is None else delta.entry["max_tokens"] for delta in api.deltas] == [16, 8, None]
 
 
 async def test_what_get_returns_is_accepted_by_post_in_both_languages(api: Api) -> None:
@@ -408,52 +349,34 @@ async def test_history_keeps_the_last_revisions(api: Api) -> None:
     assert (await api.call("GET", ONE))["max_tokens"] == 105
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "loc"),
-    [
-        ("POST", "/v1/configs/models", {**ENTRY, "bundle": "none"}, "$.bundle"),
-        ("POST", "/v1/configs/models", {**ENTRY, "bundle": "eyes"}, "$.bundle"),
-        ("POST", "/v1/configs/models", {**ENTRY, "family": "none"}, "$.family"),
-        ("POST", "/v1/configs/models", {**ENTRY, "weights": {"hub": "a/b", "revision": "main"}}, "$.weights.revision"),
-        ("POST", "/v1/configs/models", {**ENTRY, "id": "org/one/status"}, "$.id"),
-        ("POST", "/v1/configs/models", {**ENTRY, "id": "a..b"}, "$.id"),
-        ("POST", "/v1/configs/models", {**ENTRY, "max_token": 3}, "$.max_token"),
-        ("PUT", ONE, {**ENTRY, "id": "org/two"}, "$.id"),
-        ("PUT", ONE, [], "$"),
-        ("PATCH", ONE, {"id": "org/two"}, "$.id"),
-        ("PATCH", ONE, {"outputs": None}, "$.outputs"),
-        ("PATCH", ONE, {"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
-        ("PATCH", ONE, [], "$"),
-        ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),
-        ("POST", f"{ONE}/rollback", {"revision": True}, "$.revision"),
-        ("POST", f"{ONE}/rollback", {"revision": 1, "x": 1}, "$.revision"),
-    ],
-)
-async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(
-    api: Api, method: str, path: str, body: Any, loc: str
-) -> None:
+BAD: list[tuple[str, str, Any, str]] = [
+    ("POST", "/v1/configs/models", {**ENTRY, "bundle": "none"}, "$.bundle"),
+    ("POST", "/v1/configs/models", {**ENTRY, "bundle": "eyes"}, "$.bundle"),
+    ("POST", "/v1/configs/models", {**ENTRY, "family": "none"}, "$.family"),
+    ("POST", "/v1/configs/models", {**ENTRY, "weights": {"hub": "a/b", "revision": "main"}}, "$.weights.revision"),
+    ("POST", "/v1/configs/models", {**ENTRY, "id": "org/one/status"}, "$.id"),
+    ("POST", "/v1/configs/models", {**ENTRY, "id": "a..b"}, "$.id"),
+    ("POST", "/v1/configs/models", {**ENTRY, "max_token": 3}, "$.max_token"),
+    ("PUT", ONE, {**ENTRY, "id": "org/two"}, "$.id"),
+    ("PUT", ONE, [], "$"),
+    ("PATCH", ONE, {"id": "org/two"}, "$.id"),
+    ("PATCH", ONE, {"outputs": None}, "$.outputs"),
+    ("PATCH", ONE, {"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
+    ("PATCH", ONE, [], "$"),
+    ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),
+    ("POST", f"{ONE}/rollback", {"revision": True}, "$.revision"),
+    ("POST", f"{ONE}/rollback", {"revision": 1, "x": 1}, "$.revision"),
+]
+
+
+async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     epoch = await api.store.epoch()
-    refused = await api.call(method, path, body, 422)
-    assert (refused["code"], refused["detail"]["error"]) == ("VALIDATION_ERROR", "validation_error")
-    assert [error["loc"] for error in refused["errors"]] == [loc] == [refused["error"]["param"]]
+    for method, path, body, loc in BAD:
+        refused = await api.call(method, path, body, 422)
+        assert (refused["code"], refused["detail"]["error"]) == ("VALIDATION_ERROR", "validation_error")
+        assert [error["loc"] for error in refused["errors"]] == [loc] == [refused["error"]["param"]]
     assert await api.store.epoch() == epoch
-
-
-@pytest.mark.parametrize("path", ["/" + "a" * 300, "/a\0b"], ids=["too long", "with NUL"])
-async def test_a_path_that_no_file_can_have_is_no_failure_of_the_service(api: Api, path: str) -> None:
-    body = {**ENTRY, "weights": {"path": path}}
-    answer = await api.client.post("/v1/configs/models", json=body)
-    assert answer.status_code in (201, 403), answer.text
-
-
-async def test_yaml_is_told_by_its_line(api: Api) -> None:
-    body = (
-        b"id: org/one\nweights: {package: x}\nfamily: toy\noutputs: {dense: 4}\nmax_tokens: 1\nrun:\n  pooling:"
-        b" no-such\n"
-    )
-    refused = await api.call("POST", "/v1/configs/models", body, 422, Content_Type="application/x-yaml")
-    assert (refused["errors"][0]["loc"], refused["errors"][0]["line"]) == ("$.run.pooling", 7)
 
 
 async def test_writes_to_what_is_not_there_and_bodies_without_bounds_are_refused(api: Api) -> None:
@@ -519,32 +442,6 @@ async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
     assert after["bundle_config_hashes_hash"] != before["bundle_config_hashes_hash"]
 
 
-async def test_status_names_the_workers_that_lag(api: Api) -> None:
-    await api.call("POST", "/v1/configs/models", ENTRY, 201)
-    old = await api.store.epoch()
-    await api.call("PATCH", ONE, {"max_tokens": 8})
-    for worker, epoch, ready, bundle in (
-        ("a", await api.store.epoch(), True, "default"),
-        ("b", old, True, "default"),
-        ("c", old, False, "default"),
-        ("d", old, True, "other"),
-    ):
-        api.service.workers.note(Heartbeat(worker, "_default", "cpu", bundle, ready, "1", config_epoch=epoch))
-    status = await api.call("GET", f"{ONE}/status")
-    bundle_told, late = status["bundles"]
-    assert (late["bundle_id"], late["total_eligible_workers"], late["acked"]) == ("late", 0, True)
-    assert (status["all_bundles_acked"], status["no_bundles"], status["source"]) == (False, False, "api")
-    assert (bundle_told["total_eligible_workers"], bundle_told["acked_workers"], bundle_told["pending_workers"]) == (
-        2,
-        ["a"],
-        ["b"],
-    )
-    api.service.workers.note(
-        Heartbeat("b", "_default", "cpu", "default", True, "1", config_epoch=await api.store.epoch())
-    )
-    assert (await api.call("GET", f"{ONE}/status"))["all_bundles_acked"] is True
-
-
 async def test_seeding_leaves_what_the_api_wrote_or_removed(api: Api) -> None:
     seeded = {name: (parse_entry({**ENTRY, "id": name}), "packaged") for name in ("org/one", "org/two", "org/three")}
     assert len(await api.store.seed(seeded)) == 3
@@ -557,12 +454,6 @@ async def test_seeding_leaves_what_the_api_wrote_or_removed(api: Api) -> None:
     assert await api.revisions() == [(1, "seed"), (2, "patch")]
     await api.call("POST", f"{ONE}/rollback", {"revision": 1})
     assert (await api.call("GET", ONE))["max_tokens"] == 16
-
-
-async def test_many_models_are_seeded_in_batches_that_a_broker_takes(api: Api) -> None:
-    entries = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
-    assert len(await api.store.seed(entries)) == 450
-    assert len((await snapshot(await api.store.export())).entries) == 450
 
 
 async def test_a_delta_that_is_not_sent_is_a_warning(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,18 +516,17 @@ def calls() -> list[tuple[str, str, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("method", "path", "reads"), calls())
-async def test_every_route_needs_its_token(method: str, path: str, reads: bool) -> None:
+async def test_every_route_needs_its_token() -> None:
     """Without any token in the settings every request is refused."""
     every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
     no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
     refusals = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
     for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, refusals)):
         api = Api(MemoryServer(), **environ)
-        for token, statuses in expected.items():
+        for (method, path, reads), (token, statuses) in itertools.product(calls(), expected.items()):
             answer = await api.client.request(method, path, headers={"Authorization": f"Bearer {token}"})
             status = statuses[not reads]
-            assert answer.status_code == status if status else answer.status_code not in (401, 403), (environ, token)
+            assert answer.status_code == status if status else answer.status_code not in (401, 403), (path, token)
         await api.client.aclose()
 
 
@@ -669,15 +559,10 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
         answer = await api.call(
             method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}"
         )
-        if status == 403:
-            assert f"this one has {', '.join(scopes)}" in answer["error"]["message"]
+        assert status != 403 or answer["code"] == "PERMISSION_DENIED"
     now_s += 61
-    assert (
-        "has expired"
-        in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["error"]["message"]
-    )
-    unknown = await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other")
-    assert "a key with the scope read" in unknown["error"]["message"]
+    for ended in (token, "sie_other"):
+        await api.call("GET", "/v1/configs/models", None, 401, Authorization=ended)
     await api.call("GET", "/v1/configs/models", None, 200, Authorization=READER)
     stop.request()
     await following
@@ -690,24 +575,6 @@ async def test_a_name_may_be_encoded_and_end_in_a_slash(api: Api) -> None:
         await api.call("GET", f"/v1/configs/models/{path}")
     await api.call("PATCH", "/v1/configs/models/org%2Fone/", {"max_tokens": 8}, If_Match='W/"1"')
     assert await api.revisions() == [(1, "create"), (2, "patch")]
-
-
-async def test_a_change_of_bundle_is_told_to_both(api: Api) -> None:
-    await api.call("POST", "/v1/configs/models", ENTRY, 201)
-    held = await api.store.held("org/one")
-    assert held.entry is not None
-    assert CatalogueChange("org/one", held, {**held.entry, "family": "eye"}, "api", "put").bundles(BUNDLES) == {
-        "default",
-        "late",
-        "eyes",
-    }
-    assert CatalogueChange("org/one", held, {**held.entry, "bundle": "late"}, "api", "put").bundles(BUNDLES) == {
-        "default",
-        "late",
-    }
-    assert CatalogueChange("org/one", HeldModel(), {**held.entry, "bundle": "gone"}, "api", "put").bundles(BUNDLES) == {
-        "default"
-    }
 
 
 async def test_a_queue_is_made_for_the_pool_of_the_installation_and_for_reservations_up_to_their_limit() -> None:

@@ -35,11 +35,6 @@ def test_a_text_of_the_crossover_length_takes_twice_the_time_of_its_tokens() -> 
     assert text_cost(LONG, LONG**2, 0) == LONG, "nothing is known of the model"
 
 
-def test_layers_that_attend_to_a_window_take_time_by_tokens() -> None:
-    assert crossover_tokens(WIDTH, 22, 8) == CROSSOVER_WIDTHS * WIDTH * 22 // 8
-    assert crossover_tokens(WIDTH, 22, 0) == 0
-
-
 def place(crossover: int) -> ModelQueue:
     queue = ModelQueue(LANE, "interactive", "m", KeyWindow(Shares(), 4096))
     queue.crossover_tokens = crossover

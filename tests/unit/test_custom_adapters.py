@@ -7,25 +7,19 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from unit.test_inspection import SETTINGS, run
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.loading.loading import Loader
-from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
-from sie_store.weights.sources import WeightSources
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-adapters.md"
 FILES = dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE))
@@ -93,42 +87,7 @@ def test_the_example_of_the_document_serves(engine: AdapterEngine, entry: ModelE
 
 
 @pytest.mark.usefixtures("installed")
-def test_output_options_act_on_what_it_gives(engine: AdapterEngine, entry: ModelEntry) -> None:
-    short = msgspec.structs.replace(entry, run=msgspec.structs.replace(entry.run, dimensions=(4,)))
-    (output,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
-    assert output["dense"].dtype == np.float16
-    assert np.array_equal(output["dense"], TABLE[2, :4])
-
-
-@pytest.mark.usefixtures("installed")
 def test_a_text_that_it_refuses_leaves_the_others_alone(engine: AdapterEngine, entry: ModelEntry) -> None:
     with pytest.raises(AssertionError, match="empty_text"):
         run(engine, entry, "encode", [""])
     assert len(run(engine, entry, "encode", ["river", "north"])) == 2
-
-
-def load(entry: ModelEntry) -> ModelLoadFailed:
-    loader = Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), replace(SETTINGS))
-    with pytest.raises(ModelLoadFailed) as refused:
-        loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
-    return refused.value
-
-
-def test_without_the_package_the_load_names_the_entry_point(entry: ModelEntry) -> None:
-    assert "no family static-embeddings" in load(entry).message
-    assert "sie.adapters" in load(entry).message
-
-
-@pytest.mark.usefixtures("installed")
-def test_what_its_load_raises_is_a_load_failure(entry: ModelEntry) -> None:
-    assert "the vectors are 16 wide" in load(msgspec.structs.replace(entry, outputs={"dense": 8})).message
-
-
-@pytest.mark.usefixtures("installed")
-def test_the_digests_of_its_entry_are_checked(entry: ModelEntry) -> None:
-    changed = msgspec.structs.replace(entry.weights, digests={"model.safetensors": "0" * 64})
-    assert load(msgspec.structs.replace(entry, weights=changed)).extras["error_class"] == "CERTIFICATE"
-
-
-def test_the_example_is_short() -> None:
-    assert len(FILES["static_embeddings.py"].strip().splitlines()) <= 35

@@ -1,19 +1,18 @@
-"""The data directory of `sie serve`."""
+"""The data directory of `sie serve`, and the home folder of a user who has none."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import getpass
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
-from sie_cli import access
+from sie_cli import access, home
 from sie_cli.access import Access
 from sie_cli.data_dir import MAX_SOCKET_BYTES, default_data_dir, locked_data_dir, socket_path, sockets_folder
 from sie_contracts.settings import SettingError
@@ -56,22 +55,6 @@ def test_sockets_of_a_long_path_are_elsewhere_private_and_not_left_behind(tempor
     assert not folder.exists()
 
 
-def test_the_folder_of_sockets_is_there_if_the_owner_before_ends_meanwhile(
-    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / LONG
-    before, flock = contextlib.ExitStack(), fcntl.flock
-    before.enter_context(locked_data_dir(path))
-
-    def after_its_end(file: TextIO, operation: int) -> None:
-        before.close()
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", after_its_end)
-    with locked_data_dir(path):
-        assert sockets_folder(path).is_dir()
-
-
 def test_the_addresses_of_a_killed_server_are_gone_when_the_next_one_starts(temporary: Path, tmp_path: Path) -> None:
     """Commands send the token of an administrator to the addresses that they find."""
     with locked_data_dir(tmp_path):
@@ -84,10 +67,7 @@ def test_the_addresses_of_a_killed_server_are_gone_when_the_next_one_starts(temp
 def test_a_folder_that_somebody_put_there_is_refused(temporary: Path, tmp_path: Path) -> None:
     path = tmp_path / LONG
     sockets_folder(path).symlink_to(tmp_path)
-    with (
-        pytest.raises(SettingError, match="name a data directory with a path short"),
-        locked_data_dir(path),
-    ):
+    with pytest.raises(SettingError, match="name a data directory with a path short"), locked_data_dir(path):
         pytest.fail("it was taken")
 
 
@@ -113,10 +93,50 @@ def test_a_folder_where_everybody_may_write_is_refused(temporary: Path, mode: in
         pytest.fail("it was taken")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(temporary: Path) -> None:
-    path = temporary / "data"
-    path.mkdir(mode=0o755)
-    os.chown(path, 65534, 65534)
-    with pytest.raises(SettingError, match=r"it belongs to another user \(uid 65534\)"), locked_data_dir(path):
-        pytest.fail("it was taken")
+# a user without a home
+
+
+@pytest.fixture
+def _nameless(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", missing)
+    monkeypatch.setattr(os, "access", lambda path, _mode: os.fspath(path) != "/")  # as for anybody but root
+
+
+@pytest.mark.usefixtures("_nameless")
+@pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "/"}, {"HOME": "/none/at/all"}, {"HOME": "home"}])
+def test_a_user_without_a_home_gets_a_private_folder_and_a_name(
+    environ: dict[str, str], temporary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.settle(environ)
+    folder = temporary / f"sie-{os.geteuid()}"
+    assert environ == {"HOME": str(folder), "USER": f"uid-{os.geteuid()}"}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert str(folder) in capsys.readouterr().err
+    before = dict(environ)
+    home.settle(environ)  # as a child process does
+    assert (environ, capsys.readouterr().err) == (before, "")
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("USER", environ["USER"])
+    assert getpass.getuser() == environ["USER"]
+
+
+def test_the_user_database_comes_before_temporary_files(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ann = pwd.struct_passwd(("ann", "x", os.geteuid(), 0, "", str(tmp_path), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _uid: ann)
+    environ: dict[str, str] = {}
+    home.settle(environ)
+    assert environ == {"HOME": str(tmp_path)}
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.usefixtures("_nameless")
+def test_a_folder_that_somebody_put_there_is_no_home(temporary: Path, tmp_path: Path) -> None:
+    (temporary / f"sie-{os.geteuid()}").symlink_to(tmp_path)
+    with pytest.raises(SettingError, match=r"HOME: unset, and .* name a folder"):
+        home.settle({})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fetching import END_S
@@ -88,40 +86,6 @@ def test_an_entry_above_the_limit_is_not_kept_and_removes_no_other(
     assert names(files) == ["a"]
 
 
-def test_an_exception_keeps_nothing(files: DerivedFiles) -> None:
-    def half() -> None:
-        with files.writing("graph") as folder:
-            (folder / "graph.bin").write_bytes(b"half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        half()
-    assert files.folder is not None
-    assert not list(files.folder.iterdir())
-
-
-def test_a_full_disk_is_no_error(files: DerivedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
-        files.keep("note", b"data")
-        with files.writing("graph") as folder:
-            assert folder.is_dir()
-    assert files.folder is not None
-    assert not list(files.folder.iterdir())
-
-
-def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    files = DerivedFiles(None, KEY)
-    with files.writing("graph") as folder:
-        assert folder.parent == tmp_path
-    assert files.find("graph") is None
-    assert not list(tmp_path.iterdir())
-
-
 def test_writers_of_one_entry_leave_one_whole_entry(files: DerivedFiles) -> None:
     barrier = threading.Barrier(8, timeout=END_S)
 
@@ -157,52 +121,6 @@ def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_no
         files.keep("note", b"data")
         assert not left.exists()
         assert others.exists()
-
-
-@pytest.mark.parametrize("left", ["note", "manifest.json"])
-def test_the_rest_of_an_entry_whose_removal_was_killed_is_removed(files: DerivedFiles, left: str) -> None:
-    assert files.folder is not None
-    folder = files.folder / "writing-0123"
-    folder.mkdir()
-    (folder / left).touch()
-    files.keep("note", b"data")
-    assert [path.name for path in files.folder.iterdir()] == [KEY]
-
-
-def test_what_another_process_writes_does_not_count_against_the_limit(
-    files: DerivedFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.keep("a", bytes(1000))
-    monkeypatch.setattr(derived, "LIMIT_BYTES", 3000)
-    with files.writing("other") as others:
-        (others / "graph.bin").write_bytes(bytes(2500))
-        files.keep("b", bytes(1000))
-        assert names(files) == ["a", "b"]
-
-
-def test_an_entry_that_another_process_removes_does_not_stop_a_removal(
-    files: DerivedFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    other = DerivedFiles(files.folder, "other", is_kept=True)
-    for each in (files, other):
-        each.keep("note", b"data")
-    scandir = os.scandir
-
-    def removing(place: Any = ".") -> Any:
-        if str(place) == str(tmp_path / KEY):
-            (tmp_path / KEY).rename(tmp_path / "writing-removed")
-        return scandir(place)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "scandir", removing)
-        assert derived.remove_oldest(tmp_path)
-    assert other.read("note") is None
-
-
-def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
-    below = DerivedFiles(tmp_path / "cache" / "derived", KEY, is_kept=True)
-    below.keep("note", b"data")
-    assert below.read("note") == b"data"
 
 
 def test_derived_files_are_removed_before_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import images
 from sie_gateway.inference.runner import ChunkLimits, plan
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import BatchPart, ModelTokenizer, WorkItemInput, to_batch
@@ -74,18 +73,6 @@ def test_a_value_that_is_no_document_fails_the_request_and_names_its_place(form:
         bodies.items({"items": [{"document": form}]}, limit=1)
     assert (caught.value.reason, caught.value.param) == (reason, param)
     assert not {"image", "sound"} & set(caught.value.message.split())
-
-
-def test_a_text_that_is_no_base64_fails_its_input_alone() -> None:
-    document, fault = images.read_document("?", "items[0].document")
-    assert fault is not None
-    assert (document, fault.reason) == (None, "invalid_media")
-
-
-def test_a_text_beside_a_document_is_told_to_be_unread() -> None:
-    inputs = bodies.items({"items": [{"text": "a", "document": b"x"}, {"document": b"x"}, "b"]}, limit=3)
-    (warning,) = bodies.unread_texts(inputs, "org/parser")
-    assert warning == "text: ignored in 1 of 3 inputs; org/parser reads the document of an input that also has a text"
 
 
 def test_documents_are_split_by_what_their_bytes_cost() -> None:
@@ -150,12 +137,6 @@ def test_documents_that_cannot_be_run_are_refused_for_their_input_alone(
     assert work_rows.rows[0].document is None
 
 
-def test_a_query_has_no_document(tokenizer: ModelTokenizer) -> None:
-    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input("river"), query=Input(document=DocumentFile(FILE)))])
-    assert work_rows.error is not None
-    assert (work_rows.error.reason, work_rows.error.param) == ("unsupported_modality", "document")
-
-
 # the adapter
 
 
@@ -203,16 +184,6 @@ def test_a_parsed_document_counts_as_tokens_by_its_bytes(tokenizer: ModelTokeniz
     outcomes = run_raw(Parser(), message).outcomes
     tokens = [outcome.tokens for outcome in outcomes if isinstance(outcome, Ok)]
     assert tokens == [documents.cost(len(large.data)), 1, documents.MIN_TOKENS]
-
-
-def test_a_batch_without_documents_names_none(tokenizer: ModelTokenizer) -> None:
-    item = work(Input("river"))
-    (work_rows,) = layouts.make(tokenizer, LAYOUT, [item])
-    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(work_rows.rows, item)])
-    assert message.documents == ()
-    (outcome,) = run_raw(Parser(), message).outcomes
-    assert isinstance(outcome, Ok)
-    assert outcome.data["data"]["bytes"] == -1
 
 
 def test_a_batch_whose_documents_do_not_belong_to_its_rows_is_refused() -> None:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.wire.heartbeats import Turn
-from sie_gateway.admission.model_queue import (
-    EXPIRY_S,
-    UNKNOWN_STALL_S,
-    AnswerPace,
-    ExpectedWait,
-    Throughput,
-)
+from sie_gateway.admission.model_queue import EXPIRY_S, UNKNOWN_STALL_S, AnswerPace, ExpectedWait, Throughput
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
 
 
@@ -33,12 +26,6 @@ def wait(
     of: Throughput, now_s: float, ahead: float, *, oldest_s: float = 0.0, full: float = 512, fixed: float = math.inf
 ) -> ExpectedWait:
     return of.wait(now_s, ahead, 8, oldest_s, full, fixed)
-
-
-def test_without_a_batch_that_had_work_before_it_nothing_is_known() -> None:
-    assert wait(Throughput(), 1.0, 1e6) == ExpectedWait()
-    alone = drain((1.0, 8, 0.9), (2.0, 8, 1.9), (3.0, 8, 2.9))
-    assert wait(alone, 3.5, 1e6) == ExpectedWait()
 
 
 def test_back_to_back_batches_tell_the_rate() -> None:
@@ -96,16 +83,6 @@ def test_of_a_device_that_became_slower_only_what_it_takes_now_counts() -> None:
     assert throughput.rate(15.9) > 3 * 512 / 5
 
 
-def test_batches_of_other_sizes_are_no_change_of_the_device() -> None:
-    """A batch of 64 times the tokens may take 64 times as long, so all batches count."""
-    throughput = drain(*((0.1 * number, 8.0, -1.0) for number in range(8)), device_s=0.1)
-    for number in range(2):
-        throughput.left(1.1 + 0.4 * number, f"full {number}", 512, -1.0, is_crowded=False, device_s=0.4)
-    typical_batch = throughput.batch(1.9)
-    assert typical_batch is not None
-    assert typical_batch.tokens < 512
-
-
 def test_a_queue_that_stands_still_is_seen() -> None:
     throughput = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
     assert wait(throughput, 1.0, 512).stalled_s == 0
@@ -158,14 +135,6 @@ def test_of_a_queue_it_is_known_again_what_is_ahead_when_all_results_of_a_batch_
     assert not throughput.is_settled(4.5, 0.1)
     assert throughput.is_settled(4.5, 0.6), "a batch takes too little to matter"
     assert throughput.is_settled(4.7, 0.1)
-
-
-def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> None:
-    own = drain(*((0.5 * number, 256, -1.0) for number in range(8)), crowded=True)
-    alone = own.wait(3.9, 2560, 8, 0.0, 512, math.inf)
-    shared = own.wait(3.9, 5120, 16, 0.0, 512, math.inf, share=0.5)
-    assert shared.likely_s == pytest.approx(alone.likely_s)
-    assert shared.rate == pytest.approx(2 * alone.rate)
 
 
 @given(
@@ -224,37 +193,6 @@ def test_no_second_has_more_turns_than_it_has_room_for() -> None:
     assert max(due) <= 3 + 2 + 200 / 10 / 0.6  # the seconds are filled
 
 
-def test_turns_that_were_given_at_a_higher_rate_come_before_those_at_a_lower_one() -> None:
-    """A hundred turns are due within two seconds, when the device turns out to serve ten a second."""
-    turns = RetrySlots()
-    for number in range(100):
-        turns.book(0.0, b"%d" % number, 1, 2.0, room=50)
-    assert 9 <= turns.book(0.0, b"next", 1, 5.0, room=10) <= 16
-
-
-def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
-    turns = RetrySlots()
-    due = sorted(turns.book(0.0, b"%d" % number, 80, 1.0, room=50) for number in range(5))
-    assert len(set(due)) == 5
-    assert due[-1] < 20
-    assert turns.book(0.0, b"x", 80, 1.0, room=0.0) > 0
-
-
-@pytest.mark.parametrize(
-    "costs", [(0.1, 0.2, 0.3), [1e9 if number == 7 else 0.1 * number + 1e-9 for number in range(50)]]
-)
-def test_costs_that_are_not_whole_leave_nothing_behind(costs: Sequence[float]) -> None:
-    """Costs with fractions come from other gateways."""
-    turns = RetrySlots()
-    turns.peer_announced(0.0, [Turn(b"%d" % number, 3.0 + number % 3, cost) for number, cost in enumerate(costs)], ())
-    turns.peer_announced(1.0, (), [b"%d" % number for number in range(len(costs))])
-    assert not turns._open.costs
-    assert turns.promised(1.0) == 0
-    turns._add(1.0, b"x", 5, 2.0, is_own=True)
-    turns._open.costs.clear()  # rounding may remove the cost of a second
-    assert turns.claim(6.0, b"x")
-
-
 def test_a_turn_is_its_clients_once_and_lapses() -> None:
     turns = RetrySlots()
     retry_s = turns.book(0.0, b"me", 5, 10.0)
@@ -300,13 +238,6 @@ def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
     slots = RetrySlots()
     slots.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
     assert len(slots._lapses) == 0
-
-
-def test_turns_that_are_due_by_a_moment() -> None:
-    turns = RetrySlots()
-    turns.peer_announced(0.0, [Turn(b"%d" % second, second + 0.5, 10) for second in range(1, 60)], ())
-    assert turns.due(0.0, 5.0) == 40
-    assert turns.due(0.0, 100.0) == turns.promised(0.0) == 590
 
 
 def test_where_many_ask_the_same_a_turn_is_not_claimed_before_its_time() -> None:
@@ -359,15 +290,3 @@ def test_clients_that_do_not_wait_delay_no_later_client_for_longer_than_the_long
         pace.changed(number / 10, 39)
         pace.changed(number / 10, 40)
     assert pace.retry_s(150.0) <= 4
-
-
-def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:
-    """A request of 10 ms comes each 10 s. Then 48 slow uploads come at once."""
-    pace = AnswerPace()
-    for number in range(20):
-        pace.changed(10.0 * number, 1)
-        pace.changed(10.0 * number + 0.01, 0)
-    for number in range(48):
-        pace.changed(200.0, number + 1)
-    assert pace.retry_s(200.5) <= 2
-    assert pace.retry_s(260.0) > 30, "nothing ended for a minute"

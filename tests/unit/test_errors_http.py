@@ -3,7 +3,7 @@
     Case ──► a situation in a cluster of its own ──► native, OpenAI, Cohere, TEI and Ollama requests, and our own client
     ──► one set of checks
 
-A code without a case fails `test_every_code_of_the_tree_has_a_case`.
+A code without a case fails `test_every_code_of_the_tree_has_a_case_and_a_class_of_our_client`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import errors_page
 import httpx
-import measure
 import of_extras
 import pages
 import pytest
@@ -69,6 +68,7 @@ _FORMATS = (
 )
 FAMILIES = [family for family in _FORMATS if inference_route(family.path)]  # others than of the core: if installed
 Heard = tuple[str, httpx.Response]
+Provoke = Callable[["Place"], Awaitable[list[Heard]]]
 
 
 @dataclass
@@ -128,27 +128,31 @@ class Place:
         assert (await occupant).status_code == 200
 
 
-async def invalid_input(place: Place) -> list[Heard]:
-    return await place.ask(await place.cluster.gateway(), X_SIE_Timeout_Ms="soon")
+def asked(*texts: str, model: str = ONE, environ: Mapping[str, str] | None = None, **headers: str) -> Provoke:
+    """Return a situation in which a request is refused by a gateway without a worker."""
+
+    async def provoke(place: Place) -> list[Heard]:
+        return await place.ask(await place.cluster.gateway(**environ or {}), *texts, model=model, **headers)
+
+    return provoke
 
 
-async def unauthenticated(place: Place) -> list[Heard]:
-    answers = await place.ask(
-        await place.cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="right"), authorization="wrong"
-    )
-    assert {response.headers["www-authenticate"] for _, response in answers} == {"Bearer"}
-    return answers
+def failing(*codes: str, **details: str) -> Provoke:
+    """Return a situation in which an adapter answers inputs with these errors."""
+    return lambda place: place.failing(*(ErrorInfo(code, "a failure", **details) for code in codes))
+
+
+def posted(path: str, body: Any, **environ: str) -> Provoke:
+    async def provoke(place: Place) -> list[Heard]:
+        gateway = await place.cluster.gateway(**environ)
+        return [("native", await gateway.client.post(path, json=body))]
+
+    return provoke
 
 
 async def permission_denied(place: Place) -> list[Heard]:
     token = await place.key("read")
     return await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="token"), authorization=token)
-
-
-async def admin_denied(place: Place) -> list[Heard]:
-    """A gateway without an admin token refuses every write."""
-    gateway = await place.cluster.gateway()
-    return [("native", await gateway.client.post("/v1/configs/models", json={}))]
 
 
 async def pool_operation_forbidden(place: Place) -> list[Heard]:
@@ -195,27 +199,10 @@ async def method_not_allowed(place: Place) -> list[Heard]:
     ]
 
 
-async def bundle_conflict(place: Place) -> list[Heard]:
-    answers = await place.ask(await place.cluster.gateway(), model=f"other:/{ONE}")
-    assert {tuple(facts(response)["compatible_bundles"]) for _, response in answers} == {("default",)}
-    return answers
-
-
-async def pool_conflict(place: Place) -> list[Heard]:
-    gateway = await place.cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
-    return [("native", await gateway.client.post("/v1/pools", json={**POOL, "name": "default"}))]
-
-
 async def payload_too_large(place: Place) -> list[Heard]:
     token = await place.key("infer", body_bytes=200)
     answers = await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="token"), "x" * 300, authorization=token)
     assert {facts(response)["limit"] for _, response in answers} == {200}
-    return answers
-
-
-async def unsupported_media_type(place: Place) -> list[Heard]:
-    answers = await place.ask(await place.cluster.gateway(), content_encoding="br")
-    assert {response.headers["accept-encoding"] for _, response in answers} == {"gzip"}
     return answers
 
 
@@ -225,17 +212,6 @@ async def rate_limited(place: Place) -> list[Heard]:
     await place.cluster.sidecar()
     assert (await gateway.encode("x" * 78, authorization=token)).json()["usage"]["total_tokens"] == 80
     return await place.ask(gateway, "x" * 150, authorization=token)
-
-
-async def inference_error(place: Place) -> list[Heard]:
-    answers = await place.failing(ErrorInfo("INFERENCE_ERROR", "a number is not finite", reason="non_finite"))
-    assert {facts(response)["reason"] for _, response in answers} == {"non_finite"}
-    return answers
-
-
-async def internal_error(place: Place) -> list[Heard]:
-    """A worker sends an error code that this gateway does not know."""
-    return await place.failing(ErrorInfo("TEAPOT", "short and stout"))
 
 
 async def unhandled_error(place: Place) -> list[Heard]:
@@ -255,24 +231,6 @@ async def unhandled_error(place: Place) -> list[Heard]:
     return [("native", in_route), ("native", around)]
 
 
-async def all_items_failed_500(place: Place) -> list[Heard]:
-    return await place.failing(
-        ErrorInfo("INFERENCE_ERROR", "m"), ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id")
-    )
-
-
-async def all_items_failed_503(place: Place) -> list[Heard]:
-    return await place.failing(
-        ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("RESOURCE_EXHAUSTED", "m")
-    )
-
-
-async def all_items_failed_400(place: Place) -> list[Heard]:
-    return await place.failing(
-        ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("PAYLOAD_TOO_LARGE", "m")
-    )
-
-
 async def model_load_failed(place: Place) -> list[Heard]:
     adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway()
     adapter.refusals[ONE] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
@@ -280,11 +238,7 @@ async def model_load_failed(place: Place) -> list[Heard]:
     answers = await place.ask(gateway)
     for _, response in answers:
         details = facts(response)
-        assert (details["error_class"], details["permanent"], details["attempts"] >= 1) == (
-            "GATED",
-            True,
-            True,
-        )
+        assert (details["error_class"], details["permanent"], details["attempts"] >= 1) == ("GATED", True, True)
     return answers
 
 
@@ -368,10 +322,6 @@ async def provisioning(place: Place) -> list[Heard]:
     return [*answers, *family_answers]
 
 
-async def resource_exhausted(place: Place) -> list[Heard]:
-    return await place.failing(ErrorInfo("RESOURCE_EXHAUSTED", "no memory"))
-
-
 async def queue_full(place: Place) -> list[Heard]:
     async with place.busy(SIE_MAX_CONCURRENT_REQUESTS="1") as gateway:
         answers = await place.ask(gateway)
@@ -424,6 +374,9 @@ async def gateway_timeout(place: Place) -> list[Heard]:
         return await place.ask(gateway, X_SIE_Timeout_Ms="100")
 
 
+STATIC = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "right"}
+
+
 @dataclass(frozen=True)
 class Case:
     """A code with its status. `tei` is the status and the error type on a TEI route; None: no TEI route returns the
@@ -432,38 +385,51 @@ class Case:
 
     code: str
     status: int
-    provoke: Callable[[Place], Awaitable[list[Heard]]]
+    provoke: Provoke
     tei: tuple[int, str] | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)  # details, or headers, that every answer has
 
 
 INVALID, DOWN, BUSY = "Validation", "Unhealthy", "Overloaded"
 CASES = (
-    Case("INVALID_INPUT", 400, invalid_input, (422, INVALID)),
-    Case("UNAUTHENTICATED", 401, unauthenticated, (401, INVALID)),
+    Case("INVALID_INPUT", 400, asked(X_SIE_Timeout_Ms="soon"), (422, INVALID)),
+    Case(
+        "UNAUTHENTICATED",
+        401,
+        asked(environ=STATIC, authorization="wrong"),
+        (401, INVALID),
+        {"www-authenticate": "Bearer"},
+    ),
     Case("PERMISSION_DENIED", 403, permission_denied, (403, INVALID)),
-    Case("PERMISSION_DENIED", 403, admin_denied),
+    Case("PERMISSION_DENIED", 403, posted("/v1/configs/models", {})),  # without an admin token
     Case("POOL_OPERATION_FORBIDDEN", 403, pool_operation_forbidden),
     Case("MODEL_NOT_FOUND", 404, model_not_found, (404, INVALID)),
     Case("POOL_NOT_FOUND", 404, pool_not_found, (404, INVALID)),
     Case("NOT_FOUND", 404, not_found),
     Case("METHOD_NOT_ALLOWED", 405, method_not_allowed, (405, INVALID)),
-    Case("BUNDLE_CONFLICT", 409, bundle_conflict, (409, INVALID)),
-    Case("POOL_CONFLICT", 409, pool_conflict),
+    Case("BUNDLE_CONFLICT", 409, asked(model=f"other:/{ONE}"), (409, INVALID), {"compatible_bundles": ["default"]}),
+    Case("POOL_CONFLICT", 409, posted("/v1/pools", {**POOL, "name": "default"}, SIE_GATEWAY_CONFIGURED_GPUS="l4")),
     Case("PAYLOAD_TOO_LARGE", 413, payload_too_large, (413, INVALID)),
-    Case("UNSUPPORTED_MEDIA_TYPE", 415, unsupported_media_type, (415, INVALID)),
+    Case("UNSUPPORTED_MEDIA_TYPE", 415, asked(content_encoding="br"), (415, INVALID), {"accept-encoding": "gzip"}),
     Case("RATE_LIMITED", 429, rate_limited, (429, BUSY)),
-    Case("INFERENCE_ERROR", 500, inference_error, (424, "Backend")),
-    Case("INTERNAL_ERROR", 500, internal_error, (500, "Backend")),
+    Case(
+        "INFERENCE_ERROR",
+        500,
+        failing("INFERENCE_ERROR", reason="non_finite"),
+        (424, "Backend"),
+        {"reason": "non_finite"},
+    ),
+    Case("INTERNAL_ERROR", 500, failing("TEAPOT"), (500, "Backend")),  # a code that this gateway does not know
     Case("INTERNAL_ERROR", 500, unhandled_error),
-    Case("ALL_ITEMS_FAILED", 500, all_items_failed_500, (424, "Backend")),
-    Case("ALL_ITEMS_FAILED", 503, all_items_failed_503, (503, DOWN)),
-    Case("ALL_ITEMS_FAILED", 400, all_items_failed_400, (400, INVALID)),
+    Case("ALL_ITEMS_FAILED", 500, failing("INFERENCE_ERROR", "INVALID_INPUT"), (424, "Backend")),
+    Case("ALL_ITEMS_FAILED", 503, failing("INVALID_INPUT", "RESOURCE_EXHAUSTED"), (503, DOWN)),
+    Case("ALL_ITEMS_FAILED", 400, failing("INVALID_INPUT", "PAYLOAD_TOO_LARGE"), (400, INVALID)),
     Case("MODEL_LOAD_FAILED", 500, model_load_failed, (500, "Backend")),
     Case("LORA_LOAD_FAILED", 404, lora_load_failed),
     Case("MODEL_LOADING", 503, model_loading, (503, DOWN)),
     Case("PROVISIONING", 503, provisioning, (503, DOWN)),
     Case("LORA_LOADING", 503, lora_loading),
-    Case("RESOURCE_EXHAUSTED", 503, resource_exhausted, (429, BUSY)),
+    Case("RESOURCE_EXHAUSTED", 503, failing("RESOURCE_EXHAUSTED"), (429, BUSY)),
     Case("QUEUE_FULL", 503, queue_full, (429, BUSY)),
     Case("QUEUE_UNAVAILABLE", 503, queue_unavailable, (503, DOWN)),
     Case("NOT_READY", 503, not_ready, (503, DOWN)),
@@ -499,6 +465,8 @@ def check(case: Case, family: str, response: httpx.Response) -> None:
     assert response.headers["x-sie-error-code"] == body["code"] == case.code
     assert CANARY not in response.text + str(response.headers)
     every = facts(response)
+    told = {**response.headers, **every}
+    assert {name: told[name] for name in case.told} == case.told
     assert (every["retryable"], every["request_id"]) == (check_retry(case.status, response.headers), request_id)
     assert every["message"] != ""
     assert every["type"] == _KINDS.get(case.status, "server_error" if case.status >= 500 else "invalid_request_error")
@@ -549,7 +517,7 @@ def check_raised(case: Case, raised: client_errors.SIEError) -> None:
     assert CANARY not in str(raised)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.provoke.__name__}-{case.status}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code}-{case.status}")
 async def test_a_code_is_told_to_every_client_family(place: Place, case: Case) -> None:
     answers = await case.provoke(place)
     assert answers
@@ -563,19 +531,11 @@ async def test_a_code_is_told_to_every_client_family(place: Place, case: Case) -
         assert all([entry["index"] for entry in response.json()["errors"]] == [0, 1] for _, response in answers)
 
 
-def test_every_code_of_the_tree_has_a_case() -> None:
-    """Every code also has an exception class in our client, and no case has a code outside of the tree. A code without
-    a case is raised by the config service alone.
-    """
+@pages.WHOLE
+def test_every_code_of_the_tree_has_a_case_and_a_class_of_our_client() -> None:
+    """A code without a case is raised by the config service alone."""
     tree = [leaf.code for leaf in catalogue()]
-    provoked = {case.code for case in CASES}
-    assert provoked <= set(tree) - set(CONFIG_ONLY)
-    unprovoked = [leaf.__name__ for leaf in catalogue() if leaf.code not in provoked]
-    of_extra_packages = {*measure.PACKAGES} - {measure.FOLDERS[package] for package in measure.CORE}
-    for folder in {"gateway", "sidecar", "adapter", *of_extra_packages}:
-        for module in measure.modules(folder):
-            text = module.file.read_text("utf-8")
-            assert not any(f"{name}(" in text for name in unprovoked), module.file
+    assert {case.code for case in CASES} == set(tree) - set(CONFIG_ONLY)
     assert set(client_errors.codes()) == set(tree)
     assert len(set(client_errors.codes().values())) == len(tree)
 
@@ -590,31 +550,9 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
 
 
 ODD_PATHS = (
-    "/",
-    "/nope",
-    "/v1",
-    "/v1/",
-    "/v1/encode",
-    "/v1/encode/",
-    "/v1/models/none",
-    "/v1/pools/none/renew",
-    "/tei/",
-    "/tei/a/b/embed",
-    "/%2e%2e/%2e%2e/etc/passwd",
-    "/v1/encode/..%2f..",
-    "/v1/encode/%00",
-    "/%ff",
-    "/docs/static/none",
-    "/docs/static/../app.py",
-    "/v1/configs/models",
-    "/v1/configs/models/a",
-    "/v1/configs/epoch",
-    "/v1/configs/export",
-    "/ws/status",
-    "/ws/cluster-status",
-    "/openapi.json/",
-    "/metrics",
-    "/v1/embeddings?" + "x" * 5000,
+    *("/", "/nope", "/v1/", "/v1/encode", "/v1/encode/", "/v1/models/none", "/tei/", "/%2e%2e/%2e%2e/etc/passwd"),
+    *("/v1/encode/..%2f..", "/v1/encode/%00", "/%ff", "/docs/static/../app.py", "/v1/configs/models/a", "/ws/status"),
+    *("/openapi.json/", "/metrics", "/v1/embeddings?" + "x" * 5000),
 )
 
 
@@ -649,50 +587,6 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
                     assert every["request_id"] == response.headers["x-sie-request-id"], summary
                     assert every["message"], summary
     assert len(ports) == 1, "the connection stayed open"
-
-
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/pools", "/docs", "/openapi.json"])
-async def test_head_has_the_status_and_the_headers_of_get_and_no_body(gateway: GatewayProcess, path: str) -> None:
-    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as client:
-        head, get = await client.head(path), await client.get(path)
-    assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
-    assert (get.status_code, head.content) == (200, b"")
-    assert get.content
-
-
-MALFORMED = {
-    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "no such version": b"GET / HTTP/9.9\r\n\r\n",
-    "a header without a name": b"GET / HTTP/1.1\r\n: x\r\n\r\n",
-    "no length": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: ten\r\n\r\n",
-    "two lengths": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-    "no chunk": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    "a large head": b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
-    "an announced body that is too large": (
-        b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000000\r\n\r\n"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-async def test_what_is_no_request_is_told_so_in_the_envelope(gateway: GatewayProcess, name: str) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-    with contextlib.closing(writer):
-        writer.write(MALFORMED[name])
-        async with asyncio.timeout(30):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
-            body = json.loads(await reader.readexactly(int(lines["content-length"])))
-    status = int(head.split()[1])
-    code = "PAYLOAD_TOO_LARGE" if status == 413 else "INVALID_INPUT"
-    assert (status, body["code"], lines["x-sie-error-code"]) == (
-        413 if "too large" in name else 400,
-        code,
-        code.lower(),
-    )
-    assert (lines["content-type"], lines["x-should-retry"]) == ("application/json", "false")
-    assert body == {"error": body["error"], "detail": body["error"], "code": code}
-    assert body["error"]["request_id"] == lines["x-sie-request-id"]
 
 
 # the order of precedence of errors (contract 5.5)
@@ -741,18 +635,6 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
             assert stream.last_sequence == 0, STEPS[number]
 
 
-async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayProcess) -> None:
-    for pool, profile, reason in (
-        ("a b", "default/l4", "pool_name"),
-        ("default", "a b/l4", "pool_name"),
-        ("a b", "c d/l4", "pool_name"),
-        ("team", "default/l4", "pool_conflict"),
-        ("team", "/l4", "pool_conflict"),
-    ):
-        answer = await gateway.encode("a", X_SIE_Pool=pool, X_SIE_MACHINE_PROFILE=profile)
-        assert (answer.status_code, facts(answer)["reason"]) == (400, reason), (pool, profile)
-
-
 # the page
 
 
@@ -762,13 +644,3 @@ def test_the_page_is_the_code() -> None:
     text = errors_page.PAGE.read_text("utf-8")
     assert errors_page.table() in text
     assert errors_page.page(text) == text
-
-
-@pages.WHOLE
-def test_every_reason_is_on_the_page_beside_its_code() -> None:
-    lines = errors_page.PAGE.read_text("utf-8").splitlines()
-    codes_by_reason = errors_page.reasons()
-    assert codes_by_reason["schema"] == {"INVALID_INPUT"}
-    for reason, codes in codes_by_reason.items():
-        (row,) = [line for line in lines if line.startswith(f"| `{reason}` |")]
-        assert all(f"`{code}`" in row for code in codes), row

@@ -8,14 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
-from unit.test_public_models import INSTALLED
 
 from sie_contracts import entry_points
-from sie_contracts.errors import ValidationFailed
 from sie_contracts.models import bundles, families, options
-from sie_contracts.models.families import FAMILIES, FOREIGN, Family
-from sie_contracts.models.public_models import translated
+from sie_contracts.models.families import FAMILIES, FOREIGN
 
 ROW = """from sie_contracts.models.families import Family
 ROWS = {{"{name}": Family(implementation="{module}.model:Model", parameters=frozenset({{"their_option"}}))}}
@@ -69,32 +65,3 @@ def test_rows_leaves_out_a_package_that_cannot_be_imported(
     installed("their_rows", ROW.format(name="theirs", module="their_rows"))
     assert families.row("theirs") != FOREIGN
     assert [record.levelname for record in caplog.records if "broken_rows:ROWS" in record.getMessage()] == ["ERROR"]
-
-
-def test_each_row_of_a_package_names_a_module_of_its_own() -> None:
-    """So a package can be removed: no row of the core names it, and it has no row for another one."""
-    for name in families.rows().keys() - FAMILIES.keys():
-        row: Family = families.row(name)
-        assert not row.implementation.startswith("sie_adapter."), name
-        assert not row.described_by.startswith("sie_adapter."), name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", [name for name, row in families.rows().items() if row.public_classes])
-def test_files_of_the_public_server_with_a_class_of_a_family_are_entries(family: str) -> None:
-    """A file may lack only what the entry of the catalogue has."""
-    row, count = families.row(family), 0
-    for file in sorted(INSTALLED.glob("*.yaml")):
-        raw = yaml.safe_load(file.read_text("utf-8"))
-        adapter = str(raw["profiles"].get("default", {}).get("adapter_path")).rpartition(":")[2]
-        if adapter not in row.public_classes:
-            continue
-        count += 1
-        try:
-            named = translated(raw).entry["family"]
-        except ValidationFailed as error:
-            if row.public_classes[adapter].is_complete and "max_sequence_length" in raw:
-                raise AssertionError(file.name) from error
-        else:
-            assert adapter in families.row(named).public_classes
-    assert count

@@ -33,12 +33,3 @@ def test_a_type_that_threads_decode_is_learnt_at_import(use: str) -> None:
         [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True
     )
     assert process.stdout.split() == ["False"]
-
-
-def test_a_type_that_was_never_used_is_learnt_at_its_first_use() -> None:
-    """This test shows that the test above detects a type that was not prepared."""
-    use = "import msgspec; T = msgspec.defstruct('T', [('a', 'int')]); msgspec.json.decode(b'{\"a\": 1}', type=T)"
-    process = subprocess.run(
-        [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert process.stdout.split() == ["True"]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from inprocess import GatewayProcess, InProcess, Source, unchanged_inference_of, until, until_told
+from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.models.aliases import Alias, choose
@@ -26,7 +26,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import shadow
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EntryChanged, route_key
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.results import Chunk, InferRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
@@ -67,10 +67,6 @@ class Served(NamedTuple):
         """Write as the config service does: store, then announce."""
         self.source.aliases[alias_entry.id] = alias_entry
         await self._announce(alias_entry.id, msgspec.to_builtins(alias_entry))
-
-    async def delete(self, name: str) -> None:
-        del self.source.aliases[name]
-        await self._announce(name, None)
 
     async def _announce(self, name: str, entry: dict[str, Any] | None) -> None:
         before = self.source.present_epoch
@@ -176,19 +172,6 @@ async def test_a_route_key_keeps_its_target(served: Served) -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-SIE-Route-Key")
 
 
-@pytest.mark.parametrize(
-    ("call", "key"),
-    [
-        (Call("1", 0.0, {"x-sie-route-key": "i"}, grant=Grant("k"), client="::1"), "named i"),
-        (Call("1", 0.0, {}, grant=Grant("k"), client="::1"), "key k"),
-        (Call("1", 0.0, {}, client="::1"), "client ::1"),
-        (None, ""),
-    ],
-)
-def test_what_a_call_goes_by(call: Call | None, key: str) -> None:
-    assert route_key(call) == key
-
-
 async def test_a_worker_preloads_each_target_of_an_alias(served: Served) -> None:
     served.source.aliases["search"] = alias("toy/two", {"model": "toy/one", "weight": 3}, force=True)
     adapter = await served.cluster.adapter("other.sock")
@@ -227,42 +210,6 @@ async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> Non
         assert figures["rank"] is None
         assert min(figures["served_ms"], figures["shadow_ms"]) > 0
     assert await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") == requests
-
-
-async def test_an_alias_that_was_deleted_and_created_again_has_no_figures_of_before(served: Served) -> None:
-    inference = unchanged_inference_of(served.gateway)
-
-    async def is_known() -> bool:
-        return (await served.gateway.client.get("/v1/models/search")).status_code == 200
-
-    async def is_deleted() -> bool:
-        return not await is_known()
-
-    await served.write(alias("toy/one", shadow="toy/two"))
-    async with asyncio.timeout(30):
-        while not await served.shadows("done"):
-            await served.gateway.encode("a text", model="search")
-    await until(lambda: not inference.shadows._tasks, "the copies to end")
-    assert inference._plain
-    await served.delete("search")
-    await until_told(is_deleted, "the alias is deleted")
-    assert not inference._plain, "it has options of models that the new catalogue may lack"
-    await served.write(alias("toy/one", shadow="toy/two"))
-    await until_told(is_known, "the alias is created again")
-    assert (await served.get("/v1/models/search"))["alias"]["shadow"]["figures"]["copies"] == {}
-
-
-async def test_a_shadow_that_cannot_load_fails_no_answer_and_is_left_alone_for_a_while(served: Served) -> None:
-    served.adapter.refusals["toy/two"] = ModelLoadFailed(
-        "no such weights", extras={"error_class": "NOT_FOUND", "attempts": 1, "permanent": True}
-    )
-    await served.write(alias("toy/one", shadow="toy/two"))
-    async with asyncio.timeout(30):
-        while not await served.shadows("paused"):
-            answer = await served.gateway.encode("a text", model="search")
-            assert (answer.status_code, answer.headers["x-sie-model"]) == (200, "toy/one")
-    assert (await served.shadows("failed"), served.adapter.loads.count("toy/two")) == (1, 1)
-    assert await served.shadows("done") == 0
 
 
 async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_it(served: Served) -> None:
@@ -381,17 +328,6 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     assert (request.priority, request.resolved.canonical, len(request.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
 
-async def test_the_time_of_an_answer_from_the_cache_is_not_compared() -> None:
-    harness, request_result = Harness(), finished()
-    request_result.cached_items = 1
-    assert await harness.after(request_result) == {"done": 1}
-    figures = harness.shadows.figures("search", "toy/two")
-    assert (figures.served_ms.value, figures.shadow_ms.value) == (None, None)
-    assert figures.cosine.value == pytest.approx(1.0)
-    await harness.after()
-    assert (figures.served_ms.value, figures.shadow_ms.value) == (12.0, 12.0)
-
-
 async def test_the_share_is_exact() -> None:
     harness = Harness(share=0.3)
     for _ in range(20):
@@ -471,18 +407,6 @@ async def test_after_a_failure_there_is_a_pause(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_late_copy_to_the_shadow_before_changes_no_figures_of_the_new_one() -> None:
-    harness = Harness()
-    harness.gate.clear()
-    await harness.after(settle=False)
-    await until(lambda: harness.ran, "a copy to toy/two")
-    figures = harness.shadows.figures("search", "toy/three")
-    figures.copies["done"] = 5
-    harness.gate.set()
-    await until(lambda: not harness.shadows._tasks, "the copy to end")
-    assert harness.shadows.figures("search", "toy/three").copies == {"done": 5}
-
-
 async def test_what_is_not_copied() -> None:
     """The cases are an operation that the second model lacks, an answer that is too large, a request by the name of the
     model, and a copy.
@@ -499,41 +423,6 @@ async def test_what_is_not_copied() -> None:
     assert await harness.after(finished(values=(ErrorInfo("INFERENCE_ERROR", "x"),))) == {"unsuited": 1, "large": 1}
     harness.catalogue = CATALOGUE.with_model("search", alias("toy/one"), 3, "test:3")
     assert await harness.after() == {"unsuited": 1, "large": 1}
-
-
-@pytest.mark.parametrize(
-    "large",
-    [
-        {"body": bytes(shadow.MAX_BYTES + 1)},
-        {
-            "items": (
-                RequestItem(text="x" * (shadow.MAX_BYTES // 2)),
-                RequestItem(text="x" * (shadow.MAX_BYTES // 2 + 1)),
-            )
-        },
-        {"items": (RequestItem(None, images=(bytes(shadow.MAX_BYTES + 1),)),)},
-        {"query": RequestItem(text="\u00e4" * (shadow.MAX_BYTES // 2 + 1))},
-    ],
-    ids=["body", "texts", "a file that was fetched", "query"],
-)
-async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
-    """A copy holds its inputs until it is done, and the budget of bodies does not count them."""
-    harness, request_result = Harness(), finished()
-    own = request_result.request
-    assert len(request_result.outcomes) == 2, "they are computed before the request changes"
-    inputs = {name: value for name, value in large.items() if name != "body"}
-    request_result.request = msgspec.structs.replace(own, **inputs)
-    assert await harness.after(request_result, body=large.get("body", b"")) == {"large": 1}
-    assert harness.ran == []
-    request_result.request = own
-    assert await harness.after(request_result) == {"large": 1, "done": 1}
-
-
-async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    harness = Harness()
-    harness.lane = None  # type: ignore[method-assign,assignment]
-    assert await harness.after() == {}
-    assert "a request of alias search could not be copied" in caplog.text
 
 
 def test_only_single_vectors_of_one_width_in_floats_are_compared() -> None:

@@ -20,7 +20,6 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_gateway.inference import arrow, body, reply, runner
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import Chunk, RequestResult
 from sie_gateway.inference.runner import ChunkLimits, result_bytes
 
@@ -90,11 +89,6 @@ def test_integer_dtypes_bring_what_restores_them(dtype: str, extras: set[str]) -
     assert (output["dense"]["dtype"], output["multivector"]["num_tokens"]) == (dtype, 2)
 
 
-def test_dims_are_the_logical_width_of_packed_bits() -> None:
-    output = slot({"dense": np.ones(1, "u1")}, dtype="ubinary", dimensions=2)
-    assert (output["dense"]["dims"], output["dense"]["values"].shape) == (2, (1,))
-
-
 def test_a_sparse_vector_has_float_values_whatever_the_dtype() -> None:
     output_arrays = {"sparse.indices": np.array([2, 9], "<i4"), "sparse.values": np.array([0.5, 1.5], "<f4")}
     output = slot(output_arrays, outputs=("sparse",), dtype="int8")
@@ -110,13 +104,6 @@ def test_a_sparse_vector_has_float_values_whatever_the_dtype() -> None:
         ]
         == "float16"
     )
-
-
-def test_a_sketch_names_its_source_and_its_own_width() -> None:
-    parameters = Muvera(num_repetitions=2, num_simhash_projections=1, final_projection_dim=None)
-    output = slot({"dense": np.zeros(16, "<f4")}, muvera=parameters)
-    assert (output["dense"]["dims"], output["dense"]["source"]) == (16, "muvera")
-    assert slot({"dense": np.zeros(8, "<f4")}, muvera=parameters, dimensions=2)["dense"]["dims"] == 8
 
 
 def test_float16_is_printed_exactly_in_json_and_sent_as_it_is_in_msgpack() -> None:
@@ -215,14 +202,6 @@ def test_all_keys_are_there_whatever_was_found() -> None:
     assert {**slots[2], "error": slots[2]["error"]["reason"]} == {"id": "item-2", **empty, "error": "empty_item"}
 
 
-def test_a_box_has_no_offsets() -> None:
-    outcome = Ok({}, data={"entities": [{"text": "t", "label": "text", "score": 1.0, "bbox": [1, 2, 3, 4]}]})
-    only = reply.extract_slot(0, RequestItem("a"), outcome)
-    assert only["entities"] == [
-        {"text": "t", "label": "text", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]}
-    ]
-
-
 # chunks
 
 
@@ -263,21 +242,6 @@ def late_entry(_: float) -> dict[str, int]:
     return {"late": 1}
 
 
-@pytest.mark.parametrize("msgpack", [False, True])
-def test_a_body_of_many_values_is_written_in_pieces_as_often_as_it_is_read(msgpack: bool) -> None:
-    slots = [{"dense": {"values": np.arange(3, dtype=np.float32) + number}, "id": str(number)} for number in range(50)]
-    body = {"model": "m", "items": slots, "usage": {}}
-    content, content_type = reply.body_of(body, 10 * reply.PIECE_VALUES, late_entry, msgpack=msgpack)
-    whole, same_type = reply.encode({**body, "late": 1}, msgpack=msgpack)
-    assert content_type == same_type
-    pieces = list(content)
-    assert len(pieces) >= 10
-    decode = msgspec.msgpack.decode if msgpack else json.loads
-    assert decode(b"".join(pieces)) == decode(whole)
-    assert list(content) == pieces
-    assert reply.body_of(body, 150, late_entry, msgpack=msgpack)[0] == whole
-
-
 def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
     """A gateway serves no other request while it encodes a piece, and one long text can have as many values as a
     thousand short ones.
@@ -292,29 +256,6 @@ def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
     pieces = list(content)
     assert json.loads(b"".join(pieces)) == json.loads(reply.encode({**body, "late": 1}, msgpack=False)[0])
     assert max(piece.count(b",") for piece in pieces) <= reply.PIECE_VALUES
-
-
-def test_rows_are_made_when_it_is_their_turn() -> None:
-    built_values: list[int] = []
-
-    def row(value: int) -> list[int]:
-        built_values.append(value)
-        return [value] * 3
-
-    whole = b"[[0,0,0],[1,1,1],[2,2,2],[3,3,3]]"
-    assert reply.listed(range(4), 12, row=row) == whole
-    built_values.clear()
-    pieces = iter(reply.listed(range(4), 4 * reply.PIECE_VALUES, row=row))
-    begun = next(pieces)
-    assert built_values == [0]
-    assert begun + b"".join(pieces) == whole
-    for msgpack in (False, True):
-        few, many = (
-            reply.body_of({"items": range(4), "n": 1}, count, late_entry, msgpack=msgpack, row=row)[0]
-            for count in (12, 1 << 20)
-        )
-        decode = msgspec.msgpack.decode if msgpack else json.loads
-        assert decode(few) == decode(b"".join(many)) == {"items": json.loads(whole), "n": 1, "late": 1}
 
 
 def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_own() -> None:
@@ -353,12 +294,6 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
 )
 def test_the_format_of_a_reply_is_negotiated(accept: str, expected: str) -> None:
     assert reply.requested_format(accept, body_is_msgpack=True, raw=True) == expected
-
-
-def test_a_route_without_a_format_answers_in_another() -> None:
-    assert reply.requested_format("application/msgpack, application/octet-stream", raw=True, msgpack=False) == "raw"
-    assert reply.requested_format("application/octet-stream") == "json"
-    assert reply.requested_format("", body_is_msgpack=False) == "json"
 
 
 def chunk_of(count: int, **outputs: np.ndarray) -> list[tuple[WorkResult, Ok]]:
@@ -443,14 +378,6 @@ def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
         np.testing.assert_array_equal(np.float32(row["sparse_values"]), weights[index])
 
 
-def test_arrow_of_half_precision_has_half_floats() -> None:
-    values = np.random.default_rng(3).normal(size=(3, 4)).astype("<f2")
-    rows = arrow.ArrowRows([RequestItem("a")] * 3, list(chunk_of(3, dense=values)), RunOptions(dtype="float16"))
-    table = pyarrow.ipc.open_stream(b"".join(rows)).read_all()
-    assert table.schema.field("dense").type == pyarrow.list_(pyarrow.float16(), 4)
-    np.testing.assert_array_equal(np.array(table["dense"].to_pylist(), np.float16), values)
-
-
 def test_what_does_not_fit_alone_is_a_chunk_alone_and_nothing_is_none() -> None:
     assert [(piece.start, piece.stop) for piece in split([400, 4, 400], cost=50)] == [(0, 1), (1, 2), (2, 3)]
     assert split([]) == []
@@ -510,62 +437,6 @@ def test_metadata_that_json_has_no_number_for_is_refused(value: Any) -> None:
     data = msgspec.msgpack.encode({"items": [{"text": "a", "metadata": {"n": value}}]})
     with pytest.raises(InvalidInput, match="metadata"):
         body.items(body.decode(data, msgpack=True), limit=10)
-
-
-def test_metadata_of_finite_values_is_echoed_in_both_formats() -> None:
-    metadata = {"n": [1, 2.5, None, True, "x", {"y": -(1 << 63)}]}
-    (item,) = body.items({"items": [{"text": "a", "metadata": metadata}]}, limit=10)
-    for msgpack, decode in ((True, msgspec.msgpack.decode), (False, json.loads)):
-        data, _ = reply.encode({"metadata": item.metadata}, msgpack=msgpack)
-        assert decode(data) == {"metadata": metadata}
-
-
-@pytest.mark.parametrize("msgpack", [False, True])
-@pytest.mark.parametrize("values", [150, 10 * reply.PIECE_VALUES])
-def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values: int, msgpack: bool) -> None:
-    """The entry has the time of the encoding, without the time in which the client read."""
-    slow_s, read_s = 0.002, 0.05
-
-    def row(number: int) -> dict[str, int]:
-        began_s = time.perf_counter()
-        while time.perf_counter() - began_s < slow_s:
-            pass
-        return {"n": number}
-
-    spent: list[float] = []
-
-    def late(seconds: float) -> dict[str, float]:
-        spent.append(seconds)
-        return {"seconds": seconds}
-
-    body = {"model": "m", "items": range(50), "usage": {}}
-    began_s = time.perf_counter()
-    content, _ = reply.body_of(body, values, late, msgpack=msgpack, row=row)
-    pieces = []
-    for piece in [content] if isinstance(content, bytes) else content:
-        pieces.append(piece)
-        if len(pieces) == 3:
-            time.sleep(read_s)  # the client reads slowly
-    took_s = time.perf_counter() - began_s
-    decode = msgspec.msgpack.decode if msgpack else json.loads
-    whole = decode(b"".join(pieces))
-    assert list(whole)[-1] == "seconds"
-    assert whole == {"model": "m", "items": [{"n": number} for number in range(50)], "usage": {}, "seconds": spent[0]}
-    assert len(spent) == 1
-    assert spent[0] >= 50 * slow_s
-    if not isinstance(content, bytes):
-        assert spent[0] <= took_s - read_s
-
-
-def test_writing_the_reply_is_postprocessing() -> None:
-    finished = RequestResult(SimpleNamespace(items=()), {})  # type: ignore[arg-type]
-    call = Call("r", time.perf_counter() - 0.2, {})
-    before = finished.timing(call.received_s)
-    finished.written_ms = 150
-    timing = finished.timing(call.received_s)
-    assert (before["postprocess_time"], timing["postprocess_time"], timing["postprocessing_ms"]) == (0, 150, 150)
-    assert timing["unattributed_time"] == pytest.approx(timing["total_time"] - 150, abs=0.01)
-    assert finished.reported_times == timing
 
 
 @pytest.mark.parametrize("piece", [ArraySlice("<f4", (4,), -16), ArraySlice("<f4", (8,), 0), ArraySlice("O", (1,), 0)])

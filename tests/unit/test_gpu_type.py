@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
@@ -25,14 +23,8 @@ RESOLVED = Catalogue({ENTRY.id: ENTRY}).resolve(ENTRY.id)
         ("NVIDIA L4", "l4"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA H200", "h200"),
         ("Tesla T4", "t4"),
-        ("Tesla V100-SXM2-16GB", "v100-16gb"),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("AMD Instinct MI300X", "mi300x"),
@@ -45,16 +37,6 @@ RESOLVED = Catalogue({ENTRY.id: ENTRY}).resolve(ENTRY.id)
 def test_a_product_name_is_a_type_and_a_type_stays_one(name: str, expected: str) -> None:
     assert gpu_type(name) == expected
     assert gpu_type(expected) == expected
-
-
-def test_types_of_long_names_stay_in_no_memory() -> None:
-    tracemalloc.start()
-    try:
-        for number in range(100):
-            gpu_type(f"{number}{'x' * 60_000}")
-        assert tracemalloc.get_traced_memory()[0] < 1 << 20
-    finally:
-        tracemalloc.stop()
 
 
 class Lanes:
@@ -133,11 +115,3 @@ def test_before_any_worker_is_ready_only_the_own_machine_profile_is_waited_for()
         lanes.named("h100")
     assert caught.value.status == 503
     assert caught.value.extras["configured_gpu_types"] == []
-
-
-def test_a_configured_type_goes_to_the_lane_whose_workers_are_of_it() -> None:
-    lanes = Lanes(SIE_GATEWAY_CONFIGURED_GPUS="h100,l4")
-    assert lanes.named("h100") == "h100"
-    lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3")
-    assert lanes.named("h100") == "_default"
-    assert lanes.named("l4") == "l4", "it is scaled from zero"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import re
 import socket
 from asyncio.selector_events import _SelectorSocketTransport
@@ -174,22 +173,6 @@ async def test_a_body_of_unknown_length_for_http_1_0_ends_with_the_connection() 
         assert body == STREAMED
 
 
-async def test_an_expectation_in_http_1_0_is_ignored() -> None:
-    async with connected() as (reader, writer, _):
-        writer.write(b"POST /echo HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\nab")
-        head, body = await response(reader)
-        assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 200 OK", b"ab")
-
-
-async def test_head_has_the_length_and_no_body() -> None:
-    async with connected() as (reader, writer, _):
-        writer.write(ask("/whole", "HEAD") + ask("/empty"))
-        async with asyncio.timeout(30):
-            head = await reader.readuntil(b"\r\n\r\n")
-        assert b"content-length: 10" in head
-        assert (await response(reader))[1] == b""
-
-
 @pytest.mark.parametrize(
     "closing", [ask("/whole", "GET", "connection: close"), b"GET /whole HTTP/1.0\r\n\r\n", ask("/close")]
 )
@@ -271,35 +254,17 @@ PROBED: dict[str, tuple[bytes, int, str]] = {
     "empty lines before": (b"\r\n\r\n" + ask("/whole"), 200, "0123456789"),
     "HTTP/1.0 without a host": (raw("GET /whole HTTP/1.0"), 200, "0123456789"),
     "an empty host": (raw("GET /whole HTTP/1.1", "host:"), 200, "0123456789"),
-    "a host with a port": (raw("GET /whole HTTP/1.1", "host: localhost:80"), 200, "0123456789"),
-    "an address as host": (raw("GET /whole HTTP/1.1", "host: [::1]:80"), 200, "0123456789"),
     "a listed host": (raw("GET /whole HTTP/1.1", "host: SIE.example.com"), 200, "0123456789"),
     "a length": (put("content-length: 3") + b"abc", 200, "abc"),
     "chunks": (put(CHUNKED) + CHUNKS, 200, "abc"),
-    "chunks in capitals": (put("transfer-encoding: CHUNKED") + CHUNKS, 200, "abc"),
     "chunks and trailers": (put(CHUNKED) + b"3;a=b\r\nabc\r\n0\r\nhost: x\r\nhost: y\r\n\r\n", 200, "abc"),
-    "an unknown expectation": (ask("/whole", "GET", "expect: 200-ok"), 200, "0123456789"),
     "an upgrade to nothing known": (
         put("upgrade: h2c", "connection: upgrade", "content-length: 3") + b"abc",
         200,
         "abc",
     ),
-    "headers that are lists": (
-        ask("/whole", "GET", "accept: a/b", "accept: c/d", "x-any: 1", "x-any: 2"),
-        200,
-        "0123456789",
-    ),
-    "headers for others": (
-        ask("/whole", "GET", "user-agent: a", "user-agent: b", "x-siege: 1", "x-siege: 1"),
-        200,
-        "0123456789",
-    ),
     "a URL": (ask("http://localhost/whole?a=b"), 200, "0123456789"),
-    "a URL in capitals": (ask("HTTP://LOCALHOST:8080/whole"), 200, "0123456789"),
-    "a URL with https": (ask("https://sie.example.com/whole"), 200, "0123456789"),
     "a URL, whose host counts": (raw("GET http://localhost/whole HTTP/1.1", "host: evil.example"), 200, "0123456789"),
-    "a URL of HTTP/1.0": (raw("GET http://localhost/whole HTTP/1.0"), 200, "0123456789"),
-    "a URL without a path": (ask("http://localhost"), 404, ""),
     "a URL with a query alone": (ask("http://localhost?a=b"), 404, ""),
     "two slashes are no host": (ask("//evil.example/whole"), 404, ""),
     "the whole server": (ask("*", "OPTIONS"), 204, ""),
@@ -318,89 +283,44 @@ PROBED: dict[str, tuple[bytes, int, str]] = {
     },
     # the host
     "no host": (raw("GET /whole HTTP/1.1"), 400, "Host"),
-    "no host beside a URL": (raw("GET http://localhost/whole HTTP/1.1"), 400, "Host"),
-    "no host at a probe": (raw("GET /healthz HTTP/1.1"), 400, "Host"),
-    "no host, with a body": (raw("POST /echo HTTP/1.1", "content-length: 3") + b"abc", 400, "Host"),
     "no host of a websocket": (raw("GET /whole HTTP/1.1", *UPGRADE), 400, "Host"),
     "two hosts": (ask("/whole", "GET", "host: 127.0.0.1"), 400, "Host"),
-    "one host twice": (ask("/whole", "GET", "Host: localhost"), 400, "Host"),
-    "a second host that is foreign": (ask("/whole", "GET", "host: evil.example"), 400, "Host"),
     "a host with a space": (raw("GET /whole HTTP/1.1", "host: a b"), 400, "Host"),
-    "a host with a path": (raw("GET /whole HTTP/1.1", "host: localhost/whole"), 400, "Host"),
-    "a host with a user": (raw("GET /whole HTTP/1.1", "host: a@localhost"), 400, "Host"),
-    "a host with other bytes": (raw("GET /whole HTTP/1.1", "host: localh\xf6st"), 400, "Host"),
-    "a port that is none": (raw("GET /whole HTTP/1.1", "host: localhost:http"), 400, "Host"),
     "a foreign host": (raw("GET /whole HTTP/1.1", "host: evil.example"), 403, "Host"),
     "a foreign host of HTTP/1.0": (raw("GET /whole HTTP/1.0", "host: evil.example"), 403, "Host"),
     # the target
     "a URL with a foreign host": (ask("http://evil.example/whole"), 403, "Host"),
-    "a URL with a foreign host, for a change": (ask("http://evil.example/echo", "POST"), 403, "Host"),
-    "a URL with a foreign host, for the whole server": (ask("http://evil.example", "OPTIONS"), 403, "Host"),
     "a URL with a foreign host of a websocket": (ask("http://evil.example/whole", "GET", *UPGRADE), 403, "Host"),
     "a URL with a user": (ask("http://a@localhost/whole"), 400, "target"),
     "a URL without a host": (ask("http:///whole"), 400, "target"),
-    "a URL of another scheme": (ask("ftp://localhost/whole"), 400, "target"),
-    "an authority": (ask("localhost:80"), 400, NO_HTTP),
     "connect": (ask("somewhere:443", "CONNECT"), 400, "target"),
     "the whole server by GET": (ask("*"), 400, "target"),
-    "no path": (ask("whole"), 400, NO_HTTP),
     "a fragment": (ask("/whole#a"), 400, "target"),
-    "a fragment of a URL": (ask("http://localhost/whole#a"), 400, "target"),
     "a path of other bytes": (b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, NO_HTTP),
     # headers that may occur once
     **{
         f"{name} twice": (put(f"{name}: a", f"{name.lower()}: a", "content-length: 0"), 400, name)
-        for name in (
-            "Authorization",
-            "Content-Type",
-            "Idempotency-Key",
-            "If-Match",
-            "Origin",
-            "Sec-Fetch-Site",
-            "Mcp-Session-Id",
-            "X-Sie-Pool",
-            "X-Sie-Timeout-Ms",
-            "X-Sie-Sdk-Version",
-            "X-Sie-New",
-        )
+        for name in ("Authorization", "Idempotency-Key", "X-Sie-New")
     },
     "one token, then none": (ask("/whole", "GET", "authorization: a", "authorization:"), 400, "Authorization"),
     # the body
     "two lengths": (put("content-length: 3", "content-length: 4") + b"abcd", 400, NO_HTTP),
-    "one length twice": (put("content-length: 3", "content-length: 3") + b"abc", 400, NO_HTTP),
-    "a list of lengths": (put("content-length: 3, 3") + b"abc", 400, NO_HTTP),
-    "an empty length": (put("content-length:") + b"abc", 400, NO_HTTP),
     "a length that is none": (put("content-length: +4") + b"abcd", 400, NO_HTTP),
     "length and chunks": (put("content-length: 4", CHUNKED) + b"0\r\n\r\n", 400, NO_HTTP),
-    "chunks and length": (put(CHUNKED, "content-length: 4") + b"0\r\n\r\n", 400, NO_HTTP),
     "a chunk that is none": (put(CHUNKED) + b"zz\r\nabc\r\n", 400, NO_HTTP),
     "gzip and chunks": (put("transfer-encoding: gzip, chunked") + CHUNKS, 501, "Transfer-Encoding"),
-    "gzip and chunks in two lines": (put("transfer-encoding: gzip", CHUNKED) + CHUNKS, 501, "Transfer-Encoding"),
     "identity and chunks": (put("transfer-encoding: identity, chunked") + CHUNKS, 501, "Transfer-Encoding"),
-    "an unknown coding and chunks": (put("transfer-encoding: x;a=b, Chunked") + CHUNKS, 501, "Transfer-Encoding"),
     "gzip without chunks": (put("transfer-encoding: gzip") + CHUNKS, 400, "Transfer-Encoding"),
     "chunks, then gzip": (put("transfer-encoding: chunked, gzip") + CHUNKS, 400, NO_HTTP),
-    "chunks twice": (put("transfer-encoding: chunked, chunked") + CHUNKS, 400, NO_HTTP),
-    "chunks in two lines": (put(CHUNKED, CHUNKED) + CHUNKS, 400, NO_HTTP),
-    "chunks with a parameter": (put("transfer-encoding: chunked;a=b") + CHUNKS, 400, "Transfer-Encoding"),
-    "chunks after a tab": (put("transfer-encoding: x\x0bchunked") + CHUNKS, 400, NO_HTTP),
-    "no coding": (put("transfer-encoding:") + CHUNKS, 400, NO_HTTP),
     "a space before the colon": (put("transfer-encoding : chunked") + CHUNKS, 400, NO_HTTP),
     "chunks of HTTP/1.0": (raw("POST /echo HTTP/1.0", "host: a", CHUNKED) + CHUNKS, 400, "Transfer-Encoding"),
     # what is no HTTP/1.1
-    "text": (b"hello\r\n\r\n", 400, NO_HTTP),
     "tls": (bytes.fromhex("16030100c8010000c40303") + b"\0" * 100, 400, NO_HTTP),
     "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, NO_HTTP),
-    "HTTP/2.0": (raw("GET /whole HTTP/2.0", "host: localhost"), 400, "version"),
-    "HTTP/0.9": (raw("GET /whole"), 400, "version"),
     "HTTP/1.2": (raw("GET /whole HTTP/1.2", "host: localhost"), 400, NO_HTTP),
     "an unknown method": (ask("/whole", "BREW"), 400, NO_HTTP),
-    "a method in small letters": (ask("/whole", "get"), 400, NO_HTTP),
-    "a space in the path": (ask("/whole or half"), 400, NO_HTTP),
-    "a space in a name": (ask("/whole", "GET", "bad name: x"), 400, NO_HTTP),
     "a folded header": (ask("/whole", "GET", "x: a", " b"), 400, NO_HTTP),
     "nul in a value": (ask("/whole", "GET", "x: a\0b"), 400, NO_HTTP),
-    "bare carriage return in a value": (ask("/whole", "GET", "x: a\rb"), 400, NO_HTTP),
     "bare line feeds": (b"GET /whole HTTP/1.1\nhost: localhost\n\n", 400, NO_HTTP),
 }
 
@@ -413,10 +333,17 @@ async def patient(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, send)
 
 
-@pytest.mark.parametrize("name", PROBED)
-async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112(name: str) -> None:
+CODES = {
+    400: "INVALID_INPUT",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    501: "UNSUPPORTED_MEDIA_TYPE",
+}
+
+
+async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112() -> None:
     """A reply has a date. A refused head closes its connection, and its reply repeats nothing of the request."""
-    sent, status, expected = PROBED[name]
     probed = probes(lambda: None, None)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -425,86 +352,48 @@ async def test_bytes_on_a_socket_get_the_status_of_rfc_9110_and_9112(name: str) 
 
     server = HttpServer(application, "127.0.0.1", 0, setting="--port", allowed_hosts=["sie.example.com"])
     await server.start()
+    got: dict[str, tuple[int, str]] = {}
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(ask("/whole"))
-        assert (await response(reader))[1] == b"0123456789"
-        writer.write(sent)
-        async with asyncio.timeout(30):
-            head = (await reader.readuntil(b"\r\n\r\n")).strip()
-            lines = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
-            has_body = not sent.startswith(b"HEAD ")
-            body = await reader.readexactly(int(lines.get("content-length", 0)) * has_body)
-        writer.close()
+        for name, (sent, status, _) in PROBED.items():
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(ask("/whole"))
+            assert (await response(reader))[1] == b"0123456789"
+            writer.write(sent)
+            async with asyncio.timeout(30):
+                head = (await reader.readuntil(b"\r\n\r\n")).strip()
+                lines = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
+                has_body = not sent.startswith(b"HEAD ")
+                body = await reader.readexactly(int(lines.get("content-length", 0)) * has_body)
+            writer.close()
+            age = datetime.now(UTC) - parsedate_to_datetime(lines["date"])
+            assert (timedelta(0) <= age < timedelta(minutes=1), lines["date"][-4:]) == (True, " GMT"), name
+            got[name] = (int(head.split()[1]), body.decode())
+            if status == 204:
+                assert "content-length" not in lines, name
+            if status in (204, 405):
+                got[name] = (got[name][0], lines.get("allow", ""))
+            elif status != 200:
+                error = json.loads(body)["error"]
+                got[name] = (
+                    got[name][0],
+                    NO_HTTP if error["message"].startswith("this is no HTTP/1.1 request: ") else error["param"] or "",
+                )
+            if status >= 400:
+                assert json.loads(body)["error"]["code"] == CODES[status], name
+                is_closed = status in (400, 501) or b"HTTP/1.0" in sent
+                assert ("connection" in lines) == is_closed, f"{name}: an unclear head ends the connection"
+                assert b"evil" not in body, name
     finally:
         await server.stop()
-    assert int(head.split()[1]) == status
-    age = datetime.now(UTC) - parsedate_to_datetime(lines["date"])
-    assert (timedelta(0) <= age < timedelta(minutes=1), lines["date"][-4:]) == (True, " GMT")
-    if status == 200:
-        assert body.decode() == expected
-    elif status == 204:
-        assert (body, "content-length" in lines, lines.get("allow", "")) == (b"", False, expected)
-    else:
-        error = json.loads(body)["error"]
-        if status == 405:
-            assert lines["allow"] == expected
-        elif expected == NO_HTTP:
-            assert (error["message"].partition(": ")[0], error["param"]) == ("this is no HTTP/1.1 request", None)
-        else:
-            assert (error["param"] or "") == expected
-        assert (
-            error["code"]
-            == {
-                400: "INVALID_INPUT",
-                403: "PERMISSION_DENIED",
-                404: "NOT_FOUND",
-                405: "METHOD_NOT_ALLOWED",
-                501: "UNSUPPORTED_MEDIA_TYPE",
-            }[status]
-        )
-        is_closed = status in (400, 501) or b"HTTP/1.0" in sent
-        assert ("connection" in lines) == is_closed, "an unclear head ends the connection"
-        assert b"evil" not in body
+    assert got == {name: (status, expected) for name, (_, status, expected) in PROBED.items()}
 
 
-async def test_a_fault_of_ours_gets_the_envelope_and_the_connection_stays() -> None:
-    async with connected() as (reader, writer, _):
-        writer.write(ask("/raises"))
-        head, body = await response(reader)
-        assert (b" 500 " in head, json.loads(body)["code"]) == (True, "INTERNAL_ERROR")
-        assert b"before the head" not in body
-        writer.write(ask("/whole"))
-        assert (await response(reader))[1] == b"0123456789"
-
-
-async def test_what_follows_a_running_request_never_stands_for_its_answer() -> None:
-    """Garbage follows a running request. The request gets its own answer, and the connection closes."""
-    go_on = asyncio.Event()
-
-    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-        await go_on.wait()
-        await reply(send, 200, b"mine")
-
-    async with connected(slow) as (reader, writer, _):
-        writer.write(ask("/"))
-        await writer.drain()
-        writer.write(b"garbage\r\n\r\n")
-        await asyncio.sleep(0.05)
-        go_on.set()
-        head, body = await response(reader)
-        assert (b" 200 " in head, body) == (True, b"mine")
-        async with asyncio.timeout(30):
-            assert await reader.read() == b""
-
-
-@pytest.mark.parametrize("piece", [1 << 20, 5000])
 @pytest.mark.parametrize(
-    "endless",
+    ("endless", "piece"),
     [
-        b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000,
-        b"GET /" + b"y" * 400_000,
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000,
+        (b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000, 1 << 20),
+        (b"GET /" + b"y" * 400_000, 5000),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000, 5000),
     ],
     ids=["value", "path", "count"],
 )
@@ -553,53 +442,25 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
         idle_writer.close()
 
 
-async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads nothing of 16 MiB is disconnected. A client that reads slowly gets all of them."""
-    monkeypatch.setattr(protocol, "WRITE_S", 1.0)
-    async with connected() as (reader, writer, server):
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(ask("/large"))
-        slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", server.port)
-        slow_writer.write(ask("/large"))
-        size, head = 0, b""
-        async with asyncio.timeout(60):
-            while size < LARGE:
-                piece = await slow_reader.read(1 << 20)
-                assert piece, "it was cut"
-                head = head or piece[:200]
-                size += len(piece)
-                await asyncio.sleep(0.02)
-        assert b" 200 " in head
-        slow_writer.close()
-        writer.transport.resume_reading()  # type: ignore[attr-defined]
-        async with asyncio.timeout(30):
-            arrived = 0
-            with contextlib.suppress(ConnectionError):
-                while piece := await reader.read(1 << 20):
-                    arrived += len(piece)
-        assert arrived < LARGE
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 40], ids=["in one piece", "head, then body", "byte by byte"])
-@pytest.mark.parametrize("framing", ["content-length", "chunked", "empty"])
-async def test_an_upgrade_that_is_not_served_is_ignored(framing: str, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("head", "body", "is_dripped"),
+    [
+        (b"content-length: 3", b"abc", True),
+        (b"transfer-encoding: chunked", CHUNKS, False),
+        (b"content-length: 0", b"", False),
+    ],
+)
+async def test_an_upgrade_that_is_not_served_is_ignored(head: bytes, body: bytes, is_dripped: bool) -> None:
     """The JDK's client offers h2c with each first request. The connection stays open for the next one."""
-    content = b"" if framing == "empty" else b"what the body holds"
-    head, body = {
-        "content-length": (b"content-length: %d" % len(content), content),
-        "chunked": (b"transfer-encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)),
-        "empty": (b"content-length: 0", b""),
-    }[framing]
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB"
-    start = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n%b\r\n%b\r\n\r\n" % (offer, head)
+    sent = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n%b\r\n%b\r\n\r\n%b" % (offer, head, body)
     async with connected() as (reader, writer, _):
         for _ in range(2):
-            parts = {1: [start + body], 2: [start, body]}.get(pieces, [bytes([byte]) for byte in start + body])
-            for part in parts:
+            for part in [bytes([byte]) for byte in sent] if is_dripped else [sent]:
                 writer.write(part)
                 await writer.drain()
                 await asyncio.sleep(0)
-            assert (await response(reader))[1] == content
+            assert (await response(reader))[1] == (b"abc" if body else b"")
         writer.write(ask("/whole"))
         assert (await response(reader))[1] == b"0123456789"
 
@@ -621,19 +482,6 @@ async def test_one_connection_too_many_is_told_to_come_again(monkeypatch: pytest
         again.write(ask("/whole"))
         assert (await response(fourth))[1] == b"0123456789"
         again.close()
-
-
-async def test_garbage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    async with connected() as (_, _, server):
-        for _ in range(30):
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"secret-garbage\r\n\r\n")
-            await refused(reader)
-            writer.close()
-    assert sum("refused" in record.getMessage() for record in caplog.records) <= 1
-    assert sum(record.levelno >= logging.WARNING for record in caplog.records) == 0
-    assert "secret" not in caplog.text
 
 
 async def is_last(reader: asyncio.StreamReader) -> bool:

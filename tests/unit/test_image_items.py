@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
-import io
 import logging
-import random
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,19 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_adapter import toy_entry
-from hypothesis import given
-from hypothesis import strategies as st
 from image_items import OF_PARTS, PARTS, SEEN, A, B, Worker, b64, file, post, running, uri, vector_of
-from inprocess import GatewayProcess, InProcess
-from PIL import Image
+from inprocess import GatewayProcess
 
-from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts import arrays
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.costs import IMAGE_TOKENS
-from sie_contracts.wire.messages import Input, WorkItem
+from sie_contracts.wire.messages import Input
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers
@@ -63,12 +55,6 @@ FORMS: list[Any] = [
 def test_every_form_gives_the_same_bytes(form: Any) -> None:
     assert images.read(form, "p") == images.read([form], "p") == ((DATA,), None, ())
     assert images.read([form, b"x", form], "p").files == (DATA, b"x", DATA)
-
-
-@given(st.binary(min_size=1), st.booleans(), st.booleans())
-def test_any_bytes_come_back_from_base64(data: bytes, safe: bool, padded: bool) -> None:
-    text = (base64.urlsafe_b64encode if safe else base64.b64encode)(data).decode()
-    assert images.read(text if padded else text.rstrip("="), "p").files == (data,)
 
 
 UNDECODABLE = [
@@ -162,21 +148,6 @@ def test_an_input_has_at_most_64_images() -> None:
     assert "got 65 images, at most 64" in fault.message
 
 
-LEAVES: list[Any] = [
-    *(None, True, 0, -1, 1 << 70, 2.5, float("nan"), "", "a", "aGk=", "aGk", "?", "\x00", "é", "\ud7ff", b"", b"\xff"),
-    *("data:", "data:,", "data:;base64,aGk=", "http://h", "x:", ":", "=" * 9, "aGk=" * 5000, [], {}, {"nd": True}),
-]
-
-
-def odd(chance: random.Random, depth: int = 0) -> Any:
-    kind = chance.random() if depth < 4 else 0
-    if kind < 0.6:
-        return chance.choice(LEAVES)
-    if kind < 0.8:
-        return [odd(chance, depth + 1) for _ in range(chance.choice((0, 1, 2, 3, 65)))]
-    return {chance.choice(("data", "format", "nd", "x")): odd(chance, depth + 1) for _ in range(2)}
-
-
 def read(value: Any) -> tuple[images.Images, ErrorInfo | None]:
     """Return the images, and the fault of one input or of the request."""
     try:
@@ -186,31 +157,7 @@ def read(value: Any) -> tuple[images.Images, ErrorInfo | None]:
     return reading, reading.fault
 
 
-def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None:
-    chance = random.Random(17)
-    kinds = set()
-    for _ in range(1000):
-        value = odd(chance)
-        reading, fault = read(value)
-        places = {link.place for link in reading.links}
-        assert all(
-            isinstance(content, bytes) and bool(content) != (at in places) for at, content in enumerate(reading.files)
-        )
-        kinds.add(fault.reason if fault else "")
-        if fault is not None:
-            assert fault.param.startswith("items[0].images"), value
-            assert reading.files == ()
-    assert kinds == {"", "schema", "invalid_media"}
-
-
 # sizes and costs
-
-
-def test_bytes_of_images_count_in_the_size_and_not_as_text() -> None:
-    (item,) = bodies.items({"items": [{"text": "four", "images": [b"x" * 1000, b"y"]}]}, limit=1)
-    assert (item.size, item.file_bytes, item.is_empty) == (1005, 1001, False)
-    assert not RequestItem(None, images=(b"x",)).is_empty
-    assert Input("four", images=(b"x" * 1000, b"y")).nbytes == 1005
 
 
 def pieces(sizes: list[int], files: list[ItemFiles], **limits: int) -> list[Chunk]:
@@ -282,19 +229,6 @@ def test_the_pixels_of_a_jpeg_are_counted_after_a_limited_number_of_segments(hea
     assert images.pixels(b"\xff\xd8" + head + FRAME) == expected
 
 
-@given(
-    st.sampled_from([file(form) for form in ("PNG", "JPEG", "GIF", "BMP", "WEBP")]),
-    st.integers(0, 400),
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=8),
-)
-def test_a_damaged_file_tells_something_or_nothing(data: bytes, cut: int, changes: list[tuple[int, int]]) -> None:
-    bent = bytearray(data)
-    for place, value in changes:
-        bent[place % len(bent)] = value
-    header = image_headers.header(bytes(bent[:cut]))
-    assert header is None or all(isinstance(number, int) for number in (header.width, header.height, header.bit_depth))
-
-
 # through a gateway, to the work item
 
 
@@ -340,20 +274,6 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def test_a_query_may_be_an_image(place: tuple[GatewayProcess, Worker]) -> None:
-    gateway, worker = place
-    body = {"query": {"images": uri(DATA)}, "items": ["a", {"images": [b64(b"x")]}]}
-    answer = await post(gateway, "/v1/score/toy/shown", body)
-    assert answer.status_code == 200, answer.text
-    assert worker.items[0].query == Input(None, images=(DATA,))
-    assert worker.inputs == [Input("a"), Input(None, images=(b"x",))]
-    wrong = (await post(gateway, "/v1/score/toy/shown", {**body, "query": {"images": ["?"]}})).json()["error"]
-    assert (wrong["reason"], wrong["param"]) == ("invalid_media", "query.images[0]")
-    assert wrong["message"].startswith("query.images[0]: expected")
-    foreign = (await post(gateway, "/v1/encode/toy/one", {"items": [{"images": [DATA.hex()]}]})).json()["error"]
-    assert foreign["reason"] == "unsupported_modality"
-
-
 async def test_one_bad_image_costs_its_own_input_alone(
     place: tuple[GatewayProcess, Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,36 +302,6 @@ async def test_one_bad_image_costs_its_own_input_alone(
         assert CANARY not in answer.text + alone.text
     assert CANARY not in caplog.text
     assert b64(DATA) not in caplog.text
-
-
-async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
-    place: tuple[GatewayProcess, Worker],
-) -> None:
-    gateway, worker = place
-    answer = await post(gateway, "/v1/encode/toy/one", {"items": ["a", {"text": "b", "images": [b64(DATA)]}]})
-    good, failed = answer.json()["items"]
-    assert ("dense" in good, failed["error"]["reason"]) == (True, "unsupported_modality")
-    assert failed["error"]["message"] == (
-        "toy/one takes text, not image; models that take it: toy/dual, toy/eye-0, toy/eye-1"
-    )
-    for kind, advice in (("audio", "models that take it: toy/seen"), ("video", "no model here takes it for encode")):
-        refusal = await post(gateway, "/v1/encode/toy/one", {"items": [{kind: b64(DATA)}]})
-        assert refusal.json()["error"]["message"] == f"items[0]: toy/one takes text, not {kind}; {advice}"
-    assert [model_input.images for model_input in worker.inputs] == [()]
-
-
-async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
-    place: tuple[GatewayProcess, Worker],
-) -> None:
-    """Dual encoders encode the images (contract 4)."""
-    gateway, worker = place
-    image = b64(DATA)
-    items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
-    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
-    warnings = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
-    assert warnings == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that also has a text"]
-    assert [model_input.text for model_input in worker.items[-1].inputs] == ["a", None, "c", ""]
-    assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 
 
 # routes for clients of other vendors
@@ -455,15 +345,6 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
             assert b64(data)[:40] not in answer.text
 
 
-async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:
-    gateway, _ = place
-    body = {"model": "toy/shown", "query": "q", "documents": ["a", {"image": b64(A)}], "return_documents": True}
-    result_by_index = {
-        result["index"]: result for result in (await post(gateway, "/v2/rerank", body)).json()["results"]
-    }
-    assert (result_by_index[0]["document"], "document" in result_by_index[1]) == ({"text": "a"}, False)
-
-
 FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": ["aGk=", "?"], "modality": "image"}, "input[1]"),
     ("/v1/embeddings", {"input": "", "modality": "image"}, "input[0]"),
@@ -485,56 +366,4 @@ async def test_a_route_without_slots_fails_and_names_the_field(place: tuple[Gate
             assert answer.json()["errors"][0]["message"] == error["message"]
 
 
-async def test_a_text_with_a_field_that_is_called_image_is_ranked_as_a_text_by_a_model_of_texts(
-    tmp_path: Path,
-) -> None:
-    """A document is a map that may have any field, such as the address of a picture."""
-    async with InProcess(tmp_path, toy_entry("toy/score", outputs={"score": 0})) as cluster:
-        gateway = await cluster.gateway()
-        worker = Worker(cluster, tmp_path)
-        task = asyncio.create_task(worker.run())
-        body = {"model": "toy/score", "query": "q", "documents": [{"text": "a", "image": "https://host/a.png"}]}
-        answer = await post(gateway, "/v1/rerank", body)
-        task.cancel()
-        assert (answer.status_code, worker.inputs) == (200, [Input("a")])
-
-
 # both clients
-
-
-async def test_clients_send_every_kind_of_image(place: tuple[GatewayProcess, Worker], tmp_path: Path) -> None:
-    gateway, worker = place
-    data = file("PNG")
-    path = tmp_path / "a.png"
-    path.write_bytes(data)
-    pixels = np.arange(30, dtype=np.uint8).reshape(2, 5, 3)
-    sources: list[Any] = [path, str(path), data, bytearray(data), uri(data), io.BytesIO(data), {"data": data}]
-    pixel_images: list[Any] = [Image.fromarray(pixels), pixels, pixels[:, :, 0]]
-
-    def items() -> list[Any]:
-        for source in sources:
-            if isinstance(source, io.BytesIO):
-                source.seek(0)
-        return [
-            *({"images": [file_form]} for file_form in sources),
-            *({"images": image} for image in pixel_images),
-            {"images": sources[:5]},
-        ]
-
-    async with SIEAsyncClient(gateway.url) as client:
-        result_lists = [await client.encode(SEEN, items())]
-    with SIEClient(gateway.url) as sync:
-        result_lists.append(await asyncio.to_thread(sync.encode, SEEN, items()))
-    for results in result_lists:
-        assert len(results) == len(sources) + len(pixel_images) + 1
-        for result, sent in zip(results, items(), strict=True):
-            assert "error" not in result, (result, sent)
-    by_request: dict[str, list[WorkItem]] = {}
-    for item in worker.items:
-        by_request.setdefault(item.request, []).append(item)
-    for request in by_request.values():
-        inputs = [model_input for item in sorted(request, key=lambda item: item.first) for model_input in item.inputs]
-        assert [model_input.images for model_input in inputs[: len(sources)]] == [(data,)] * len(sources)
-        shown = [np.asarray(Image.open(io.BytesIO(model_input.images[0]))) for model_input in inputs[len(sources) : -1]]
-        assert [array.tolist() for array in shown] == [pixels.tolist(), pixels.tolist(), pixels[:, :, 0].tolist()]
-        assert inputs[-1].images == (data,) * 5

@@ -65,19 +65,6 @@ def test_an_image_of_the_one_size_of_its_model_counts_as_1_in_the_budget_of_a_ba
     assert (work_rows.rows[0].cost, work_rows.rows[0].uncounted) == (7 + 9, 8)
 
 
-def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_batch(tokenizer: ModelTokenizer) -> None:
-    recipe = Recipe("blocks", multiple=2, min_pixels=4, max_pixels=64, block_tokens=3)
-    (work_rows,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
-    assert (work_rows.rows[0].cost, work_rows.rows[0].uncounted) == (1 + 3 * 6, 0)
-
-
-def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:
-    """Bytes of pixels bound a batch, as tokens do."""
-    large = prepared(0, 640, 480)
-    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
-    assert (work_rows.rows[0].cost, work_rows.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
-
-
 def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their_input_alone(
     tokenizer: ModelTokenizer,
 ) -> None:
@@ -114,14 +101,6 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
     assert [len(row) for row in batch_images.for_items(np.array([2, 0]))] == [2, 1]
 
 
-def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) -> None:
-    work_item = work(Input("river"))
-    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
-    batch = to_batch("b", "m", "encode", "text", [BatchPart(work_rows.rows, work_item)])
-    assert (batch.images, batch.pixels) == (b"", b"")
-    assert images(batch.images, batch.pixels, RECIPE) is None
-
-
 @pytest.mark.parametrize(
     ("places", "pixels", "message"),
     [
@@ -138,12 +117,6 @@ def test_images_that_do_not_belong_to_their_batch_are_refused(
 ) -> None:
     with pytest.raises(MalformedBatch, match=message):
         images(np.array(places, np.int32).tobytes(), bytes(pixels), RECIPE)
-
-
-def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
-    batch_images = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
-    with pytest.raises(MalformedBatch, match="row 3"):
-        items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", batch_images)
 
 
 def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenizer) -> None:

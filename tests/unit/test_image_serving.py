@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from fake_adapter import IMAGES, toy_entry
-from image_files import encoded, picture, several
+from image_files import encoded, picture
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until
 
 from sie_contracts.models.costs import IMAGE_TOKENS
@@ -46,11 +44,6 @@ def priced(cluster: InProcess) -> ModelStatus | None:
     return next((model for model in beat.models if model.image_tokens), None) if beat is not None else None
 
 
-def image_workers() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if "sie_sidecar.prepare.media_worker" in child.cmdline()]
-
-
 async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) -> None:
     """The next image becomes pixels before the running batch has ended."""
     async with running(tmp_path) as (cluster, gateway, sidecar):
@@ -67,26 +60,6 @@ async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) 
         adapter.let_go()
         for done in await asyncio.gather(first, second):
             assert "dense" in done["items"][0]
-
-
-async def test_texts_flow_while_no_image_worker_moves(tmp_path: Path) -> None:
-    """Image workers are separate processes, for which texts do not wait."""
-    async with running(tmp_path) as (_, gateway, _):
-        await encode(gateway, GOOD)
-        workers = image_workers()
-        assert len(workers) == 1
-        for worker in workers:
-            worker.send_signal(signal.SIGSTOP)
-        async with asyncio.TaskGroup() as group:
-            stuck = group.create_task(encode(gateway, *(GOOD for _ in range(8))))
-            try:
-                for number in range(5):
-                    assert "dense" in (await encode(gateway, f"text {number}"))["items"][0]
-                assert not stuck.done()
-            finally:
-                for worker in workers:
-                    worker.send_signal(signal.SIGCONT)
-        assert len(stuck.result()["items"]) == 8
 
 
 async def test_an_image_counts_as_what_a_worker_says_that_it_costs(tmp_path: Path) -> None:
@@ -112,16 +85,6 @@ async def test_a_batch_of_images_of_one_size_is_bounded_by_their_number(tmp_path
         assert len(adapter.batches) == 2
         assert answer["explain"][0]["batch"]["tokens"] == 8 * IMAGES.tokens
         assert await sidecar.metric("sie_batch_fill_ratio_sum") == pytest.approx((1 + 8) / 60)
-
-
-async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
-    async with running(tmp_path) as (_, gateway, _):
-        animated = several("GIF", "red", "blue")
-        reply = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
-        assert reply["warnings"] == [
-            "images: 2 of 4 inputs have a file of several images, of which only the first was read"
-        ]
-        assert "warnings" not in await encode(gateway, GOOD, "a text")
 
 
 async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent_them(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
-import json
 import os
-import subprocess
 import sys
 import threading
 import venv
@@ -83,15 +81,6 @@ def test_a_machine_without_a_gpu_takes_the_cpu_build_of_the_configured_index(
     assert capsys.readouterr().out.count("\n") == 1, "one line of progress for a step"
 
 
-def test_a_folder_of_wheels_counts_as_an_index(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installation, "CPU_INDEX", NOWHERE)
-    with index(tmp_path / "wheels", CPU), index(tmp_path / "index", PLAIN) as configured:
-        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels/torch"))
-        assert torch_build(environment, {}, configured, monkeypatch) == CPU
-
-
 def test_an_index_without_the_cpu_build_is_followed_by_the_index_of_pytorch(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,43 +89,10 @@ def test_an_index_without_the_cpu_build_is_followed_by_the_index_of_pytorch(
         assert torch_build(environment, {}, configured, monkeypatch) == CPU
 
 
-def test_a_machine_with_a_gpu_takes_the_build_of_the_configured_index(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installation, "has_gpu", lambda: True)
-    with index(tmp_path / "index", PLAIN) as configured:
-        assert torch_build(environment, {}, configured, monkeypatch) == PLAIN
-
-
-def test_a_system_other_than_linux_takes_the_build_of_the_configured_index(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with index(tmp_path / "index", PLAIN) as configured:
-        assert torch_build(environment, {}, configured, monkeypatch) == PLAIN
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_index_of_the_variable_decides_on_every_machine(
-    gpu: bool, environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installation, "has_gpu", lambda: gpu)
-    with index(tmp_path / "index", PLAIN) as configured, index(tmp_path / "mirror", CPU) as mirror:
-        assert torch_build(environment, {"TORCH_INDEX": mirror}, configured, monkeypatch) == CPU
-
-
-def test_an_empty_variable_takes_the_build_of_the_configured_index(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with index(tmp_path / "index", PLAIN) as configured:
-        assert torch_build(environment, {"TORCH_INDEX": ""}, configured, monkeypatch) == PLAIN
-
-
-@pytest.mark.parametrize("constraint", ["", "torch<=2.14.1"])
 def test_where_no_index_has_the_cpu_build_one_line_says_what_to_set(
-    constraint: str, environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "constraints.txt").write_text(constraint)
+    (tmp_path / "constraints.txt").write_text("torch<=2.14.1")
     monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
     monkeypatch.setattr(installation, "CPU_INDEX", NOWHERE)
     with index(tmp_path / "index", PLAIN) as configured, pytest.raises(StepFailed) as failure:
@@ -147,42 +103,3 @@ def test_where_no_index_has_the_cpu_build_one_line_says_what_to_set(
     assert "set TORCH_INDEX" in message
     assert str(environment / "install.log") in message
     assert not list(environment.glob("lib/*/site-packages/torch*")), "nothing with CUDA was installed instead"
-
-
-def test_a_step_that_fails_shows_the_error_and_names_the_log(environment: Path, tmp_path: Path) -> None:
-    installer = Installer(environment, {})
-    installer.pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
-    with pytest.raises(StepFailed, match=r"^ERROR: .*no-such-folder.*; the log is .*install\.log$"):
-        installer.run("a folder", str(tmp_path / "no-such-folder"))
-    assert "no-such-folder" in (environment / "install.log").read_text()
-
-
-def test_nvidia_smi_alone_shows_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """WSL has no /dev/nvidia0."""
-    monkeypatch.setattr(installation.Path, "glob", lambda folder, pattern: iter(()))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not installation.has_gpu()
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not talk to the driver'; exit 9\n")
-    program.chmod(0o755)
-    assert not installation.has_gpu()
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA L4 (UUID: GPU-1)'\n")
-    assert installation.has_gpu()
-
-
-def test_the_version_and_the_index_are_those_of_the_package_and_of_the_images() -> None:
-    root = installation.ROOT
-    assert f"torch=={installation.torch_version(root)}\n" in (root / "constraints.txt").read_text()
-    assert f"ARG TORCH_INDEX={installation.CPU_INDEX}\n" in (root / "docker/Dockerfile").read_text()
-
-
-@pytest.mark.long
-def test_an_installation_for_cpus_resolves_no_package_of_cuda(tmp_path: Path) -> None:
-    """The only nvidia-* package is nvidia-ml-py: bindings in Python of 100 kB."""
-    root, report = installation.ROOT, tmp_path / "report.json"
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    packages = ["--constraint", str(root / "constraints.txt"), f"torch=={installation.torch_version(root)}+cpu"]
-    subprocess.run([*command, "--report", str(report), *packages, f"{root}[serve]"], check=True, timeout=280)
-    names = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
-    assert {"torch", "sie-cluster"} <= names
-    assert {name for name in names if name.startswith(("nvidia", "cuda", "triton"))} == {"nvidia-ml-py"}

@@ -7,12 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
-import pytest
-from click.testing import CliRunner
-
-from sie_cli.main import main
-
 RUN = "from sie_cli.entry import main; main()"
 STUB = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(99)\n"
 
@@ -34,15 +28,3 @@ def test_a_process_that_ignores_interrupts_still_does(tmp_path: Path) -> None:
     """A shell starts background commands with SIGINT ignored."""
     done = ran(tmp_path, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); ")
     assert done.returncode == 99
-
-
-@pytest.mark.parametrize("command", [["settings"], ["models", "list"], ["status"]])
-def test_an_interrupt_of_a_command_ends_it_with_the_status_of_a_shell(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(click.Command, "invoke", interrupted)
-    result = CliRunner().invoke(main, command)
-    assert (result.exit_code, result.output.strip()) == (130, "")

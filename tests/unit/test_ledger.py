@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import subprocess
 import sys
 import time
@@ -79,35 +78,6 @@ def test_a_damaged_ledger_gives_true_entries_or_none(
     second = opened(path)
     assert set(second.take_over(8.0)) <= replies
     second.close()
-
-
-@pytest.mark.parametrize("content", [b"x", b"\0" * SLOT_BYTES, b"y" * ((1 + SLOTS) * SLOT_BYTES)])
-def test_what_is_no_ledger_is_replaced_with_one_line(
-    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "w"
-    path.write_bytes(content)
-    with caplog.at_level(logging.WARNING):
-        ledger = opened(path)
-        assert ledger.take_over(8.0) == []
-    assert [record.message for record in caplog.records] == [
-        f"{path} is not a file of leased deliveries and is replaced by a new one"
-    ]
-    slot = ledger.put(REPLY % 1)
-    assert slot
-    ledger.clear(slot)
-    ledger.close()
-
-
-def test_a_full_disk_costs_the_ledger_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the creation of the ledger needs room."""
-    with caplog.at_level(logging.WARNING):
-        assert open_ledger(Path("/dev/full"), lambda: NOW_S) is None
-        assert open_ledger(tmp_path / "none" / "w", lambda: NOW_S) is None
-    assert [record.message.split(": ")[1].split(";")[0] for record in caplog.records] == [
-        "No space left on device",
-        "No such file or directory",
-    ]
 
 
 def test_two_processes_never_share_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import contextvars
 import io
 import logging
 import re
@@ -13,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from fake_adapter import toy_entry
@@ -21,28 +18,14 @@ from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.stages import STAGES
-from sie_contracts.wire.trace_context import Context
 from sie_gateway.inference import call as calls
 from sie_gateway.inference.call import Call, RequestLogger
-from sie_runtime import process
-from sie_runtime.current_trace import set_current
-from sie_runtime.process import WORKER, configure_logging
+from sie_runtime.process import configure_logging
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 Lines = Callable[[], list[dict[str, Any]]]
 TOKEN = "token-7d31"
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-KEYS = {
-    "timestamp",
-    "level",
-    "logger",
-    "message",
-    "model",
-    "request_id",
-    "trace_id",
-    "latency_ms",
-    "worker",
-    "key",
-}
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 LINE = re.compile(r"(?P<endpoint>\w+) (?P<status>\d{3}) in (?P<ms>\d+\.\d) ms(?P<told>( \w+=\S+)*)")
 
@@ -175,141 +158,6 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
     assert [set(STAGES) <= line["told"].keys() for line in log_lines] == [True, True, True, False, False, False, False]
     assert [line["told"].get("tokens") for line in log_lines[:2]] == ["6", "0"]
     assert [line["key"] for line in log_lines] == [*["static-1"] * 5, None, "static-1"]
-
-
-async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(cluster: InProcess, lines: Lines) -> None:
-    gateway = await cluster.gateway()
-    adapter = await cluster.adapter()
-    await cluster.sidecar(adapter)
-    adapter.hold_batches = True
-    content = msgspec.json.encode({"items": ["one"]})
-    with pytest.raises(httpx.ReadTimeout):
-        await gateway.client.post("/v1/encode/toy/one", content=content, timeout=3)
-    again = asyncio.create_task(gateway.client.post("/v1/encode/toy/one", content=content))
-    async with asyncio.timeout(30):
-        while await gateway.metric("sie_gateway_reattached_total") != 1:
-            pass  # the scrape yields to the event loop
-    adapter.let_go()
-    answer = await again
-    assert answer.status_code == 200
-    body, line_of_status = answer.json(), {line["status"]: line for line in lines()}
-    assert line_of_status.keys() == {"200", "499"}
-    assert {line["model"] for line in line_of_status.values()} == {"toy/one"}
-    assert line_of_status["200"]["told"] == {
-        "items": "1",
-        "tokens": str(body["usage"]["total_tokens"]),
-        **{name: str(body["timing"][name]) for name in STAGES},
-    }
-
-
-async def test_a_request_that_is_cut_off_at_the_end_of_its_gateway_has_its_line(
-    cluster: InProcess, lines: Lines
-) -> None:
-    gateway, adapter = await cluster.gateway(), await cluster.adapter()
-    await cluster.sidecar(adapter)
-    adapter.hold_batches = True
-    request = asyncio.create_task(gateway.encode("one"))
-    await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
-    (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
-    handler.cancel()
-    assert (await request).status_code == 500
-    (line,) = lines()
-    assert (line["status"], line["model"], line["told"]) == ("500", "toy/one", {"items": "1"})
-
-
-async def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure_of_ours(
-    cluster: InProcess, caplog: pytest.LogCaptureFixture
-) -> None:
-    gateway = await cluster.gateway()
-    host, port = gateway.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"POST /v1/pools HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
-    )
-    await writer.drain()
-    writer.close()
-    async with asyncio.timeout(30):
-        while await gateway.metric("sie_gateway_requests_total", endpoint="pools") != 1:
-            pass  # the scrape yields to the event loop
-    assert await gateway.metric("sie_gateway_requests_total", endpoint="pools", status="499") == 1
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-def test_a_failure_has_the_same_fields_and_tells_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    with configured(json=True):
-        try:
-            int("canary-0f3a")
-        except ValueError:
-            logging.getLogger("sie.other").exception("it failed", extra={"request_id": "the-id"})
-    entry = msgspec.json.decode(capsys.readouterr().err)
-    assert entry.keys() == KEYS
-    assert entry["message"].startswith("it failed\n")
-    assert "test_logs.py" in entry["message"]
-    assert entry["message"].endswith("builtins.ValueError")
-    assert entry["request_id"] == "the-id"
-
-
-def test_a_line_names_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    """The worker is that of the line, else that of the task, else that of the process."""
-    logger, own = logging.getLogger("sie.other"), contextvars.copy_context()
-    with configured(json=True, worker="of-process"):
-        logger.warning("1")
-        own.run(WORKER.set, "of-task")
-        own.run(logger.warning, "2")
-        own.run(logger.warning, "3", extra={"worker": "of-line", "key": "8a1f03c2"})
-    entries = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
-    assert [entry["worker"] for entry in entries] == ["of-process", "of-task", "of-line"]
-    assert [entry["key"] for entry in entries] == [None, None, "8a1f03c2"]
-
-
-def traced_line() -> None:
-    set_current(Context(f"00-{TRACE}-b7ad6b7169203331-01"))
-    logging.getLogger("sie.other").warning("a trouble")
-
-
-async def test_a_plain_line_names_the_request_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
-    with configured(json=False):
-        call = Call("the-id", 0.0, {}, {"model": "toy/one"}, code="QUEUE_FULL")
-        RequestLogger().ended(call, "score", 503, 0.0021)
-        contextvars.copy_context().run(traced_line)
-        logging.getLogger("sie.other").warning("100 %% of %s", "it")
-    first, traced, second = (line.partition(" sie.")[2] for line in capsys.readouterr().err.splitlines())
-    assert first == "gateway: score 503 in 2.1 ms code=QUEUE_FULL model=toy/one request_id=the-id"
-    assert traced == f"other: a trouble trace_id={TRACE}"
-    assert second == "other: 100 % of it"
-
-
-async def test_lines_of_an_event_loop_are_written_together_and_warnings_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stream, writes = io.StringIO(), list[str]()
-    monkeypatch.setattr(stream, "write", writes.append)
-    monkeypatch.setattr(sys, "stderr", stream)
-
-    def counts() -> list[int]:
-        return [text.count("\n") for text in writes]
-
-    logger = logging.getLogger("sie.x")
-    with configured(json=False):
-        for number in range(3):
-            logger.info("line %d", number)
-        assert counts() == []
-        await until(lambda: counts() == [3], "the lines of one moment")
-        logger.info("before")
-        logger.warning("trouble")
-        assert counts() == [3, 2]
-        await asyncio.to_thread(logger.info, "from a thread")
-        assert counts() == [3, 2, 1]
-        monkeypatch.setattr(process, "MAX_LINES", 2)
-        logger.info("one")
-        logger.info("two")
-        assert counts() == [3, 2, 1, 2]
-
-
-def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "sie.gateway")
-    RequestLogger().ended(Call("the-id", 0.0, {}), "score", 200, 0.1)
-    assert not caplog.records
 
 
 async def test_refused_requests_are_counted_and_a_few_have_a_line(

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from object_stores import BUCKET, Moto
-from websockets.asyncio.server import serve
 
 from sie_cli.models.service import ConfigServiceClient
 from sie_client import SIEAsyncClient, SIEClient
-from sie_contracts.loopback import bypass_proxies, is_local, verification
-from sie_store.object_stores import opened, within
+from sie_contracts.loopback import bypass_proxies, is_local
 
 NOBODY = "http://127.0.0.1:9"
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
@@ -97,8 +92,7 @@ CLIENTS = pytest.mark.parametrize("call", [listed, listed_async, read_by_command
 
 
 @CLIENTS
-@pytest.mark.parametrize("proxy", [NOBODY, "socks5://127.0.0.1:9"])
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
+@pytest.mark.parametrize(("host", "proxy"), [("127.0.0.1", NOBODY), ("localhost", "socks5://127.0.0.1:9")])
 def test_a_server_of_this_machine_is_reached_without_the_proxy(
     call: Callable[[str], Any], proxy: str, host: str, proxied: Callable[[str], None]
 ) -> None:
@@ -114,53 +108,6 @@ def test_any_other_host_is_reached_by_the_proxy(call: Callable[[str], Any], prox
         proxied(url)
         assert [model["name"] for model in call("http://sie.example:8080")] == ["/v1/models"]
         assert targets == ["http://sie.example:8080/v1/models"]
-
-
-@pytest.mark.parametrize(("scheme", "reads"), [("http", 0), ("https", 2)])
-@pytest.mark.parametrize("host", ["127.0.0.1", "sie.example"])
-def test_clients_read_certificates_for_https_alone(
-    scheme: str, reads: int, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contexts = []
-    own = ssl.create_default_context
-    monkeypatch.setattr(
-        ssl, "create_default_context", lambda *arguments, **named: contexts.append(own(*arguments, **named))
-    )
-    url = f"{scheme}://{host}:8080"
-    SIEClient(url).close()
-    with ConfigServiceClient(url, ""):
-        assert len(contexts) == reads
-
-
-def test_a_client_of_http_trusts_no_server_with_tls() -> None:
-    context = verification("http://sie.example")
-    assert isinstance(context, ssl.SSLContext)
-    assert (context.verify_mode, context.check_hostname, context.get_ca_certs()) == (ssl.CERT_REQUIRED, True, [])
-    assert verification("https://sie.example") is True
-
-
-@contextlib.asynccontextmanager
-async def frames() -> AsyncIterator[str]:
-    async def send(connection: Any) -> None:
-        await connection.send(b'{"workers": []}')
-        await connection.wait_closed()
-
-    async with serve(send, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-
-
-async def test_frames_of_this_machine_come_without_the_proxy(proxied: Callable[[str], None]) -> None:
-    proxied(NOBODY)
-
-    def first(url: str) -> Any:
-        with SIEClient(url, connection_budget_s=0.0) as client:
-            return next(iter(client.watch()))
-
-    async with frames() as url, SIEAsyncClient(url, connection_budget_s=0.0) as client:
-        watched = client.watch()
-        assert (await anext(watched))["workers"] == []
-        await watched.aclose()
-        assert (await asyncio.to_thread(first, url))["workers"] == []
 
 
 @pytest.mark.parametrize(
@@ -183,26 +130,6 @@ def test_exceptions_get_the_addresses_of_this_machine(before: dict[str, str], ho
         }
     else:
         assert (after["no_proxy"], after["NO_PROXY"]) == (hosts, hosts)
-
-
-async def test_a_bucket_at_this_machine_is_reached_without_the_proxy(
-    proxied: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import obstore
-
-    store = Moto()
-    try:
-        proxied(NOBODY)
-        for name, value in store.environ.items():
-            monkeypatch.setenv(name, value)
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.setenv(name, "")  # for monkeypatch to restore
-        bypass_proxies(os.environ)
-        bucket = opened(f"s3://{BUCKET}/", "SIE_PAYLOAD_STORE_URL")
-        await within(10, obstore.put_async(bucket, "a", b"b"))
-        assert bytes(await (await obstore.get_async(bucket, "a")).bytes_async()) == b"b"
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize(

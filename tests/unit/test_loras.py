@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, until
+from inprocess import GatewayProcess, InProcess
 
 from sie_contracts.errors import LoraLoadFailed
-from sie_contracts.wire.messages import RunOptions
 from sie_sidecar import in_flight
-from sie_sidecar.in_flight import InFlight
-from sie_sidecar.models import ModelState
 
 TUNED = {
     "tuned": {"run": {"lora": "org/tuned"}},
@@ -75,20 +70,6 @@ async def test_a_lora_is_loaded_once_and_its_answers_have_another_fingerprint(to
     assert right(await toy.ask("a"), "a")
 
 
-async def test_options_that_change_the_numbers_give_another_fingerprint_with_a_lora_and_without(toy: Toy) -> None:
-    requests = [
-        ("", {}),
-        ("", {"normalize": False}),
-        ("", {"options": {"pooling": "cls"}}),
-        ("org/x", {}),
-        ("org/x", {"normalize": False}),
-    ]
-    prints = [(await toy.ask("a", name, **options)).headers["x-sie-fingerprint"] for name, options in requests]
-    assert len(set(prints)) == len(requests)
-    same = await toy.ask("a", normalize=True, is_query=True, output_types=["dense"])
-    assert same.headers["x-sie-fingerprint"] == prints[0]
-
-
 async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
     """The files of a LoRA may change under one name, and may have several names."""
     toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}
@@ -100,18 +81,6 @@ async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
     await toy.adapter.die()
     toy.adapter.digests["org/x"] = "2"
     assert (await toy.ask("a", "org/x")).headers["x-sie-fingerprint"] == prints["org/y"]
-
-
-async def test_the_name_of_a_lora_is_told_in_short(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name is a text of a client."""
-    monkeypatch.setattr(in_flight, "HOLD_S", 0.05)
-    toy.adapter.hold_loads = False
-    await toy.ask("warm")
-    toy.adapter.hold_loads = True
-    answer = await toy.ask("a", "x" * 900)
-    assert answer.json()["code"] == "LORA_LOADING"
-    assert answer.json()["error"]["lora_id"] == "x" * 200
-    assert "x" * 201 not in answer.text
 
 
 async def test_only_equal_loras_share_a_batch(toy: Toy) -> None:
@@ -145,27 +114,6 @@ async def test_a_lora_that_was_dropped_while_its_batch_waited_is_loaded_again(to
     assert right(await waiting, "a", "org/x")
     assert right(await task, "b", "org/y")
     assert toy.adapter.lora_loads.count("org/x") >= 2
-
-
-async def test_a_lora_whose_digest_was_lost_while_its_batch_waited_keeps_its_fingerprint(
-    toy: Toy,
-) -> None:
-    """A lost connection resets the LoRAs that the sidecar has recorded, although the adapter still has them."""
-    usual = await toy.ask("a", "org/x")
-    toy.adapter.hold_batches = True
-    first = asyncio.create_task(toy.ask("first"))
-    await toy.adapter.until(lambda adapter: adapter.running, "the first batch")
-    waiting = asyncio.create_task(toy.ask("a", "org/x"))
-    await until(lambda: sum(type(flight) is InFlight for flight in gc.get_objects()) == 2, "the second batch waits")
-    for hosted in gc.get_objects():
-        if type(hosted) is ModelState:
-            hosted.reset_loras()
-            assert hosted.fingerprint("default", RunOptions(lora="org/x")) == ""
-    toy.adapter.let_go()
-    answer = await waiting
-    assert right(await first, "first")
-    assert right(answer, "a", "org/x")
-    assert answer.headers["x-sie-fingerprint"] == usual.headers["x-sie-fingerprint"]
 
 
 async def test_more_loras_than_are_kept_all_get_their_answers(toy: Toy) -> None:
@@ -223,28 +171,6 @@ async def test_a_model_that_was_unloaded_gets_its_lora_again(toy: Toy) -> None:
     assert toy.adapter.loads.count("toy/one") == 3
 
 
-@pytest.mark.parametrize("lost", ["lora", "model"])
-async def test_a_load_that_work_waits_for_after_it_was_tokenised_is_load_time(toy: Toy, lost: str) -> None:
-    """The load counts neither as batch wait nor as inference."""
-    assert right(await toy.ask("a", "org/x"), "a", "org/x")
-    toy.adapter.loras.clear()  # evicted without a message to the sidecar
-    if lost == "model":
-        toy.adapter.loaded.clear()
-    toy.adapter.hold_loads = True
-    began_s = time.perf_counter()
-    task = asyncio.create_task(toy.ask("b", "org/x"))
-    loads, again = (toy.adapter.lora_loads, "org/x") if lost == "lora" else (toy.adapter.loads, "toy/one")
-    await toy.adapter.until(lambda adapter: loads.count(again) == 2, f"the second load of the {lost}")
-    waited_s = time.perf_counter() - began_s
-    await asyncio.sleep(0.2)  # the time that the load takes
-    loaded_s = time.perf_counter()
-    toy.adapter.let_go()
-    timing = (await task).json()["timing"]
-    rest_s = time.perf_counter() - loaded_s
-    assert timing["load_time"] >= 200
-    assert timing["batch_wait_time"] + timing["inference_time"] <= 1000 * (waited_s + rest_s) + 100
-
-
 async def test_loras_of_profiles_load_with_the_model_that_serves_them(toy: Toy) -> None:
     """A profile with load options of its own is a separate copy of the weights, and its LoRA loads with this copy."""
     await toy.ask("a", model="toy/profiles")
@@ -255,14 +181,6 @@ async def test_loras_of_profiles_load_with_the_model_that_serves_them(toy: Toy) 
     assert toy.adapter.lora_loads == ["org/tuned"]
     assert right(await toy.ask("a", model="toy/profiles:other"), "a", "org/other")
     assert toy.adapter.lora_loads == ["org/tuned", "org/other"]
-
-
-async def test_a_profile_whose_lora_fails_leaves_the_model_and_the_process_alone(toy: Toy) -> None:
-    toy.adapter.refusals["org/tuned"] = LoraLoadFailed("no such LoRA")
-    assert right(await toy.ask("a", model="toy/profiles"), "a")
-    answer = await toy.ask("a", model="toy/profiles:tuned")
-    assert (answer.status_code, answer.json()["code"]) == (500, "LORA_LOAD_FAILED")
-    assert right(await toy.ask("b", model="toy/profiles"), "b")
 
 
 async def test_a_family_without_loras_refuses_and_two_names_must_agree(tmp_path: Path) -> None:

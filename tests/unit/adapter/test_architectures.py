@@ -14,12 +14,8 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.packing import Items, expanded
-from sie_contracts.errors import ModelLoadFailed
 
-USUAL = (
-    *("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3", "convbert"),
-    "gemma3_text bidirectional",
-)
+USUAL = (*("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3", "convbert"), "gemma3_text bidirectional")
 
 
 @pytest.mark.parametrize("kind", long_but(toys.CONFIGS, USUAL))
@@ -30,28 +26,6 @@ def test_packed_states_equal_stock_states_one_by_one(kind: str, tmp_path: Path) 
     sequences = toys.random_ids(LENGTHS)
     for got, expected in zip(states_packed(encoder, sequences), states_one_by_one(folder, sequences), strict=True):
         assert (got - expected).abs().max() <= 2e-5
-
-
-@pytest.mark.parametrize("kind", ["xlm-roberta", "mpnet", "luke"])
-def test_positions_that_begin_after_the_pad_id_are_fewer(kind: str, tmp_path: Path) -> None:
-    encoder = toys.load(toys.save(tmp_path / "toy", kind))
-    assert encoder.backbone.positions == 300 - 1 - toys.CONFIGS[kind]["pad_token_id"]
-
-
-def test_mask_tokens_of_a_text_do_not_change_the_texts_beside_it(tmp_path: Path) -> None:
-    """ESM scales the embeddings of a row by the share of mask tokens in it."""
-    folder = toys.save(tmp_path / "toy", "esm")
-    encoder = toys.load(folder)
-    sequences = toys.random_ids(LENGTHS)
-    for place in (3, 7, 12):
-        sequences[place][2:5] = toys.CONFIGS["esm"]["mask_token_id"]
-    for got, expected in zip(states_packed(encoder, sequences), states_one_by_one(folder, sequences), strict=True):
-        assert (got - expected).abs().max() <= 2e-5
-
-
-def test_a_text_for_which_bigbird_has_sparse_attention_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match="sparse past 210 tokens: max_tokens may be 210 at most"):
-        toys.load(toys.save(tmp_path / "toy", "big_bird", block_size=30))
 
 
 def run(encoder: TextEncoder, batch: Items) -> list[torch.Tensor]:

@@ -74,14 +74,6 @@ def test_a_kernel_equals_the_definition(kernel: Kernel, name: str, key_heads: in
     torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.BLOCKS, Kernel.REFERENCE])
-def test_a_kernel_in_bfloat16_is_near(kernel: Kernel) -> None:
-    query, key, value, bounds = tensors(6, 6, torch.bfloat16)
-    got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(kernel), 0.25, FAR, FAR)
-    assert got.dtype is torch.bfloat16
-    torch.testing.assert_close(got.double(), by_definition(query, key, value, MaskPattern()), atol=2e-2, rtol=0)
-
-
 def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
     for pattern in PATTERNS.values():
@@ -126,27 +118,6 @@ def test_what_is_not_visible_attends_and_is_not_attended(kernel: Kernel, name: s
     changed = key.clone()
     changed[44 + VISIBLE[-1] :] = torch.nan  # The values of masked keys must not matter.
     assert torch.equal(torch.ops.sie.packed_attention(query, changed, value, *arguments), got)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_what_is_not_visible_stays_so_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
-    query, key, value, bounds = tensors(6, 2, torch.float32)
-    pattern = PATTERNS[name]
-    got = torch.ops.sie.packed_attention(
-        query, key, value, bounds, layout(Kernel.BLOCKS, VISIBLE), 0.25, pattern.left, pattern.right
-    )
-    torch.testing.assert_close(got, padded(query, key, value, pattern), atol=2e-6, rtol=0)
-
-
-def test_the_operator_is_what_torch_expects_of_one() -> None:
-    """Schema, fake implementation and aliasing, as torch checks them."""
-    query, key, value, bounds = tensors(2, 2, torch.float32)
-    with torch.inference_mode():
-        args = (query, key, value, bounds, layout(Kernel.SDPA), 0.25, FAR, FAR)
-        torch.library.opcheck(
-            torch.ops.sie.packed_attention.default, args, test_utils=("test_schema", "test_faketensor")
-        )
 
 
 @pytest.mark.parametrize(

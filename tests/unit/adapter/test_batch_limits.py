@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import resource
-import threading
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, DeviceLimits, limits_key, split_off
+from sie_adapter.memory.batch_limits import (
+    DOUBTED_TOKENS,
+    FORGET_STEPS,
+    MAX_KEYS,
+    RAISE,
+    WAIT_S,
+    CrashRecord,
+    DeviceLimits,
+    PassRecord,
+    PassRecords,
+    limits_key,
+    split_off,
+)
+from sie_contracts.settings import load
+from sie_runtime import control_group
 
 KEY = limits_key("f00d", "float32", "NVIDIA L4")
 
@@ -50,12 +63,6 @@ class Device:
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
     return Device(tmp_path / "sie" / "frontier.json")
-
-
-def test_nothing_is_limited_before_something_failed(device: Device) -> None:
-    device.batch_limits.fits(KEY, 16_384)
-    assert device.batch_limits.limit(KEY) is None
-    assert not device.path.exists()
 
 
 def test_after_a_failure_batches_are_as_large_as_what_is_known_to_fit(device: Device) -> None:
@@ -112,29 +119,6 @@ def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) ->
     assert 0.7 * device.room <= (device.batch_limits.limit(KEY) or 0) <= device.room
 
 
-def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
-    """A neighbour comes and goes at random for two hours. Passes use on average at least 70 % of the room."""
-    generator = np.random.default_rng(7)
-    used, passes = 0.0, 0
-    for _ in range(720):
-        device.now_s += 10
-        if generator.random() < 0.1:
-            device.room = 2800 if device.room == 4000 else 4000
-        device.run(16_384)
-        used += min(1.0, (device.batch_limits.limit(KEY) or device.room) / device.room)
-        passes += 1
-    assert used / passes >= 0.7
-    assert device.failures <= 0.2 * passes
-
-
-def test_an_item_that_is_too_large_alone_says_nothing_of_the_others(device: Device) -> None:
-    device.run(3900)
-    device.batch_limits.failed(KEY, 5000)
-    limit = device.batch_limits.limit(KEY)
-    device.batch_limits.failed(KEY, 100_000)
-    assert device.batch_limits.limit(KEY) == limit
-
-
 def test_the_limit_is_at_least_one_token_and_rises_from_there(device: Device) -> None:
     device.batch_limits.failed(KEY, 1)
     assert device.batch_limits.limit(KEY) == 1
@@ -173,26 +157,6 @@ def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pyte
     device.batch_limits.failed(KEY, 100)
     device.restart()
     assert device.batch_limits.limit(KEY) == 50
-
-
-def test_limits_that_the_disk_has_no_room_for_leave_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        DeviceLimits(tmp_path / "frontier.json").failed(KEY, 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "sie").write_text("a file")
-    batch_limits = DeviceLimits(tmp_path / "sie" / "frontier.json")
-    batch_limits.failed(KEY, 100)
-    assert batch_limits.limit(KEY) == 50
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
-    assert "cannot be written" in caplog.text
 
 
 def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:
@@ -235,25 +199,6 @@ def test_the_file_is_bounded_and_old_edges_are_forgotten(device: Device) -> None
     assert device.path.read_bytes().count(b"fit_tokens") == 1
 
 
-def test_threads_leave_one_consistent_edge(device: Device) -> None:
-    def hammer(low: int) -> None:
-        for tokens in range(low, low + 200):
-            device.batch_limits.fits(KEY, tokens)
-            if tokens % 50 == 0:
-                device.batch_limits.failed(KEY, tokens + 1000)
-            assert (device.batch_limits.limit(KEY) or 1) >= 1
-
-    threads = [threading.Thread(target=hammer, args=(low,)) for low in (1, 301, 601, 901)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    device.batch_limits.save()
-    limit = device.batch_limits.limit(KEY)
-    device.restart()
-    assert device.batch_limits.limit(KEY) == limit
-
-
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 2000), st.data())
 def test_parts_hold_every_item_once_and_stay_within_the_limit(
     lengths: list[int], limit: int, data: st.DataObject
@@ -266,3 +211,70 @@ def test_parts_hold_every_item_once_and_stay_within_the_limit(
         assert len(part) == 1 or tokens[part].sum() <= limit
         members += part.tolist()
     assert sorted(members) == chosen.tolist()
+
+
+# passes that their process did not survive
+
+
+CPU_KEY = limits_key("f00d", "float32", "cpu")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sie" / "passes"
+
+
+def die_in(path: Path, tokens: int, fitted: int = 0) -> None:
+    """Fork a process that is killed within a pass of `tokens` tokens."""
+    child = os.fork()
+    if not child:
+        with PassRecords(path).during(CPU_KEY, tokens, fitted):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
+    records = PassRecords(path)
+    with records.during(CPU_KEY, 10, 0), records.during(CPU_KEY, 20, 5):
+        pass
+    with pytest.raises(MemoryError), records.during(CPU_KEY, 30, 0):
+        raise MemoryError
+    assert PassRecords(path).left() == []
+    die_in(path, 4000, 3000)
+    assert PassRecords(path).left() == [PassRecord(CPU_KEY, 4000, 3000)]
+    assert PassRecords(path).left() == [], "each is told once"
+
+
+@pytest.mark.parametrize(
+    ("kills", "tokens", "fitted", "is_learnt"),
+    [
+        (1, 40, 4000, True),  # the kernel counted an OOM kill
+        (0, 4000, 3000, True),  # larger than all passes that fitted
+        (0, 4000, 4000, False),  # a pass of this size had fitted
+        (0, DOUBTED_TOKENS - 1, 0, False),  # the first pass of a process that was killed for another reason
+    ],
+)
+def test_what_is_learnt_of_a_death(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, tokens: int, fitted: int, is_learnt: bool
+) -> None:
+    counter = 5
+    monkeypatch.setattr(control_group, "oom_kills", lambda: counter)
+    file = path.with_name("frontier.json")
+    crash_record = CrashRecord(PassRecords(path), lambda: DeviceLimits(file))
+    die_in(path, tokens, fitted)
+    counter += kills
+    crash_record.learn()
+    assert DeviceLimits(file).limit(CPU_KEY) == (tokens // 4 if is_learnt else None)
+    crash_record.learn()
+    assert DeviceLimits(file).limit(CPU_KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
+
+
+def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(tmp_path: Path) -> None:
+    settings_a, settings_b = (
+        load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
+        for name in "ab"
+    )
+    DeviceLimits.for_machine(settings_a).failed(CPU_KEY, 100)
+    assert DeviceLimits.for_machine(settings_b).limit(CPU_KEY) == 50
+    with PassRecords.for_socket(settings_a).during(CPU_KEY, 9, 0):
+        assert PassRecords.for_socket(settings_b).left() == []

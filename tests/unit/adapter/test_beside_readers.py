@@ -130,25 +130,6 @@ def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: AdapterEngine)
         assert_read(received(page))
 
 
-def test_a_page_is_written_while_every_lane_is_taken(engine: AdapterEngine) -> None:
-    gate = Gate()
-
-    put(engine, "reader", Reader(Sums()))
-    texts = [message([[1, 2]], model=f"m{lane}") for lane in range(len(engine.device_threads))]
-    with contextlib.ExitStack() as stack:
-        lanes = [stack.enter_context(connection(engine)) for _ in texts]
-        for text, batch in zip(lanes, texts, strict=True):
-            put(engine, batch.model, GatedEncoder(gate))
-            begins(text, batch)
-            assert gate.reached.acquire(timeout=WAIT_S)
-        page = stack.enter_context(connection(engine))
-        begins(page, PAGE)
-        assert_read(received(page))
-        gate.opened.set()
-        for text in lanes:
-            assert isinstance(received(text), BatchDone)
-
-
 def test_texts_that_wait_for_a_lane_have_not_begun(engine: AdapterEngine) -> None:
     """The sidecar takes the inputs of a batch that has begun for a possible cause of the adapter's death."""
     gate = Gate()

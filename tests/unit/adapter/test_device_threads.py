@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
 from cluster import until
 
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads, is_alone, set_torch_threads
-from sie_adapter.memory.oom import on_new_thread
 from sie_contracts.wire.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import arm
 
@@ -101,25 +97,6 @@ def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_
     assert runs["second"][0] != "device-0"
 
 
-def test_a_small_batch_has_one_torch_thread_and_other_threads_keep_their_number() -> None:
-    numbers: list[int] = []
-
-    def execute(message: RunBatch) -> Reply:
-        set_torch_threads(is_small=message.batch == "small")
-        numbers.append(torch.get_num_threads())
-        return BatchDone(message.batch, (), b"", 0.0, 0.0)
-
-    lanes = DeviceThreads(3, execute)
-    for name in ("large", "small", "large"):
-        until(lambda: lanes._is_first_idle, 30.0, "the first lane is idle")
-        answers(lanes, name)
-    assert lanes.stop(30.0)
-    assert numbers == [3, 1, 3]
-    before = torch.get_num_threads()
-    set_torch_threads(is_small=True)
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_job_is_answered_when_they_come_as_lanes_become_idle(count: int) -> None:
     lanes = DeviceThreads(count, lambda message: BatchDone(message.batch, (), b"", 0.0))
@@ -146,29 +123,3 @@ def test_a_batch_that_is_submitted_after_the_stop_is_refused(count: int) -> None
     (refused,) = answers(lanes, "late")
     assert isinstance(refused, Refused)
     assert (refused.batch, refused.error.code) == ("late", "SHUTTING_DOWN")
-
-
-def test_what_fails_on_a_new_thread_is_freed_with_its_error() -> None:
-    """The frames of an error hold the tensors of a failed pass; a cycle would hold them until the next collection."""
-    freed = threading.Event()
-
-    def fail() -> None:
-        tensor = torch.empty(1)
-        weakref.finalize(tensor, freed.set)
-        raise MemoryError
-
-    gc.disable()
-    try:
-        with contextlib.suppress(MemoryError):
-            on_new_thread(fail)
-        assert freed.is_set()
-    finally:
-        gc.enable()
-
-
-def test_work_on_a_new_thread_keeps_the_mode_and_the_threads_of_torch() -> None:
-    with torch.inference_mode():
-        assert on_new_thread(torch.is_inference_mode_enabled)
-    assert not on_new_thread(torch.is_inference_mode_enabled)
-    assert on_new_thread(torch.get_num_threads) == torch.get_num_threads()
-    assert on_new_thread(threading.get_ident) != threading.get_ident()

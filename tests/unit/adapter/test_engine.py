@@ -21,7 +21,6 @@ from sie_adapter.loading.loading import Loader
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.residency import Permission, Resident
 from sie_adapter.packed.packing import PackedBatch
-from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
@@ -184,28 +183,6 @@ def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
     assert loaded_beside_another(engine, failure, monkeypatch) == ("other",)
 
 
-def test_a_load_whose_thread_has_no_room_takes_that_of_another_model(
-    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def crowded(thread: threading.Thread) -> None:
-        if thread.name.endswith("-new") and "other" in engine.residency._residents:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", crowded)
-    assert loaded_beside_another(engine, ValueError("a bug"), monkeypatch) == ("other",)
-
-
-def test_a_model_whose_warm_up_fails_is_told_with_a_class(
-    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ModelLoadFailed, match="m: ValueError: a bug") as failed:
-        loaded_beside_another(engine, ValueError("a bug"), monkeypatch)
-    assert failed.value.extras["error_class"] == "UNKNOWN"
-
-
 def test_a_device_that_is_lost_while_a_model_is_warmed_up_ends_the_process(
     engine: AdapterEngine, lost: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,20 +240,6 @@ def test_stopping_finishes_what_runs_and_refuses_what_waits() -> None:
     assert refused.error.code == "SHUTTING_DOWN"
     assert lanes.busy_s() == 0
     assert all(job.finished.is_set() for job in jobs)
-
-
-def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
-    def answer(reply: Reply) -> None:
-        raise RuntimeError("a bug in the caller")
-
-    lanes = DeviceThreads(1, lambda ran: BatchDone(ran.batch, (), b"", 1.0))
-    answers: list[Reply] = []
-    jobs = [DeviceJob(batch("a"), answer), DeviceJob(batch("b"), answers.append)]
-    for job in jobs:
-        lanes.submit(job)
-        assert job.finished.wait(30)
-    assert len(answers) == 2
-    assert lanes.stop(30)
 
 
 @pytest.mark.parametrize(

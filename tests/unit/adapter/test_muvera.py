@@ -96,15 +96,13 @@ def test_a_ragged_batch_equals_the_steps_written_out(
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "is_query"),
     [
-        Muvera(),
-        Muvera(fill_empty_partitions=True),
-        Muvera(projection_dim=16, final_projection_dim=None),
-        Muvera(normalize=True),
+        (Muvera(), True),
+        (Muvera(fill_empty_partitions=True), False),
+        (Muvera(projection_dim=16, final_projection_dim=None), False),
     ],
 )
-@pytest.mark.parametrize("is_query", [True, False])
 def test_an_item_does_not_depend_on_its_batch_mates(parameters: Muvera, is_query: bool) -> None:
     """Results are equal bit for bit. The items themselves are not changed."""
     rows = [unit_rows(seed, count, 64) for seed, count in enumerate([1, 128, 3, 77, 300, 32, 32, 5])]
@@ -133,62 +131,6 @@ def test_tokens_in_a_plane_are_on_the_same_side_in_any_batch() -> None:
             assert torch.equal(together[:64], alone)
 
 
-@pytest.mark.parametrize("parameters", [Muvera(), Muvera(fill_empty_partitions=True, normalize=True, projection_dim=4)])
-def test_an_item_without_tokens_is_zeros_alone_and_among_others(parameters: Muvera) -> None:
-    empty, full = torch.zeros(0, 16), unit_rows(1, 9, 16)
-    got = muvera.encode([empty, full, empty], parameters, is_query=False)
-    assert not got[0].any()
-    assert not got[2].any()
-    assert torch.equal(got[1], one(full, parameters, is_query=False))
-    assert not muvera.encode([empty, empty], parameters, is_query=False).any()
-
-
-def test_values_that_are_not_finite_stay_in_their_item() -> None:
-    rows = [unit_rows(seed, 20, 32) for seed in range(3)]
-    expected = muvera.encode(rows, Muvera(), is_query=False)
-    rows[1][4, 2] = torch.nan
-    got = muvera.encode(rows, Muvera(), is_query=False)
-    assert got[1].isnan().any()
-    assert torch.equal(got[[0, 2]], expected[[0, 2]])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_tokens_of_another_float_type_are_cast_first(dtype: torch.dtype) -> None:
-    tokens = unit_rows(3, 20, 32).to(dtype)
-    assert torch.equal(one(tokens, Muvera(), is_query=True), one(tokens.float(), Muvera(), is_query=True))
-
-
-def test_normalised_results_have_length_one_and_the_same_direction() -> None:
-    tokens = unit_rows(3, 20, 32)
-    plain, unit = (one(tokens, Muvera(normalize=normalize), is_query=True) for normalize in (False, True))
-    torch.testing.assert_close(unit, plain / plain.norm())
-
-
-@pytest.mark.parametrize("fill", [False, True])
-def test_inner_products_rank_like_maxsim(fill: bool) -> None:
-    """Each document holds 0 to 16 tokens near those of a query. Inner products order the documents nearly as MaxSim
-    does.
-    """
-    rng = np.random.default_rng(11)
-    parameters = Muvera(fill_empty_partitions=fill)
-    taus = []
-    for seed in range(8):
-        query = unit_rows(100 + seed, 16, 64)
-        documents = []
-        for near in range(0, 17, 2):
-            noisy = query[rng.permutation(16)[:near]] + 0.08 * torch.from_numpy(
-                rng.normal(size=(near, 64)).astype(np.float32)
-            )
-            documents.append(
-                torch.nn.functional.normalize(torch.cat([noisy, unit_rows(1000 * seed + near, 40 - near, 64)]), dim=1)
-            )
-        exact = torch.stack([(query @ document.T).amax(1).sum() for document in documents])
-        close = muvera.encode(documents, parameters, is_query=False) @ one(query, parameters, is_query=True)
-        pairs = [(i, j) for i in range(9) for j in range(i)]
-        taus.append(np.mean([float((exact[i] > exact[j]) == (close[i] > close[j])) * 2 - 1 for i, j in pairs]))
-    assert np.mean(taus) > 0.9, taus
-
-
 def test_two_threads_at_once_get_what_one_gets() -> None:
     """Both threads use projection matrices that are not drawn yet."""
     rows = [unit_rows(seed, 40, 48) for seed in range(4)]
@@ -210,20 +152,6 @@ def test_two_threads_at_once_get_what_one_gets() -> None:
         expected = np.stack([muvera_naive.encode(item.numpy(), parameters, is_query=is_query) for item in rows])
         for mine in got:
             np.testing.assert_allclose(mine[number].numpy(), expected, atol=1e-5)
-
-
-def test_matrices_are_drawn_once_and_the_longest_unused_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    draw = muvera._draw
-    monkeypatch.setattr(
-        muvera, "_draw", lambda parameters, *rest: (drawn.append(parameters.seed), draw(parameters, *rest))[1]
-    )
-    monkeypatch.setattr(muvera, "_MATRICES", muvera._ProjectionCache(1 << 30, 2))
-    tokens = [unit_rows(0, 3, 8)]
-    for seed in (1, 1, 2, 1, 3, 1, 2):
-        muvera.encode(tokens, Muvera(seed=seed), is_query=True)
-        muvera.encode(tokens, Muvera(seed=seed, normalize=True, fill_empty_partitions=True), is_query=False)
-    assert drawn == [1, 2, 3, 2]
 
 
 def test_the_matrices_held_stay_below_their_bytes() -> None:
@@ -250,26 +178,16 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        Muvera(),
-        Muvera(num_repetitions=2, num_simhash_projections=10),
-        Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True),
-    ],
+    "parameters", [Muvera(), Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True)]
 )
-@pytest.mark.parametrize("budget", [muvera.CPU_BLOCK_BYTES, pytest.param(muvera.BLOCK_BYTES, marks=pytest.mark.long)])
-@pytest.mark.parametrize("tokens", [8, pytest.param(512, marks=pytest.mark.long)])
-def test_no_intermediate_grows_with_the_batch(
-    parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All cells of the 96 items would take 96 MiB. Their projected tokens, 512 for each, would take 768 MiB."""
-    monkeypatch.setattr(muvera, "CPU_BLOCK_BYTES", budget)
-    rows = list(unit_rows(0, 24 * tokens, 128).view(24, tokens, 128)) * 4
+def test_no_intermediate_grows_with_the_batch(parameters: Muvera) -> None:
+    """All cells of the 96 items would take 96 MiB."""
+    rows = list(unit_rows(0, 24 * 8, 128).view(24, 8, 128)) * 4
     muvera.encode(rows[:1], parameters, is_query=False)  # draws the matrices
     with Largest() as largest:
         muvera.encode(rows, parameters, is_query=False)
     result = 96 * parameters.width(128) * 4
-    assert 1 << 20 <= largest.nbytes <= max(result, 2 * budget) <= 64 << 20
+    assert 1 << 20 <= largest.nbytes <= max(result, 2 * muvera.CPU_BLOCK_BYTES) <= 64 << 20
 
 
 def test_a_result_that_would_be_too_wide_is_refused() -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sie_adapter.engine import device as devices
-from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy
+from sie_adapter.memory.oom import OomRecovery, Relief, Remedy
 from sie_adapter.packed.packing import Int64
-from sie_contracts.wire.device_reports import Shortages
 
 CPU = torch.device("cpu")
 
@@ -42,10 +41,6 @@ def counted(
     return remedies, refused
 
 
-def test_what_fits_at_once_needs_no_remedy() -> None:
-    assert counted(8, 8) == (Counter(), [])
-
-
 def test_a_batch_that_is_split_was_one_recovery() -> None:
     """8 items on a device for 2 need 3 splits, each after the cache is cleared."""
     remedies, refused = counted(2, 8)
@@ -64,13 +59,6 @@ def test_a_model_that_makes_room_is_an_eviction_and_no_split() -> None:
     }
 
 
-def test_a_load_that_ended_is_no_eviction() -> None:
-    """The batch waits for the end of a load that took the memory. No model is evicted for the batch."""
-    remedies, refused = counted(2, 8, room=1, relief="load_ended")
-    assert refused == []
-    assert remedies == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1}
-
-
 def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:
     remedies, refused = counted(0, 2)
     assert refused == [0, 1]
@@ -81,14 +69,6 @@ def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:
     )
 
 
-def test_counts_are_kept_by_model() -> None:
-    oom_counters = OomCounters()
-    for model in ("a", "a", "b"):
-        oom_counters.count(model, "cache_clears")
-    oom_counters.count("a", "batch_splits")
-    assert oom_counters.all() == (Shortages("a", cache_clears=2, batch_splits=1), Shortages("b", cache_clears=1))
-
-
 def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cores are busy for 3 of 4 seconds."""
     seconds = [(100.0, 400.0), (103.0, 404.0), (103.0, 404.0)]
@@ -96,12 +76,3 @@ def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.
     use = devices.UtilisationProbe(CPU)
     assert use.percent() == 75.0
     assert use.percent() is None, "no time has passed"
-
-
-def test_the_use_of_this_machine_is_a_share() -> None:
-    use = devices.UtilisationProbe(CPU)
-    percent = None
-    while percent is None:  # the clock of the processors ticks 100 times a second
-        sum(range(100_000))
-        percent = use.percent()
-    assert 0.0 <= percent <= 100.0

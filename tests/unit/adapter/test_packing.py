@@ -30,26 +30,6 @@ def test_every_sequence_is_in_one_place_with_its_own_positions(sequences: list[l
         assert list(packed.positions[place]) == list(range(2, 2 + len(sequences[item])))
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=40))
-def test_groups_cover_all_tokens_once_and_hold_equal_lengths(lengths: list[int]) -> None:
-    packed = pack(as_items([[7] * length for length in lengths]), np.arange(len(lengths)), Positions())
-    covered = [length for _, sequences, length, _ in packed.groups for _ in range(sequences)]
-    assert covered == sorted(lengths)
-    assert [first for first, *_ in packed.groups] == [
-        0,
-        *np.cumsum([n * length for _, n, length, _ in packed.groups])[:-1],
-    ]
-    assert packed.groups[:, 3].tolist() == packed.groups[:, 2].tolist()
-    assert packed.visible is None
-
-
-def test_token_types_stay_with_their_tokens() -> None:
-    packed = pack(as_items([[1, 2, 3], [4, 5]], b"\0\1\2\3\4"), np.arange(2), Positions())
-    assert packed.ids.tolist() == [4, 5, 1, 2, 3]
-    assert packed.types is not None
-    assert packed.types.tolist() == [3, 4, 0, 1, 2]
-
-
 @pytest.mark.parametrize("attended", [False, True])
 def test_items_are_filled_up_at_their_end(attended: bool) -> None:
     batch = as_items([[1], [2, 3, 4], [], [5, 6]])
@@ -59,40 +39,6 @@ def test_items_are_filled_up_at_their_end(attended: bool) -> None:
     assert (filled.visible is None) == attended
     if filled.visible is not None:
         assert filled.visible.tolist() == [1, 3, 0, 2]
-
-
-def test_a_batch_in_which_nothing_is_filled_up_keeps_the_kernels_for_all_sequences_at_once() -> None:
-    """These kernels count windows from the last token, so a sequence with hidden tokens runs on another kernel."""
-    filled = expanded(as_items([[1, 2], [3, 4, 5]]), np.array([2, 1]), 9, attended=False)
-    assert filled.visible is None
-    assert filled.ids.tolist() == [1, 2, 3, 4, 5]
-
-
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=30))
-def test_a_group_has_one_length_and_one_visible_part(sizes: list[tuple[int, int]]) -> None:
-    batch = expanded(
-        as_items([[7] * length for length, _ in sizes]),
-        np.array([filled_length for _, filled_length in sizes]),
-        9,
-        attended=False,
-    )
-    packed = pack(batch, np.arange(len(sizes)), Positions())
-    covered = [(length, visible) for _, sequences, length, visible in packed.groups.tolist() for _ in range(sequences)]
-    assert covered == sorted((max(size), size[0]) for size in sizes)
-    assert len(packed.groups) == len(set(covered))
-    assert (packed.visible is None) == all(length >= filled_length for length, filled_length in sizes)
-    for row, item in enumerate(packed.order):
-        place = slice(packed.bounds[row], packed.bounds[row + 1])
-        length, target_length = sizes[item]
-        assert packed.ids[place].tolist() == [7] * length + [9] * max(0, target_length - length)
-        assert packed.positions[place].tolist() == list(range(max(length, target_length)))
-        assert packed.visible is None or packed.visible[row] == length
-
-
-def test_chosen_items_alone_are_packed() -> None:
-    packed = pack(as_items([[1, 2], [3], [4, 5, 6]]), np.array([0, 2]), Positions())
-    assert packed.ids.tolist() == [1, 2, 4, 5, 6]
-    assert packed.order.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("numbering", [Positions(), Positions(2, 1)])
@@ -145,12 +91,6 @@ def test_lengths_ids_and_types_that_do_not_belong_together_are_refused(
 ) -> None:
     with pytest.raises(MalformedBatch):
         items(lengths, ids, types)
-
-
-def test_extremes_name_the_item_even_beside_empty_ones() -> None:
-    low, high = as_items([[5, 9], [], [3]]).extremes()
-    assert low.tolist() == [5, 0, 3]
-    assert high.tolist() == [9, 0, 3]
 
 
 def test_a_layout_names_the_kernel_of_each_group_or_one_for_all_sequences() -> None:

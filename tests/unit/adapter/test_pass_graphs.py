@@ -130,17 +130,6 @@ def test_replayed_states_equal_eager_states(kind: str, tmp_path: Path, recorder:
     assert not backbone._graphs.is_eager
 
 
-def test_token_types_reach_the_graph(bert: Backbone, recorder: RerunRecorder) -> None:
-    types = np.array([0, 0, 1, 1, 1], np.uint8)
-    plain, typed = packed_of(bert, (5,)), packed_of(bert, (5,), types=types)
-    expected = eager(bert, typed)
-    for _ in range(2):
-        forward(bert, plain)
-    torch.testing.assert_close(forward(bert, typed), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(forward(bert, plain), eager(bert, plain), rtol=0, atol=1e-5)
-    assert recorder.captures == 1
-
-
 def test_a_batch_gets_the_smallest_bucket_that_holds_it(bert: Backbone) -> None:
     for lengths, bucket in {
         (1,): Bucket(16, 8, 16),
@@ -156,14 +145,6 @@ def test_a_batch_gets_the_smallest_bucket_that_holds_it(bert: Backbone) -> None:
     assert bucket_of(packed_of(bert, (1,) * 33)) is None
 
 
-def test_batches_of_other_inputs_than_texts_have_no_bucket(bert: Backbone) -> None:
-    hidden = packed_of(bert, (5, 6), visible=np.array([3, 6]))
-    assert bucket_of(hidden) is None
-    placed = packed_of(bert, (5,))
-    placed.axes = np.zeros((3, 5), np.int64)
-    assert bucket_of(placed) is None
-
-
 def test_the_second_use_of_a_bucket_is_captured_and_padding_is_counted(bert: Backbone, recorder: RerunRecorder) -> None:
     captures, padding = [], []
     for _ in range(4):
@@ -173,16 +154,6 @@ def test_the_second_use_of_a_bucket_is_captured_and_padding_is_counted(bert: Bac
         padding.append(packed.padding)
     assert captures == [0, 1, 1, 1]
     assert padding == [0, 0, 5, 5]
-
-
-def test_states_of_a_replay_survive_the_next_one(bert: Backbone) -> None:
-    first, second = packed_of(bert, (5,), 1), packed_of(bert, (5,), 2)
-    for _ in range(2):
-        forward(bert, first)
-    states = forward(bert, first)
-    before = states.clone()
-    forward(bert, second)
-    assert torch.equal(states, before)
 
 
 def test_a_model_whose_capture_fails_is_eager_with_one_line(
@@ -220,24 +191,6 @@ def test_a_capture_without_memory_is_tried_again_later(bert: Backbone, recorder:
     bert._graphs._paused_until_s -= pass_graphs._PAUSE_S
     forward(bert, packed)
     assert recorder.captures == 1
-
-
-def test_nothing_is_captured_while_that_is_not_possible(bert: Backbone, recorder: RerunRecorder) -> None:
-    recorder.is_free = False
-    packed = packed_of(bert, (5,))
-    for _ in range(3):
-        assert torch.equal(forward(bert, packed), eager(bert, packed))
-    recorder.is_free = True
-    forward(bert, packed)
-    assert recorder.captures == 1
-
-
-def test_a_pass_beside_another_one_is_eager(bert: Backbone, recorder: RerunRecorder) -> None:
-    packed = packed_of(bert, (5,))
-    with recorder.lock:
-        for _ in range(3):
-            assert torch.equal(forward(bert, packed), eager(bert, packed))
-    assert recorder.captures == 0
 
 
 def test_passes_with_a_lora_are_eager(bert: Backbone, recorder: RerunRecorder) -> None:

@@ -15,13 +15,11 @@ from unit.adapter.test_batch import arrays, reasons, tokens
 
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.families.extraction import ExtractOptions, Preparation, by_options
-from sie_adapter.memory.device_errors import cancelled
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ShuttingDown, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.ipc import BatchDone, Group, Rows, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
 
-CPU = torch.device("cpu")
 RAW = RunOptions(normalize=False)
 NAN = float("nan")
 
@@ -184,20 +182,6 @@ def test_no_text_runs_again_on_a_lost_device(operation: str) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("error", [cancelled(), ShuttingDown("the adapter is stopping")])
-@pytest.mark.parametrize("operation", ["encode", "score", "extract"])
-def test_no_text_runs_again_after_the_end_of_its_call(operation: str, error: SIEError) -> None:
-    calls = []
-
-    def end(*_: Any) -> list[Any]:
-        calls.append(1)
-        raise error
-
-    with pytest.raises(type(error)):
-        run(operation, ["a", "b", "c"], Group(0, 3, RAW), family=SimpleNamespace(**{operation: end}))
-    assert len(calls) == 1
-
-
 def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
     family = Letters()
     done = run(
@@ -231,11 +215,6 @@ def test_a_result_less_fails_the_batch_and_never_shifts(operation: str) -> None:
     assert caught.value.reason == "wrong_length"
 
 
-def test_a_verb_that_the_family_has_not_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="does not score"):
-        run("score", ["a", "b"], Group(0, 2), family=object())
-
-
 @pytest.mark.parametrize(
     ("texts", "lengths", "groups"),
     [
@@ -251,11 +230,6 @@ def test_a_batch_that_contradicts_itself_is_refused(
     with pytest.raises(InternalFailure) as caught:
         run("encode", texts, *groups, lengths=lengths)
     assert caught.value.reason == "malformed_batch"
-
-
-def test_an_empty_batch_is_answered() -> None:
-    for operation in ("encode", "score", "extract"):
-        assert run(operation, []).outcomes == ()
 
 
 def test_texts_that_do_not_fit_together_are_halved_and_one_that_fits_nowhere_is_refused() -> None:
@@ -327,10 +301,3 @@ def test_a_family_that_tokenises_itself_tells_how_long_and_with_what_padding() -
     assert len(family.threads) == before, "nothing is left to tokenise"
     assert prepared.outcomes == on_lane.outcomes
     assert (prepared.padding, prepared.preprocess_ms) == (2, 1e3 * preparation.seconds)
-
-
-def test_what_cannot_be_prepared_fails_for_its_text_alone() -> None:
-    family, texts = Tokenising(), ("a", "bad", "ab")
-    message = RunBatch("b", "m", "extract", np.array([1, 3, 2], "<i4").tobytes(), b"", (Group(0, 3),), texts=texts)
-    done = run_raw(family, message, preparation=family.prepare(texts, extract_options(message)))
-    assert [isinstance(outcome, Ok) for outcome in done.outcomes] == [True, False, True]

@@ -14,7 +14,6 @@ from selection import long_but
 from torch import Tensor
 from transformers import GenerationConfig
 
-from sie_adapter.generation import reading
 from sie_adapter.generation.greedy import Rules, ends_of
 from sie_adapter.generation.reading import GeneratedText, Readings, _GenerationCall, _GenerationRow, _Loop
 from sie_adapter.generation.slots import DecoderSlots, RowStart
@@ -133,13 +132,6 @@ def test_all_rows_of_all_calls_share_a_step(readings: Readings) -> None:
     assert readings.stop(TIMEOUT_S)
 
 
-def test_no_more_rows_run_at_a_time_than_there_are_places(readings: Readings) -> None:
-    model = Sums(together=8)
-    prompts = PROMPTS * 4
-    assert readings.read(model, prompts) == [expected(prompt) for prompt in prompts]
-    assert max(model.rows) <= reading.MAX_ROWS
-
-
 def test_a_row_for_which_nobody_waits_leaves_within_a_step() -> None:
     model, departure = Sums(together=8), threading.Event()
     loop = _Loop(model, CPU)
@@ -174,20 +166,6 @@ def test_a_row_that_does_not_fit_alone_is_its_callers_matter(readings: Readings)
     with pytest.raises(torch.OutOfMemoryError):
         readings.read(Sums(fails=fails), PROMPTS[:1])
     assert readings.read(Sums(), PROMPTS[:1]) == [expected(PROMPTS[0])]
-
-
-def test_an_error_while_memory_is_freed_fails_the_rows_and_not_the_thread() -> None:
-    def lose() -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    def fails(rows: int) -> None:
-        raise torch.OutOfMemoryError("too many")
-
-    loop, rows = _Loop(Sums(together=2, fails=fails), CPU, shed=lose), [row(prompt) for prompt in PROMPTS[:2]]
-    loop.waiting.extend(rows)
-    loop.turn()
-    assert [type(failed.call.error) for failed in rows] == [torch.AcceleratorError] * 2
-    assert loop.is_idle
 
 
 LONG = [asked(*range(1, 6 + number), most=90 + 10 * number, ends=frozenset()) for number in range(8)]
@@ -230,84 +208,6 @@ def test_rows_together_take_no_more_than_the_device_has_for_them(slots: int) -> 
     assert max(device.model.rows) >= min(slots, 2)
 
 
-def test_a_row_alone_takes_what_it_needs() -> None:
-    device = Device(0)
-    assert device.read(LONG[:3]) == ([expected(prompt) for prompt in LONG[:3]], 0)
-
-
-def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
-    """No row begins again. While the slots grow from two rows to four, both sizes are in memory."""
-    device = Device((2 + 4) * 64 * POSITION_BYTES)
-    prompts = [asked(1, 2 + number, most=20, ends=frozenset()) for number in range(10)]
-    texts, _ = device.read(prompts)
-    assert texts == [expected(prompt) for prompt in prompts]
-    assert max(device.model.rows) == 4
-    assert sum(device.model.rows) == 10 * 19
-
-
-def test_memory_that_ends_while_rows_begin_has_none_of_them_read_twice() -> None:
-    asked_for: list[int] = []
-
-    def fits(more_bytes: int) -> bool:
-        asked_for.append(more_bytes)
-        if len(asked_for) == 2:
-            raise torch.OutOfMemoryError("the second row, this once")
-        return True
-
-    model = Sums(together=2)
-    loop, rows = _Loop(model, CPU, fits), [row(prompt) for prompt in PROMPTS[:2]]
-    loop.waiting.extend(rows)
-    while not loop.is_idle:
-        loop.turn()
-    assert [GeneratedText(generation.ids, generation.finish) for generation in rows if generation.finish] == [
-        expected(prompt) for prompt in PROMPTS[:2]
-    ]
-    assert sum(model.rows) == sum(len(generation.ids) - 1 for generation in rows)
-
-
-def test_a_row_with_longer_encoder_states_than_expected_is_begun_again_only_after_another_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`has_room` estimates the length of its encoder states from the present rows."""
-    monkeypatch.setattr(reading, "_CLOSED_S", 60.0)
-    begun: list[int] = []
-
-    class Encoding(Sums):
-        def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
-            begun.append(prompts[0].ids[0])
-            states = torch.zeros(1, 1, 4096 * prompts[0].ids[0], 1)
-            return [start._replace(encoder_states=[(states, states)]) for start in super().begin(prompts)]
-
-        def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-            return _scores([1] * len(ids))
-
-    loop = _Loop(Encoding(), CPU, lambda more_bytes: more_bytes < 1 << 18)
-    rows = [row(asked(first, most=40, ends=frozenset())) for first in (1, 9)]
-    loop.waiting.extend(rows)
-    while not loop.is_idle:
-        loop.turn()
-    assert [len(generation.ids) for generation in rows] == [40, 40]
-    assert begun == [1, 9, 9]
-
-
-def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:
-    fits = [False]
-
-    def fails(rows: int) -> None:
-        if rows > 2 and not fits[0]:
-            fits[0] = True
-            raise torch.OutOfMemoryError("too many, this once")
-
-    model = Sums(together=8, fails=fails)
-    loop = _Loop(model, CPU)
-    loop.waiting.extend(row(prompt) for prompt in LONG * 2)
-    while not loop.is_idle:
-        loop.turn()
-    assert model.rows[0] == 8
-    assert max(model.rows[1:]) > 4
-    assert model.rows[1] == 4
-
-
 def test_an_error_of_the_model_is_that_of_the_calls_it_met(readings: Readings) -> None:
     def fails(rows: int) -> None:
         raise ValueError("wrong")
@@ -330,25 +230,6 @@ def test_scores_that_are_not_finite_end_one_row(readings: Readings) -> None:
     bad, good = readings.read(Odd(together=2), [PROMPTS[0], PROMPTS[6]])
     assert isinstance(bad, InferenceFailed)
     assert good == expected(PROMPTS[6])
-
-
-@pytest.mark.parametrize("error", [InferenceFailed("cannot be read"), RuntimeError("no blocks")])
-def test_prompts_that_cannot_begin_end_only_their_calls(error: Exception) -> None:
-    class Refusing(Sums):
-        def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
-            if prompts[0] is PROMPTS[1]:
-                raise error
-            return super().begin(prompts)
-
-    loop = _Loop(Refusing(), CPU)
-    rows = [row(PROMPTS[0]), row(PROMPTS[1]), row(PROMPTS[2])]
-    loop.waiting.extend(rows)
-    while not loop.is_idle:
-        loop.turn()
-    assert rows[1].call.error is error
-    assert [GeneratedText(rows[at].ids, rows[at].finish or "stop") for at in (0, 2)] == [
-        expected(PROMPTS[at]) for at in (0, 2)
-    ]
 
 
 def test_models_take_turns(readings: Readings) -> None:

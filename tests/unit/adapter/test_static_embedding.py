@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from inspected_models import inspected
@@ -67,12 +66,6 @@ def test_a_long_text_is_cut_to_the_tokens_of_its_configuration(limit: int, tmp_p
     np.testing.assert_allclose(answer["dense"], TABLE[[WORDS.index(word) for word in read if word in WORDS]].mean(0))
 
 
-def test_unknown_tokens_do_not_count_for_the_limit(tmp_path: Path) -> None:
-    """The text has fewer characters than model2vec reads: twice the median length of a token."""
-    [answer] = encoded(model2vec(tmp_path / "m", {"max_length": 2}), ["? ? runs"])
-    np.testing.assert_allclose(answer["dense"], TABLE[3])
-
-
 def test_a_mapping_beyond_the_table_is_refused(tmp_path: Path) -> None:
     folder = model2vec(tmp_path / "m", embeddings=TABLE, mapping=np.array([0, 1, 2, 3, 5]))
     with pytest.raises(ModelLoadFailed, match="names rows that its embeddings lack"):
@@ -82,18 +75,3 @@ def test_a_mapping_beyond_the_table_is_refused(tmp_path: Path) -> None:
 def test_a_table_with_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadFailed, match="the largest id of its tokenizer is 4, its table has 4 rows"):
         inspected(model2vec(tmp_path / "m", embeddings=TABLE[:4].copy()))
-
-
-def test_an_id_beyond_the_table_is_refused_whatever_the_number_of_tokens(tmp_path: Path) -> None:
-    folder = model2vec(tmp_path / "m")
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "river": 9}, unk_token="[UNK]"))
-    words.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ModelLoadFailed, match="the largest id of its tokenizer is 9, its table has 5 rows"):
-        inspected(folder)
-
-
-def test_an_entry_of_another_width_is_refused(tmp_path: Path) -> None:
-    folder = model2vec(tmp_path / "m")
-    entry = msgspec.structs.replace(inspected(folder), outputs={"dense": 7})
-    with pytest.raises(ModelLoadFailed, match=r"outputs\.dense is 7, the vectors of the model are 6 wide"):
-        StaticEmbedding(folder, entry, entry.load, compute())

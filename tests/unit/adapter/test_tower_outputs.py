@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Sequence
 
@@ -49,13 +48,6 @@ def test_ten_questions_to_one_page_read_it_once() -> None:
     assert (shared.hits, shared.misses) == (19, 1)
 
 
-def test_outputs_come_in_the_order_of_their_images() -> None:
-    outputs, read = TowerOutputs(1000).of_tower(), Counting()
-    outputs.for_images([image(2)], read)
-    assert values(outputs.for_images([image(1), image(2), image(3), image(1)], read)) == [1.0, 2.0, 3.0, 1.0]
-    assert read.read == [[2], [1, 3]]
-
-
 def test_nothing_is_shared_that_has_another_key_size_or_tower() -> None:
     """The key names the client. Equal pixels may come from pictures of different sizes, which a tower may read."""
     shared, read = TowerOutputs(1000), Counting()
@@ -91,14 +83,6 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
     assert shared.use().held_bytes == 3 * BYTES
 
 
-def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
-    shared, read = TowerOutputs(10 * BYTES), Counting()
-    outputs = shared.of_tower()
-    parts = outputs.for_images([image(1), image(2)], read)
-    assert [tensor.untyped_storage().nbytes() for (tensor,) in parts] == [BYTES, BYTES]
-    assert shared.use().held_bytes == 2 * BYTES
-
-
 @pytest.mark.parametrize("max_bytes", [0, BYTES - 1])
 def test_an_output_that_is_too_large_serves_its_own_batch_alone(max_bytes: int) -> None:
     shared, read = TowerOutputs(max_bytes), Counting()
@@ -107,17 +91,6 @@ def test_an_output_that_is_too_large_serves_its_own_batch_alone(max_bytes: int) 
     outputs.for_images([image(1)], read)
     assert read.read == [[1], [1]]
     assert shared.use().held_bytes == 0
-
-
-def test_outputs_go_with_their_tower() -> None:
-    shared = TowerOutputs(1000)
-    outputs = shared.of_tower()
-    outputs.for_images([image(1)], Counting())
-    assert shared.use().held_bytes == BYTES
-    del outputs
-    gc.collect()
-    assert shared.use().held_bytes == 0
-    assert not shared.clear()
 
 
 def test_where_memory_was_short_nothing_is_kept_for_a_while() -> None:
@@ -194,17 +167,3 @@ def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     second.join()
     assert numbers == [5.0, 5.0]
     assert read.read == [[6]]
-
-
-@pytest.mark.timeout(60)
-def test_who_waits_reads_the_page_if_the_other_failed() -> None:
-    held, read = Held(MemoryError()), Counting()
-    outputs, numbers = TowerOutputs(1000).of_tower(), [0.0][:0]
-    first = start_read(outputs, image(5), held, numbers)
-    assert held.began.wait(30)
-    second = start_read(outputs, image(5), read, numbers)
-    held.go.set()
-    first.join()
-    second.join()
-    assert sorted(numbers) == [-1.0, 5.0]
-    assert read.read == [[5]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,11 +41,6 @@ def test_a_path_wins(tmp_path: Path) -> None:
         WeightSources(tmp_path, False).folder(entry(path=str(folder), hub=HUB, revision=COMMIT, package=PACKAGE))
         == folder
     )
-
-
-def test_a_path_of_a_user_that_this_machine_lacks_is_passed_over(tmp_path: Path) -> None:
-    folder = cached(tmp_path)
-    assert WeightSources(tmp_path, False).folder(entry(path="~no-such-user/model", hub=HUB, revision=COMMIT)) == folder
 
 
 def test_a_snapshot_of_the_pinned_commit_wins_over_the_package(tmp_path: Path) -> None:
@@ -107,10 +100,6 @@ def test_a_miss_names_every_place_and_the_settings_that_would_help(tmp_path: Pat
         assert part in message
 
 
-def test_a_distribution_without_a_model_is_no_source() -> None:
-    assert package_folder("numpy") is None
-
-
 def test_the_hub_is_asked_last_and_only_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubStub(commit=COMMIT).serving() as hub:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
@@ -123,10 +112,3 @@ def test_the_hub_is_asked_last_and_only_if_allowed(tmp_path: Path, monkeypatch: 
         folder = WeightSources(tmp_path / "cache", True).folder(entry(hub=HUB, revision=COMMIT))
         assert folder == tmp_path / "cache" / "hub" / f"models--{HUB.replace('/', '--')}" / "snapshots" / COMMIT
         assert (folder / "model.safetensors").read_bytes() == EMPTY
-
-
-def test_what_looks_for_weights_needs_no_torch() -> None:
-    """The command line imports these modules too."""
-    modules = "sie_store.weights.sources, sie_store.weights.hub, sie_store.cluster"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -20,17 +20,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120
 # a tokenizer that reads no plain sentence is refused
-WORDS = (
-    "the",
-    "river",
-    "runs",
-    "past",
-    "old",
-    "town",
-    "and",
-    "into",
-    "sea",
-)
+WORDS = ("the", "river", "runs", "past", "old", "town", "and", "into", "sea")
 _NO_OPTIONS = LoadOptions(engine="torch")
 _SMALL = {
     "vocab_size": VOCABULARY,
