@@ -56,6 +56,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setattr(installation, "has_gpu", lambda: False)
     monkeypatch.setattr(sys, "platform", "linux")
     venv.create(tmp_path / "venv", with_pip=False)
