@@ -328,7 +328,7 @@ def _computed(batch: ipc.RunBatch, failures: Mapping[str, ErrorInfo]) -> ipc.Bat
             Failed(failures[text]) if text in failures else ok
             for text, ok in zip(texts_of(batch), outcomes, strict=True)
         ]
-    return ipc.BatchDone(batch.batch, tuple(outcomes), b"".join(vector.tobytes() for vector in vectors), 1.0)
+    return ipc.BatchDone(batch.batch, tuple(outcomes), b"".join(vector.tobytes() for vector in vectors), 0.1)
 
 
 def texts_of(batch: ipc.RunBatch) -> list[str]:

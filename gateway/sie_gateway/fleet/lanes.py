@@ -145,7 +145,7 @@ class Fleet:
         self._configured = tuple(name.strip() for name in settings.gateway_configured_gpus or ())
         self.version = 0  # number of heartbeats; `Admission` looks up the workers again if this number has changed
         self.listeners: list[Callable[[], None]] = []  # functions to call at every heartbeat
-        self.on_first: Callable[[], object] = lambda: None  # called when a lane gets its first healthy worker
+        self.first_listeners: list[Callable[[], None]] = []  # to call when a lane gets its first healthy worker
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
 
@@ -189,7 +189,8 @@ class Fleet:
         if heartbeat.ready and not heartbeat.leaving:
             self._join(heartbeat)
             if not had_workers:
-                self.on_first()
+                for listener in self.first_listeners:
+                    listener()
         self.version += 1
         for listener in self.listeners:
             listener()

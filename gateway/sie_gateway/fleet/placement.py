@@ -104,7 +104,7 @@ class Placer:
             drops_unreadable=True,
         )
         broker.on_reconnect(self._record.reconnected)
-        fleet.on_first = self._cold.set
+        fleet.first_listeners.append(self._cold.set)
 
     async def start(self) -> None:
         """Create the bucket if it is missing, read all tables, and watch the bucket. Repeated calls are allowed. Raises
