@@ -18,7 +18,6 @@ MOST_VAGUE_NAMES = 5
 # Attributes of other objects that may be set, each with its reason.
 SET_ELSEWHERE = {
     "sie_broker.nats.client self._client.options": "the client has no way to reconnect only after a first success",
-    "sie_runtime.http.server self.config.timeout_graceful_shutdown": "uvicorn's way to say how long its end may take",
     "sie_runtime.http.protocol self.cycle.server_state": "uvicorn makes its cycles itself",
     "sie_runtime.http.protocol self.cycle.transport": "uvicorn makes its cycles itself",
     "sie_adapter.packed.backbone model.config.use_cache": "the configuration of a model of transformers",
