@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from inprocess import until
 from layouts import place
 from placement_simulation import Case, Simulation, cases
 from selection import long_but
+from simulation.virtual import in_virtual_time
 
 from sie_broker import BrokerError, Write
 from sie_broker.memory import MemoryBroker, MemoryServer
@@ -27,8 +31,9 @@ from sie_contracts.wire.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.wire.records import Placement, decode_placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.placement import EVERY_S, IDLE_S, UNHEARD_S, Placer
 from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, ModelBacklog, Planner
+from sie_runtime.process import Stop
 
 LANE = Lane("_default", "l4", "default")
 
@@ -485,3 +490,42 @@ def test_the_table_beats_any_worker_takes_any_model(case: Case) -> None:
     if case.name in ("36 % load", "56 % load", "56 %, 40 % of heartbeats lost"):
         assert ours.loads_per_min <= 10
         assert ours.p99_s < 1.0
+
+
+@in_virtual_time
+async def test_an_idle_placer_asks_the_broker_less_often() -> None:
+    """Without work it reads the backlog every IDLE_S seconds. Work, and a worker that comes or leaves, end the
+    pause.
+    """
+    broker, backlog, reads = MemoryServer().connect("g"), dict[str, ModelBacklog](), 0
+    fleet = Fleet(broker, load(environ={}).settings, time.monotonic)
+
+    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
+        nonlocal reads
+        reads += 1
+        return backlog
+
+    async def reads_in(seconds: float) -> int:
+        before = reads
+        for _ in range(round(seconds / 0.25)):
+            for worker in workers:
+                fleet.note(worker)
+            await asyncio.sleep(0.25)
+        return reads - before
+
+    placer, stop, workers = Placer(broker, 2.0, fleet, read, time.monotonic, storage="memory"), Stop(), [beat("w1")]
+    running = asyncio.create_task(placer.run(stop))
+    placer.note(LANE, [item("m")])
+    await reads_in(UNHEARD_S)
+    assert await reads_in(10 * IDLE_S) == 10
+    placer.note(LANE, [item("m")])
+    assert await reads_in(2 * EVERY_S) >= 1
+    workers.append(beat("w2"))
+    assert await reads_in(2 * EVERY_S) >= 1
+    workers[1] = msgspec.structs.replace(workers[1], leaving=True)
+    assert await reads_in(2 * EVERY_S) >= 1
+    backlog["m"] = ModelBacklog(1)
+    await reads_in(IDLE_S)
+    assert await reads_in(10 * EVERY_S) >= 9
+    stop.request()
+    await running

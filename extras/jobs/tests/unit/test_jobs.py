@@ -22,6 +22,7 @@ from inprocess import GatewayProcess, InProcess, until, until_told
 from msgspec.structs import replace
 
 from sie_broker import Write
+from sie_broker.record import LeaderLease, leases_of
 from sie_bulk_jobs import records
 from sie_bulk_jobs.datasets import rows as dataset_rows
 from sie_bulk_jobs.gateway import client as asking
@@ -29,10 +30,14 @@ from sie_bulk_jobs.gateway import pace, run, scheduler, service, suspects, value
 from sie_bulk_jobs.records import JobRecord, Suspect
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 from sie_sidecar import models
 
 MODEL = "toy/one"
 TOKENS = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two-token-of-a-test"}
+
+
+LANE = Lane("_default", "_default", "default")
 
 
 @pytest.fixture
@@ -593,3 +598,63 @@ async def test_without_a_payload_store_the_setting_is_named(cluster: InProcess) 
     answer = await gateway.client.post("/v1/jobs", json={"model": MODEL, "input": {"url": "/x", "text": "{t}"}})
     assert answer.status_code == 503
     assert "SIE_PAYLOAD_STORE_URL" in answer.json()["error"]["message"]
+
+
+async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
+    """Another gateway leads the job with the deadline."""
+    place.adapter.hold_batches = True
+    job = (await place.submit({"file": await place.upload(texts(200)), "text": "{t}"}, shard_rows=10))["id"]
+    await place.job(job, "running")
+    jobs = place.cluster.server.connect("operator")
+    bucket = await jobs.key_value(topology.JOBS_BUCKET)
+    entry = await bucket.get(f"job.{job}")
+    assert entry is not None
+    assert entry.value is not None
+    record = msgspec.msgpack.decode(entry.value, type=records.JobRecord)
+    assert record.lane == str(LANE)
+    assert record.request is not None
+    late = replace(
+        record,
+        id="job-late",
+        request=replace(record.request, deadline=time.time() + 100),
+        rows=3000,
+        done=0,
+        rows_per_s=2.0,
+    )
+    second_leases = leases_of(jobs, storage="memory", replicas=1)  # of a gateway that leads the late job
+    assert await LeaderLease(second_leases, "job.job-late").acquire()
+    await bucket.write([Write("job.job-late", records.encode(late))])
+
+    async def wanted() -> bool:
+        return bool((await place.gateway.client.get(f"/v1/scaling/{LANE}")).json()["wanted_replicas"] >= 5)
+
+    await until_told(wanted, "five workers are wanted")
+    place.adapter.hold_batches = False
+    place.adapter.let_go()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        ({f"k{number}": "x" for number in range(17)}, "metadata"),
+        ({"k" * 65: "x"}, "metadata"),
+        ({"k": "x" * 513}, "metadata[...]"),
+    ],
+    ids=["17 pairs", "a long name", "a long value"],
+)
+async def test_metadata_of_a_job_or_batch_beyond_its_limits_is_refused_by_name(
+    place: Place, metadata: dict[str, str], param: str
+) -> None:
+    file = await place.upload([{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}, "t": "x"}])
+    batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    job = {"model": MODEL, "input": {"file": file, "text": "{t}"}}
+    limits = {f"{number:064}": "x" * 512 for number in range(16)}
+    for path, body, status in (("/v1/jobs", job, 201), ("/v1/batches", batch, 200)):
+        refused = await place.gateway.client.post(path, json={**body, "metadata": metadata})
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["code"].upper(), error["param"]) == ("INVALID_INPUT", param)
+        assert "x" * 100 not in error["message"]
+        assert "k" * 65 not in error["message"]
+        reply = await place.gateway.client.post(path, json={**body, "metadata": limits})
+        assert reply.status_code == status, reply.text

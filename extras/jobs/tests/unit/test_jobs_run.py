@@ -738,3 +738,39 @@ async def test_a_job_that_cannot_be_removed_does_not_hold_the_others(world: Worl
     with pytest.raises(QueueUnavailable):
         await sweeper(world, ledger, {"job-1": QueueUnavailable("the store is away")}).sweep()
     assert [job.id for job in ledger] == ["job-1"]
+
+
+@virtual
+async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
+    """A leader whose plan runs alone loses the broker. Its end is charged to the plan once another gateway leads, until
+    its broker is back.
+    """
+    planning, goes_on = list[str](), asyncio.Event()
+
+    async def step(kind: str, number: int) -> None:
+        planning.append(kind)
+        await goes_on.wait()
+
+    world.output.step = step
+    world.output.held.set()
+    ledger = world.gateway("g0")
+    await ledger.create(JOB)
+    await until(lambda: planning, "it plans")
+    await world.kill("g0")
+    world.gateway("g1")
+    await until(lambda: len(planning) == 2, "the next one plans alone")
+    second = world.gateway("g2")
+    world.brokers["g1"].disconnect()
+
+    async def ended() -> bool:
+        return (await world.job(second)).suspects == (Suspect(PLAN, ended=("g1",)),)
+
+    await until_told(ended, "the other one leads")
+    world.brokers["g1"].reconnect()
+
+    async def lives() -> bool:
+        return (await world.job(second)).suspects == (Suspect(PLAN),)
+
+    await until_told(lives, "the first one lives")
+    goes_on.set()
+    await state(world, second, "completed")
