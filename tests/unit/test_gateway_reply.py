@@ -20,7 +20,8 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_gateway.inference import arrow, body, reply, runner
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.results import Chunk, RequestResult
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.results import Chunk, OutcomeCollector, RequestResult
 from sie_gateway.inference.runner import ChunkLimits, result_bytes
 
 ENTRY = parse_entry(
@@ -444,3 +445,15 @@ def test_an_array_outside_the_bytes_of_a_result_or_of_objects_is_refused(piece: 
     outcome = Ok({"dense": piece}, 3)
     with pytest.raises(ValueError):
         reply.array_of(WorkResult("r", 0, "w", (outcome,), bytes(16)), outcome, "dense")
+
+
+def test_work_item_built_after_the_next_attempt_began_has_the_id_of_its_own() -> None:
+    """With the id of the next attempt, whose first message has the same number, the broker would drop that message."""
+    call = Call("r", time.perf_counter(), {}, budget_s=9.0)
+    collector = OutcomeCollector(call.work_id, "sie.result.x", 1, "_default", "")
+    resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m"), revision="1", profile="default")
+    options = SimpleNamespace(run=RunOptions())
+    request: Any = SimpleNamespace(resolved=resolved, operation="encode", options=options, priority="interactive")
+    call.again()
+    item = runner._work_item(call, collector, request, [RequestItem("x")], [0], [Chunk(0, 1, 3)], None, 1, "", 0)
+    assert (item.request, call.work_id) == ("r", "r-1")

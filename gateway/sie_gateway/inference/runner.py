@@ -590,9 +590,7 @@ class Runner:
                 permits.on_refused = collector.fail
                 query = None if request.query is None else input_of(request.query)
                 asker = call.grant.name if with_images else ""
-                build = partial(
-                    _work_item, call, request, items, positions, chunks, query, revision, collector.reply, asker
-                )
+                build = partial(_work_item, call, collector, request, items, positions, chunks, query, revision, asker)
                 sent: dict[int, StreamPosition] = {}
                 rest: asyncio.Task[None] | None = None
                 publish = partial(self._publish, request, permits, build, deadline_s, sent)
@@ -702,31 +700,32 @@ def not_cached(count: int) -> NotFound:
 
 def _work_item(
     call: Call,
+    collector: OutcomeCollector,
     request: InferRequest,
     items: Sequence[RequestItem],
     positions: Sequence[int],
     chunks: Sequence[Chunk],
     query: Input | None,
     revision: int,
-    reply: str,
     asker: str,
     number: int,
 ) -> WorkItem:
     """Return the message of a chunk. Its budget is the time left until the request's deadline, so the message is built
-    just before it is published. `reply`: subject for the result. `asker`: name of the API key; empty if the request has
-    no images, because workers use the name only for images.
+    just before it is published, perhaps when the next attempt of the call has begun: its id is that of the `collector`
+    of its attempt. `asker`: name of the API key; empty if the request has no images, because workers use the name only
+    for images.
     """
     resolved, piece = request.resolved, chunks[number]
     left_s = call.received_s + call.budget_s - time.perf_counter()
     return WorkItem(
-        request=call.work_id,
+        request=collector.request,
         chunk=number,
         model=resolved.entry.id,
         revision=resolved.revision,
         operation=request.operation,
         inputs=tuple([input_of(item) for item in items[piece.start : piece.stop]]),
         options=request.options.run,
-        reply=reply,
+        reply=collector.reply,
         budget_ms=max(1, int(left_s * 1000)),
         first=positions[piece.start],
         profile=resolved.profile,
