@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
-from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, placing, settings_of, until
+from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import GatewayProcess, InProcess, placing, settings_of, until, until_told
 from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
 from sie_broker.nats.client import PING_S
 from sie_contracts.errors import NotProvisioned, QueueFull
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.settings import Settings
 from sie_contracts.wire import heartbeats, ipc, messages, topology
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.wire.messages import BatchNote, WorkResult
+from sie_contracts.wire.heartbeats import AnswerErasure, Heartbeat, ModelStatus
+from sie_contracts.wire.messages import BatchNote, Ok, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import MAX_WAITING_BYTES, Admission, Peers, Permits, mean_cost
+from sie_gateway.admission.grant import Grant
+from sie_gateway.dialects.rows import NATIVE
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
-from sie_gateway.fleet.lanes import LOST_S, Fleet
+from sie_gateway.fleet.lanes import LOST_S, MAX_LANES, Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.results import ResultInbox
+from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
+from sie_gateway.streams.publish import WorkQueue
+from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop
 
 STREAM = "WORK__default"
@@ -37,6 +53,10 @@ def beat(worker: str = "ghost", *, model: str = "toy/one", state: Any = "loaded"
     """Return the heartbeat of a worker of this lane. No such worker runs, and nothing takes its work."""
     status = ModelStatus(model, state, load_s=more.pop("load_s", 0.0))
     return Heartbeat(worker, "_default", "_default", "default", True, "0", models=(status,), **more)
+
+
+async def tell(cluster: InProcess, heartbeat: Heartbeat) -> None:
+    await cluster.send(topology.health_subject(heartbeat.worker), messages.encode(heartbeat))
 
 
 # what gateways tell each other
@@ -141,7 +161,52 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
 
 
+def test_a_queue_learns_the_ratio_of_actual_to_estimated_tokens_only_from_results_of_batches() -> None:
+    settings = settings_of()
+    admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics())
+    ran = admission.admit("key", LANE, "bulk", "toy/one", [100], 100)
+    ran.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 150),), batch=BatchNote("1", 1, 1, 150)))
+    without_batch = admission.admit("key", LANE, "bulk", "toy/one", [1], 100)
+    without_batch.result_arrived(WorkResult("r", 0, "ghost", (Ok({}, 40_000),)))
+    assert admission._queue(LANE, "bulk", "toy/one").scale == 1.5
+
+
 # permits
+
+
+class Alone:
+    """The gateway's request path without HTTP, over a broker in memory. No worker takes its messages."""
+
+    def __init__(self, server: MemoryServer, settings: Settings) -> None:
+        self.server = server
+        self.broker = server.connect("gateway")
+        self.metrics = Metrics()
+        entry = toy_entry()
+        self.feed = CatalogueFeed(
+            self.broker,
+            None,
+            trusted=("x",),
+            poll_s=1,
+            full_export_s=1,
+            initial=Catalogue({entry.id: entry}, {}, {}, "test:1"),
+        )
+        self.fleet = Fleet(self.broker, settings)
+        self.queue = WorkQueue(self.broker, settings, self.metrics, lambda pool: None)
+        self.admission = Admission(settings, self.broker, self.fleet, Backlog(self.broker, {"_default"}), self.metrics)
+        self.inbox = ResultInbox(self.broker, self.metrics, on_late=self.admission.answered_late)
+        demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
+        cold = ColdStarts(self.fleet, demand, self.metrics, lambda pool: "")
+        runner = Runner(self.feed, self.queue, self.inbox, self.metrics, self.admission, cold, settings.load_hold_s)
+        self.inference = Inference(settings, self.feed, self.fleet, {"_default"}, self.metrics, self.admission, runner)
+
+    async def ask(self, number: int, key: str, texts: int) -> None:
+        async def read() -> bytes:
+            await asyncio.sleep(0)
+            return msgspec.json.encode({"items": ["x" * 400] * texts})
+
+        call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, grant=Grant(key), model="toy/one")
+        reader = SimpleNamespace(read=read, is_whole=True)
+        await self.inference.answer(call, NATIVE[0], reader, AsyncMock())  # type: ignore[arg-type]
 
 
 def test_an_unused_queue_is_dropped_only_when_no_refused_client_may_come_back() -> None:
@@ -156,6 +221,45 @@ def test_an_unused_queue_is_dropped_only_when_no_refused_client_may_come_back() 
     now_s = 150.0  # the turn has lapsed
     admission.sweep()
     assert not admission._queues
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.long)])
+async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) -> None:
+    """Each request is cancelled some steps of the event loop after it began, at whatever point it then is. A key may
+    have few tokens in the queue.
+
+    Steps: 1. A round has 100 requests of three keys, of one to six chunks. 2. All are cancelled, at random steps. 3. No
+    permit is held, and nothing is left in the queue or in the inbox.
+    """
+    server = MemoryServer()
+    gateway = Alone(
+        server, settings_of(SIE_CHUNK_COST="104", SIE_KEY_WINDOW_TOKENS="800", SIE_MAX_CONCURRENT_REQUESTS="1000")
+    )
+    await gateway.queue.ensure_pool("_default")
+    chance = random.Random(7)
+    peak = 0
+    for round_number in range(rounds):
+        gateway.fleet.note(beat(credit_cost=2000, credit_items=20))  # a heartbeat expires before all rounds are over
+        tasks = []
+        for number in range(100):
+            request = gateway.ask(round_number * 100 + number, "abc"[number % 3], chance.randint(1, 6))
+            tasks.append(asyncio.create_task(request))
+        due = sorted(tasks, key=lambda _: chance.random())
+        while due:
+            for _ in range(chance.randint(0, 3)):
+                await asyncio.sleep(0)
+            peak = max(peak, gateway.admission.occupied()[0])
+            for task in [due.pop() for _ in range(min(len(due), chance.randint(1, 20)))]:
+                task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ended} <= {asyncio.CancelledError}
+        assert gateway.admission.occupied() == (0, 0, 0)
+    assert 0 < peak <= 3 * 800
+    assert (gateway.inference.slots.used, len(gateway.inbox._open)) == (0, 0)
+    await until(lambda: not server.streams[STREAM].messages, "every message withdrawn")
+    await gateway.inbox.stop()
+    await gateway.queue.consumers.close()
+    await gateway.broker.close()
 
 
 def test_a_key_whose_work_for_one_model_fills_its_window_gets_work_for_another_into_the_queue() -> None:
@@ -190,6 +294,18 @@ def test_waiting_inputs_of_one_key_leave_memory_to_other_keys() -> None:
     for permits in waiting:
         admission.end(permits)
     assert admission.occupied() == (0, 0, 0)
+
+
+async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:
+    """The stream has room for some of the chunks of the request. They are removed again."""
+    gateway = await cluster.gateway(
+        SIE_CHUNK_COST="8192", SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_KEY_WINDOW_TOKENS=str(1 << 20)
+    )
+    await tell(cluster, beat(credit_cost=20_000))
+    answer = await gateway.encode(*["é" * 16_000] * 60, X_SIE_Timeout_Ms="2000")
+    assert (answer.status_code, answer.json()["code"]) in ((503, "QUEUE_FULL"), (504, "GATEWAY_TIMEOUT"))
+    assert [await gateway.metric(f"sie_gateway_permits_held_{unit}") for unit in ("tokens", "messages")] == [0, 0]
+    assert not cluster.server.streams[STREAM].messages
 
 
 async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluster: InProcess) -> None:
@@ -255,6 +371,18 @@ async def test_what_would_wait_past_its_budget_is_refused_at_once_and_told_when_
     assert (await gateway.encode("y" * 98, X_SIE_Timeout_Ms="1000")).status_code in (200, 504)
 
 
+async def test_nothing_is_refused_without_a_measured_wait(cluster: InProcess) -> None:
+    """A worker reports a low rate, and ten requests wait. No result has arrived yet."""
+    gateway = await cluster.gateway()
+    await tell(cluster, beat(rate=1.0, batch_cost=4096, credit_cost=16_384, credit_items=256, pipeline=2))
+    open_ones = [asyncio.create_task(gateway.encode("x" * 392)) for _ in range(10)]
+    await until(lambda: len(cluster.server.streams[STREAM].messages) == 10, "ten messages")
+    hurried = asyncio.create_task(gateway.encode("y", X_SIE_Timeout_Ms="9000"))
+    await until(lambda: cluster.server.streams[STREAM].last_sequence == 11, "it is queued")
+    await cluster.sidecar(SIE_WORKER_ID="ghost")
+    assert {answer.status_code for answer in await asyncio.gather(hurried, *open_ones)} == {200}
+
+
 async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_over(cluster: InProcess) -> None:
     """Sixty requests need 6 s together and have budgets of 3 s. The first are answered. Others are refused before their
     budgets end: at the end they would get 504.
@@ -277,6 +405,23 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
     assert statuses.count(503) >= 10
     assert await gateway.metric("sie_gateway_rejected_requests_total", reason="late") == statuses.count(503)
     assert [await gateway.metric(f"sie_gateway_permits_held_{unit}") for unit in ("tokens", "messages")] == [0, 0]
+
+
+async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess) -> None:
+    """Twenty requests are in progress, and about twenty end in a second. `Retry-After` grows with the number of clients
+    that were refused before.
+    """
+    gateway, open_ones = await overloaded(cluster, requests=20, SIE_MAX_CONCURRENT_REQUESTS="20")
+    more = [asyncio.create_task(gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="60000")) for number in range(100)]
+    refused = [answer for answer in await asyncio.gather(*more) if answer.status_code == 503]
+    assert len(refused) >= 40
+    assert {(answer.json()["code"], answer.json()["error"]["queue_depth"]) for answer in refused} == {
+        ("QUEUE_FULL", 20)
+    }
+    delays_s = [int(answer.headers["retry-after"]) for answer in refused]
+    assert min(delays_s) >= 1
+    assert max(delays_s) >= min(delays_s) + 2
+    assert {answer.status_code for answer in await asyncio.gather(*open_ones)} == {200}
 
 
 # cold lanes and models
@@ -345,6 +490,15 @@ async def test_a_model_that_is_being_loaded_says_so_when_the_hold_ends_and_never
     assert adapter.loads == ["toy/one"]
     adapter.let_go()
     assert (await gateway.encode("x")).status_code == 200
+
+
+async def test_a_ready_worker_that_has_not_begun_to_load_is_waited_for_to_the_end_of_the_budget(
+    cluster: InProcess,
+) -> None:
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="0.1")
+    await tell(cluster, beat(model="toy/other"))
+    answer = await gateway.encode("x", X_SIE_Timeout_Ms="600")
+    assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
 
 
 def test_the_time_that_is_left_of_a_load_is_told_by_the_last_one() -> None:
@@ -421,6 +575,31 @@ def test_work_at_a_worker_that_was_moved_is_waited_for_until_it_reports_no_work(
         fleet.note(replace(beat(), pool="team"))
         assert fleet.is_lane_alive(LANE) is is_alive
         assert fleet.is_lane_alive(reserved)
+
+
+async def test_work_at_a_worker_that_was_moved_within_the_hold_is_waited_for(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="0.5")
+    await tell(cluster, beat())
+
+    async def is_known() -> bool:
+        return (await gateway.get(SCALING)).json()["ready_workers"] == 1
+
+    await until_told(is_known, "the worker is known")
+    request_task = asyncio.create_task(gateway.encode("x", X_SIE_Timeout_Ms="2000"))
+    await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
+    await tell(cluster, replace(beat(), pool="team", queue_depth=1))
+    answer = await request_task
+    assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
+    assert (await gateway.encode("x")).json()["error"]["code"] == "PROVISIONING", "of a request that arrives later"
+
+
+def test_a_worker_that_never_stops_working_counts_for_a_limited_number_of_lanes() -> None:
+    fleet = Fleet(MemoryServer().connect("x"), settings_of(), lambda: 0.0)
+    for number in range(MAX_LANES + 1):
+        fleet.note(replace(beat(), pool=f"team-{number}", queue_depth=1))
+    lanes = [Lane(f"team-{number}", LANE.machine_profile, LANE.bundle) for number in range(MAX_LANES + 1)]
+    alive = [fleet.is_lane_alive(lane) for lane in lanes]
+    assert alive == [False, *[True] * MAX_LANES]
 
 
 @pytest.mark.parametrize("beats", [{}, {"SIE_HEARTBEAT_TIMEOUT_MS": "2000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "1500"}])
@@ -502,6 +681,29 @@ def test_wanted_replicas_follow_from_work_and_rate(
     assert replicas == expected
 
 
+@given(
+    st.floats(0, 1e7),
+    st.floats(0, 1e6),
+    st.just(0.0) | st.floats(1, 1e6),
+    st.integers(0, 50),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_more_work_never_wants_fewer_workers(
+    backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool
+) -> None:
+    def wanted(backlog: float, arriving: float, demand: bool) -> int:
+        return wanted_replicas(
+            backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand
+        )
+
+    least = wanted(backlog, arriving, demand)
+    assert least >= max(reserved, 1 if backlog or demand else 0)
+    assert least <= wanted(backlog * 1.5, arriving, demand)
+    assert least <= wanted(backlog, arriving * 1.5, demand)
+    assert least <= wanted(backlog, arriving, True)
+
+
 async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_written_again_when_it_ages() -> None:
     """The age of a record is that of the broker's clock. A broker that is away delays a record and does not lose it."""
     server, now_s = MemoryServer(), 1000.0
@@ -557,7 +759,11 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
         backlog.messages(LANE, "bulk"),
         backlog.messages(LANE, "interactive"),
         backlog.messages(second_lane, "bulk"),
-    ) == (4, 2, 2)
+    ) == (
+        4,
+        2,
+        2,
+    )
     assert backlog.by_subject("_default") == {
         of(*entry): 1 for entry in work for of in (topology.work_subject, topology.slot_subject)
     }
@@ -570,6 +776,40 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
     server.reconnect()
     await backlog.stop()
     await broker.close()
+
+
+async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(cluster: InProcess) -> None:
+    """Leased messages count as waiting ones; the oldest has an age; three gateways have equal figures."""
+    gateways = [await cluster.gateway() for _ in range(3)]
+    assert (await gateways[2].get(SCALING)).json()["wanted_replicas"] == 0
+    tasks = [asyncio.create_task(gateway.encode("x" * 392)) for gateway in gateways[:2]]
+    await until(lambda: len(cluster.server.streams[STREAM].messages) == 2, "queued work")
+
+    async def figures(gateway: GatewayProcess) -> dict[str, Any]:
+        report: dict[str, Any] = (await gateway.get(SCALING)).json()
+        return report
+
+    async with asyncio.timeout(30):
+        while True:  # until each gateway has counted what the others sent
+            reports = [await figures(gateway) for gateway in gateways]
+            ages = [report.pop("oldest_age_s") for report in reports]
+            if all(report["backlog_cost"] == 200 for report in reports):
+                break
+    assert reports[0] == reports[1] == reports[2]
+    assert (reports[0]["backlog_items"], reports[0]["wanted_replicas"], reports[0]["demand"]) == (
+        2,
+        1,
+        1,
+    )
+    assert all(0 < age < 60 for age in ages)
+    adapter = await cluster.adapter()
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    await adapter.until(lambda adapter: adapter.batches, "a batch")
+    leased = await figures(gateways[0])
+    assert (leased["backlog_items"], leased["ready_workers"], leased["wanted_replicas"]) == (2, 1, 1)
+    adapter.let_go()
+    assert {(await task).status_code for task in tasks} == {200}
 
 
 async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cannot_know(cluster: InProcess) -> None:
@@ -589,6 +829,13 @@ async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cann
     answer = await gateway.get("/v1/scaling/_default.l4.default")
     cluster.server.reconnect()
     assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "QUEUE_UNAVAILABLE", "2")
+
+
+async def test_scaling_needs_a_token_on_the_main_port_and_none_on_that_of_metrics(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good")
+    assert (await gateway.client.get(SCALING)).status_code == 401
+    assert (await gateway.client.get(SCALING, headers={"Authorization": "Bearer secret-good"})).status_code == 200
+    assert (await gateway.get(SCALING)).status_code == 200
 
 
 # fairness
@@ -613,3 +860,53 @@ class TimedAdapter(FakeAdapter):
 
 def tokens_of(batch: ipc.RunBatch) -> int:
     return len(batch.ids) // 4
+
+
+# long: 10 s of batches; the order is held by test_window.py and test_scheduler.py
+@pytest.mark.long
+async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next_batch(cluster: InProcess) -> None:
+    """Key a sends six requests of 2,048 texts of 60 tokens. When the device is busy, key b sends 25 requests, one at a
+    time. Half of them run after at most two full batches, of the 180 that the texts of a fill. A full batch takes 40
+    ms, longer than the process may pause.
+    """
+    adapter = TimedAdapter(cluster.folder / "timed.sock", 1e-5)
+    await adapter.start()
+    cluster.adapters.append(adapter)
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b", SIE_CHUNK_COST="1024")
+    await cluster.sidecar(adapter, SIE_MAX_BATCH_COST="4096", SIE_BATCHER_MAX_BATCH_REQUESTS="64")
+    a, b = ({"Authorization": f"Bearer key-{name}"} for name in "ab")
+    assert (
+        await gateway.encode(*["x" * 58] * 40, **a)
+    ).status_code == 200  # the gateway learns that a token of this tokenizer is a byte
+    await until(
+        lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded"
+    )
+    assert (await gateway.encode("warm", **b)).status_code == 200
+    backlog = [asyncio.create_task(gateway.encode(*[f"{number:058d}"] * 2048, **a)) for number in range(6)]
+    await until(lambda: len(adapter.batches) > 5, "a busy device")
+    ahead = []
+    for number in range(25):
+        text = f"b {number}"
+        before = list(adapter.batches)
+        assert (await gateway.encode(text, **b)).status_code == 200
+        mine = next(batch for batch in reversed(adapter.batches) if text in texts_of(batch))
+        passed = [batch for batch in adapter.batches[: adapter.batches.index(mine)] if batch not in before]
+        ahead.append(sum(map(tokens_of, passed)))
+    assert not all(task.done() for task in backlog)
+    assert sorted(ahead)[12] <= 2 * 4096
+    assert sorted(ahead)[-2] <= 4 * 4096
+    for task in backlog:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*backlog)
+
+
+async def test_later_announcements_have_the_number_of_erasures() -> None:
+    server = MemoryServer()
+    peers = Peers(server.connect("g"), dict)
+    assert peers.beat().erasures == 0
+    await peers.announce(AnswerErasure(model="a"))
+    server.disconnect()
+    with pytest.raises(BrokerError):
+        await peers.announce(AnswerErasure(model="b"))
+    assert peers.beat().erasures == 2

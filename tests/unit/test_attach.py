@@ -14,14 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_adapter import FakeAdapter, ids_of, vector_of
+from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import WINDOW_S, GatewayProcess, InProcess, inference_of, settings_of, unchanged_inference_of, until
 from nats_server import NatsServer
+from simulation.virtual import in_virtual_time
 
 from sie_broker import CoreMessage
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
-from sie_contracts.errors import GatewayTimeout, ModelNotFound
+from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
 from sie_gateway.inference import reattach, reply
@@ -162,6 +163,26 @@ async def test_a_run_whose_client_stays_away_is_cancelled_when_the_window_ends()
     assert (runs.table.count, runs.table.abandoned, len(runs.table.tasks)) == (0, 1, 0)
 
 
+@in_virtual_time
+async def test_whoever_joined_and_leaves_begins_the_window_again() -> None:
+    runs = Runs(window_s=0.2)
+    first = await runs.away(Client())
+    for _ in range(3):
+        client = Client()
+        run = runs.table.find(client)
+        assert run is not None
+        joined = asyncio.create_task(run.join(client, 10.0))
+        await until(lambda: not runs.table.count, "the place is taken")
+        await asyncio.sleep(0.15)  # most of a window
+        client.gone.set()
+        with pytest.raises(ClientGone):
+            await joined
+        assert runs.table.count == 1
+    with pytest.raises(ClientGone):
+        await first
+    assert (runs.table.joined, runs.table.abandoned) == (3, 1)
+
+
 async def test_who_joins_gets_the_error_of_the_run_and_waits_no_longer_than_its_own_budget() -> None:
     runs = Runs()
     task = await runs.away(Client())
@@ -176,6 +197,21 @@ async def test_who_joins_gets_the_error_of_the_run_and_waits_no_longer_than_its_
         with pytest.raises(expected):
             await joined
     with pytest.raises(ModelNotFound):
+        await task
+
+
+async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
+    runs = Runs()
+    task = await runs.away(Client())
+    client = Client()
+    run = runs.table.find(client)
+    assert run is not None
+    joined = asyncio.create_task(run.join(client, 10.0))
+    await until(lambda: not runs.table.count, "the place is taken")
+    task.cancel()
+    with pytest.raises(ShuttingDown):
+        await joined
+    with pytest.raises(asyncio.CancelledError):
         await task
 
 
@@ -290,6 +326,17 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
 
+async def test_the_client_of_a_quick_run_is_not_watched(cluster: InProcess) -> None:
+    gateway, adapter = await held(cluster)
+    inference = inference_of(gateway)
+    inference.watch_after_s = 60.0
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: inference.slots.used == 1 and queued(cluster) == 1, "queued work")
+    assert len(inference.away.tasks) == 0
+    adapter.hold_batches = False
+    assert (await client.answer())[0] == 200
+
+
 async def test_the_window_is_ten_seconds(cluster: InProcess) -> None:
     """The gateway watches a client from one second after its request. A run without a client ends after ten seconds."""
     inference = unchanged_inference_of(await cluster.gateway())
@@ -315,6 +362,24 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
     assert (len(adapter.batches), inference.slots.used) == (1, 0)
 
 
+async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: InProcess) -> None:
+    """The fields of the body say which client family a `/v1/rerank` request belongs to: `truncation` is Voyage's."""
+    cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+    gateway = await cluster.gateway()
+    inference = inference_of(gateway, window_s=60.0)
+    request_fields = {
+        "path": "/v1/rerank",
+        "body": {"model": "toy/score", "query": "q", "documents": ["a"], "truncation": True},
+        "X_SIE_Timeout_Ms": "2400",
+    }
+    client = await Connection.ask(gateway, **request_fields)
+    await until(lambda: queued(cluster) == 1, "queued work")
+    await client.leave()
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
+    status, body = await (await Connection.ask(gateway, **request_fields)).answer()
+    assert (status, body["code"], type(body["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
+
+
 async def test_a_request_is_in_progress_until_its_reply_is_sent(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +398,31 @@ async def test_a_request_is_in_progress_until_its_reply_is_sent(
     await client.leave()
 
 
+async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
+    gateway, adapter = await held(cluster)
+    inference = inference_of(gateway, window_s=60.0)
+    client = await Connection.ask(gateway, "hello")
+    await adapter.until(lambda fake: fake.running, "a batch")
+    await client.leave()
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
+    variants = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
+    await until(lambda: inference.slots.used == 3, "three runs")
+    assert inference.away.joined == 0
+    adapter.let_go()
+    assert [(await variant.answer())[0] for variant in variants] == [200, 200]
+
+
+async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: InProcess) -> None:
+    """Each request has its own message in the queue."""
+    gateway, adapter = await held(cluster)
+    inference_of(gateway)
+    clients = [await Connection.ask(gateway, "hello") for _ in range(3)]
+    stream = cluster.server.streams[STREAM]
+    await until(lambda: stream.last_sequence == 3, "three messages")
+    adapter.let_go()
+    assert [(await client.answer())[0] for client in clients] == [200] * 3
+
+
 async def test_an_upload_that_breaks_off_leaves_nothing(cluster: InProcess) -> None:
     """The connection ends after half of the body. Nothing is queued, no run waits, and the status is 499, no server
     error.
@@ -345,6 +435,19 @@ async def test_an_upload_that_breaks_off_leaves_nothing(cluster: InProcess) -> N
     await until(lambda: not inference.slots.used, "the request has ended")
     assert (queued(cluster), cluster.server.streams[STREAM].last_sequence, inference.away.count) == (0, 0, 0)
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
+
+
+async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    inference = inference_of(gateway, window_s=60.0)
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: queued(cluster) == 1, "queued work")
+    await client.leave()
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
+    began_s = asyncio.get_running_loop().time()
+    assert await gateway.end() == 0
+    assert asyncio.get_running_loop().time() - began_s < 20
+    assert queued(cluster) == 0
 
 
 async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: InProcess) -> None:
@@ -431,6 +534,17 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
         await broker.close()
 
 
+async def test_a_lost_stream_is_reported_with_its_pool() -> None:
+    """The open requests of the other pools go on."""
+    server, pools = MemoryServer(), list[str]()
+    queue = WorkQueue(server.connect("gateway"), settings_of(), Metrics(), pools.append, serves=lambda pool: True)
+    await queue.ensure_pools(["_default", "batch"])
+    server.lose_stream(topology.stream_name("batch"))
+    await queue.ensure_pools(["_default", "batch"])
+    assert pools == ["batch"]
+    await queue.close()
+
+
 async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its_place() -> None:
     """The stream of a stored message is lost. Another gateway creates it again, and its message gets the same sequence.
     Withdrawing the first message leaves the second one.
@@ -485,7 +599,26 @@ async def ended_late(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
     assert (await client.answer())[0] == 504
 
 
-@pytest.mark.parametrize("end", [ended_answered, ended_refused, ended_late])
+async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    client = await Connection.ask(gateway, "hello")
+    await adapter.until(lambda fake: fake.running, "a batch")
+    await client.leave()
+    inference = inference_of(gateway, window_s=0.05)
+    await until(lambda: not inference.slots.used, "the run is given up")
+
+
+async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    """A client leaves, and another one joins its run and gets the error."""
+    inference = inference_of(gateway, window_s=60.0)
+    client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")
+    await adapter.until(lambda fake: fake.running, "a batch")
+    await client.leave()
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
+    assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")).answer())[0] == 504
+    assert inference.away.joined == 1
+
+
+@pytest.mark.parametrize("end", [ended_answered, ended_refused, ended_late, ended_left, ended_joined])
 async def test_nothing_keeps_a_request_that_has_ended(cluster: InProcess, end: Any) -> None:
     """The body goes with the last reference. The garbage collector runs so rarely that gigabytes would be held."""
     gateway, adapter = await held(cluster)

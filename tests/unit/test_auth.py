@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +26,7 @@ from sie_gateway.http.app import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
 from sie_runtime.clock import BrokerClock
+from sie_runtime.http.config_routes import CONFIG_ROUTES
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, Route, Table
 from sie_runtime.keys import KeyLimits, Keys
 from sie_runtime.process import Stop
@@ -116,6 +118,13 @@ def test_every_route_and_method_has_the_documented_scope() -> None:
     )
 
 
+def test_the_table_refuses_a_second_row_and_a_scope_that_does_not_exist() -> None:
+    row = Route(method="GET", path="/a", scope="read")
+    for rows in ([row, dataclasses.replace(row, method="PUT"), row], [dataclasses.replace(row, scope="reed")]):
+        with pytest.raises(ValueError, match="GET /a"):
+            Table(rows)
+
+
 @pytest.mark.parametrize(
     ("path", "row"),
     [
@@ -135,7 +144,22 @@ def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/pools/a/b", "//v1/encode/m", "/V1/encode/m", "/v1/encode/", "/readyz/../health", "", "/v1/chat/completions"],
+    [
+        "/v1/pools/a/b",
+        "/v1/scaling/a/b",
+        "//v1/encode/m",
+        "/V1/encode/m",
+        "/v1/encode/",
+        "/healthz/x",
+        "/readyz/../health",
+        "/metrics/x",
+        "",
+        "/v1/chat/completions",
+        "/vertex",
+        "/invocations",
+        "/v1/job",
+        "*",
+    ],
 )
 def test_a_path_that_no_row_has_is_not_found_and_only_by_those_who_may_read(path: str) -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
@@ -199,6 +223,40 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
                 assert verdict is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
                 count += 1
     assert count > 3000
+
+
+def test_a_gateway_serves_reads_of_the_catalogue_and_neither_its_writes_nor_its_export() -> None:
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
+    served = {"models", "model", "status", "bundles", "bundle", "resolve"}
+    for route in CONFIG_ROUTES:
+        is_served = route.endpoint in served and route.scope == "read"
+        path = route.path.replace("{id:path}", "org/name")
+        expected = MethodNotAllowed if not is_served else Grant
+        outcomes = [outcome(gate, route.method, path, token) for token in (USER, ADMIN)]
+        kinds = [type(verdict) if isinstance(verdict, Grant) else verdict for verdict in outcomes]
+        assert kinds == [expected if route.scope == "read" else PermissionDenied, expected], path
+    read = {
+        path
+        for row, method, path in calls()
+        if row.scope != OPEN and isinstance(outcome(gate, method, path, READER), Grant)
+    }
+    assert read == {"/v1/whoami", "/v1/pools/assignments"}
+
+
+def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
+    """With SIE_POOL_WRITE_ROLE=admin only an administrator writes, also in mode none. Users still read."""
+    writes = [("POST", "/v1/pools"), ("POST", "/v1/pools/mine/renew"), ("DELETE", "/v1/pools/mine")]
+    for mode in ("none", "static"):
+        user, admin = (
+            Gate(settings_of(SIE_AUTH_MODE=mode, SIE_POOL_WRITE_ROLE=role, **TOKENS)) for role in ("user", "admin")
+        )
+        for write in writes:
+            assert isinstance(outcome(user, *write, USER), Grant)
+            refused = outcome(admin, *write, USER)
+            assert refused is PermissionDenied
+            assert isinstance(outcome(admin, *write, ADMIN), Grant)
+            assert outcome(admin, *write, "") is Unauthenticated
+        assert isinstance(outcome(admin, "GET", "/v1/pools/mine", USER), Grant)
 
 
 async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess) -> None:
@@ -322,7 +380,7 @@ async def statuses(gateway: GatewayProcess, requests: list[tuple[str, str, str]]
     return await asyncio.gather(*(one(*request) for request in requests))
 
 
-@pytest.mark.parametrize("mode", ["none", "token"])
+@pytest.mark.parametrize("mode", ["none", "static", "token"])
 async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InProcess, mode: str) -> None:
     """The credentials are none, a wrong token, a key with this scope alone, a key with all others, and static tokens. A
     refusal is 401 or 403.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,34 @@ def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not
     assert times.seconds(256) == pytest.approx(0.356, rel=0.1)
 
 
+@pytest.mark.parametrize("noise", [0.15, 0.3])
+def test_small_batches_after_noisy_large_ones_are_no_slower_device(noise: float) -> None:
+    """A line through the times of large batches may go through zero. A small batch then seems to take many times too
+    long.
+    """
+    for seed in range(40):
+        draw = random.Random(seed)
+        times = BatchTimes(20)
+
+        def ran(tokens: int, times: BatchTimes = times, draw: random.Random = draw) -> None:
+            times.note(tokens, (0.05 + 0.001 * tokens) * draw.uniform(1 - noise, 1 + noise))
+
+        for _ in range(30):
+            ran(draw.randint(300, 600))
+        for _ in range(3):
+            ran(8)
+        assert times.seconds(450) == pytest.approx(0.5, rel=0.6), seed
+
+
+def test_small_and_large_batches_in_turns_show_a_slower_device() -> None:
+    """A small batch of a device that became ten times slower takes no longer than a large one did before."""
+    times = known(0.04, 0.0007, (256, 400, 512))
+    for tokens in (17, 500, 12, 400):
+        times.note(tokens, 10 * (0.04 + 0.0007 * tokens))
+    assert times.seconds(256) == pytest.approx(10 * (0.04 + 0.0007 * 256), rel=0.2)
+    assert times.seconds(8) < 1.0
+
+
 @given(st.floats(0.0, 0.5), st.floats(1e-6, 0.01), st.lists(st.integers(1, 4096), min_size=1, max_size=30))
 def test_a_steady_device_is_predicted_and_tokens_are_the_inverse_of_seconds(
     batch_s: float, token_s: float, sizes: list[int]
@@ -99,12 +128,37 @@ def test_the_smallest_efficient_batch_has_its_share_of_the_tokens_a_second() -> 
 # how many jobs
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.floats(0.0, 60.0)), min_size=1, max_size=64),
+    st.floats(0.0, 0.5),
+    st.floats(1e-6, 0.01),
+    st.floats(1.001, 10.0),
+)
+def test_with_ample_budgets_a_batch_is_as_large_as_it_was(
+    entries: list[tuple[int, float]], batch_s: float, token_s: float, spare: float
+) -> None:
+    """The jobs may have waited for any time."""
+    times = known(batch_s, token_s)
+    budget_s = spare * times.seconds(sum(cost for cost, _ in entries)) / SHARE
+    assert fitting([Ask(cost, min(left_s, budget_s), budget_s) for cost, left_s in entries], times) == len(entries)
+
+
 def test_jobs_that_all_have_little_time_get_a_batch_that_leaves_them_some() -> None:
     times = known(0.05, 0.003)  # 64 of them take 1.6 s
     count = fitting(asks(64, 1.0), times)
     assert 10 <= count <= 16
     assert times.seconds(8 * count) <= SHARE * 1.0
     assert fitting(asks(64, 0.5), times) < count
+
+
+def test_a_batch_whose_time_is_fixed_is_not_cut() -> None:
+    assert fitting(asks(64, 1.0), known(0.5, 1e-9)) == 64
+
+
+def test_who_would_be_late_in_a_small_batch_as_well_changes_nothing() -> None:
+    times = known(0.05, 0.003)
+    assert fitting([*asks(32, 0.01), *asks(32, 60.0)], times) == 64
+    assert fitting(asks(64, 0.0), times) == 64
 
 
 @given(st.integers(1, 63), st.floats(0.001, 2.0), st.floats(0.0, 0.5), st.floats(1e-5, 0.01))
@@ -231,12 +285,82 @@ def test_a_wait_for_the_device_is_always_a_wait(now_s: float) -> None:
             assert action.until_s > now_s
 
 
+def test_a_prediction_that_was_too_short_holds_no_batch_back() -> None:
+    queue = waiting([entry(number, now_s=1.0) for number in range(8)])
+    assert isinstance(next_batch(queue, 1.6, LIMITS, DeviceLoad(1, 1, 2, False, 0.0)), Batch)
+
+
 def test_jobs_with_little_time_do_not_wait_behind_a_batch_of_which_nothing_is_known() -> None:
     queue = waiting([entry(0), entry(1)], times=None)
     assert next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False)) is None
     assert isinstance(next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 2, 3, False)), Batch), "another lane is free"
     queue = waiting([entry(0, UNKNOWN_S + 1)], times=None)
     assert isinstance(next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False)), Batch)
+
+
+def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
+    second_key = BatchKey("n", "1", "encode", "", "")
+    queue = waiting([entry(number, now_s=1.0) for number in range(64)])
+    for number in range(64):
+        queue.add(entry(64 + number, 600.0, key=second_key, bulk=True))
+    sizes = {False: 0, True: 0}
+    while len(queue):
+        batch = taken(queue)
+        sizes[batch.entries[0].bulk] = max(sizes[batch.entries[0].bulk], len(batch.entries))
+    assert sizes[True] == 64
+    assert sizes[False] < 64
+
+
+def test_what_is_known_of_models_is_bounded() -> None:
+    queue: Waiting[BatchEntry[int]] = Waiting()
+    for number in range(2000):
+        note(queue, batch_of([entry(0, key=KEY._replace(residency=str(number)))]), 0.1)
+    assert len(queue._times) <= 1024
+
+
+def closed_loop(
+    budgets_s: list[float], batch_s: float, token_s: float, seconds: float, *, is_sized: bool = True
+) -> list[tuple[int, int]]:
+    """Run clients that ask again after each answer, before one lane without a sealed batch. Return the numbers of
+    answers in time and late, by client.
+    """
+    queue: Waiting[BatchEntry[int]] = Waiting()
+    counts = [(0, 0)] * len(budgets_s)
+    now_s = 0.0
+
+    def ask(client: int) -> None:
+        budget_s = budgets_s[client]
+        queue.add(BatchEntry(KEY, 8, now_s, client, False, False, now_s + budget_s, budget_s if is_sized else math.inf))
+
+    for client in range(len(budgets_s)):
+        ask(client)
+    while now_s < seconds:
+        batch = taken(queue, now_s)
+        began_s, now_s = now_s, now_s + batch_s + token_s * batch.cost
+        note(queue, batch, now_s - began_s)
+        for job in batch.entries:
+            in_time, late = counts[job.work]
+            is_late = now_s > job.due_s
+            counts[job.work] = (in_time + (not is_late), late + is_late)
+            ask(job.work)
+    return counts
+
+
+def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> None:
+    """One of 200 clients has a budget for which only small batches would do. The others lose at most two percent."""
+    alone = closed_loop([60.0] * 200, 0.02, 2e-4, 60.0)
+    for tiny_s in (0.001, 0.05, 0.1, 0.5):
+        beside = closed_loop([tiny_s, *[60.0] * 199], 0.02, 2e-4, 60.0)
+        assert sum(in_time for in_time, _ in beside[1:]) >= 0.98 * sum(in_time for in_time, _ in alone[1:])
+        assert all(late == 0 for _, late in beside[1:])
+
+
+@pytest.mark.long
+def test_ample_budgets_have_the_throughput_that_they_had() -> None:
+    for batch_s, token_s in ((0.001, 2e-5), (0.1, 2e-4), (0.5, 2e-3)):
+        assert closed_loop([30.0] * 200, batch_s, token_s, 60.0) == closed_loop(
+            [30.0] * 200, batch_s, token_s, 60.0, is_sized=False
+        )
 
 
 def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:

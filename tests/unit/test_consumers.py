@@ -8,14 +8,17 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from consumer_race import LANE, item, race, work_queue
+from hypothesis import given
+from hypothesis import strategies as st
 from inprocess import settings_of, until
 
-from sie_broker import Broker, BrokerUnavailable, ConsumerState, Delivery
+from sie_broker import Broker, BrokerError, BrokerUnavailable, ConsumerState, Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.errors import GatewayTimeout, PoolNotFound, QueueFull, QueueUnavailable, SIEError
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import StreamSpec
+from sie_gateway.metrics import Metrics
 from sie_gateway.streams import publish as life
 from sie_gateway.streams.publish import Rest, WorkConsumers, given_up, rests
 from sie_runtime import failpoints
@@ -80,6 +83,38 @@ def test_a_consumer_rests_from_when_it_was_first_seen_to_do_nothing() -> None:
     assert {name: rest.since_s for name, rest in second.items()} == {"a": 10.0, "b": 20.0, "c": 20.0, "new": 20.0}
 
 
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from("abcdef"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)),
+            unique_by=lambda entry: entry[0],
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_only_what_did_nothing_for_the_whole_time_is_given_up(history: list[list[tuple[str, int, int, int]]]) -> None:
+    """In any history of observations a minute apart, a consumer that is deleted was unchanged, empty and unleased for
+    the whole time.
+    """
+    rest_by_name: dict[str, Rest] = {}
+    for minute, states in enumerate(history):
+        rest_by_name = rests(
+            rest_by_name,
+            [state(name, delivered=count, waiting=w, leased=held) for name, count, w, held in states],
+            minute * 60.0,
+        )
+        assert set(rest_by_name) == {name for name, *_ in states}
+        for name in given_up(rest_by_name, minute * 60.0, 1000, 180.0):
+            last = [
+                next((entry for entry in snapshot if entry[0] == name), None)
+                for snapshot in history[minute - 3 : minute + 1]
+            ]
+            assert None not in last
+            assert len({entry[1] for entry in last if entry}) == 1
+            assert not any(entry[2] or entry[3] for entry in last[1:] if entry)
+
+
 def test_a_crowded_stream_gives_up_those_at_rest_for_the_longest() -> None:
     """The collector leaves at most 15 of 16 places filled. For that it deletes no consumer that was busy lately."""
     resting = {f"own__{number:02}": Rest(1, float(number * 100)) for number in range(20)}
@@ -129,6 +164,25 @@ async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServe
     clock.now_s += 11.0
     await stream.refresh(10.0)
     assert not stream._held
+
+
+async def test_messages_of_both_ways_are_each_delivered_once(server: MemoryServer) -> None:
+    """While a model moves between its own consumer and its slot, both hold messages, and neither gets those of the
+    other.
+    """
+    broker = server.connect("test")
+    ways = life._routes(LANE, "interactive", "toy/a", 10.0)
+    got: list[Delivery] = []
+    pulls = broker.pulls(STREAM, got.append)
+    for route in ways:
+        await broker.ensure_consumer(route.consumer)
+        pulls.want(route.consumer.name, 10)
+    for number in range(6):
+        await broker.publish(ways[number % 2].subject, b"%d" % number, str(number))
+    await until(lambda: len(got) == 6, "all deliveries")
+    assert sorted(delivery.data for delivery in got) == [b"%d" % number for number in range(6)]
+    assert {delivery.delivered for delivery in got} == {1}
+    await broker.close()
 
 
 # ---- repair
@@ -183,6 +237,17 @@ async def test_lost_notices_are_made_up_for_by_the_next_round(server: MemoryServ
         server.streams[STREAM].remove_consumer(spec.name)  # without a notice
     await stream.refresh(10.0)
     assert names(server) == {specs["toy/held"].name, specs["toy/full"].name}
+
+
+async def test_a_subject_of_another_form_is_told_and_does_not_stop_the_round(
+    server: MemoryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, broker = await gateway(server, Clock()), server.connect("other")
+    await broker.publish("sie.work._default.odd", b"x", "1")
+    await broker.publish(topology.work_subject(LANE, "bulk", "toy/a"), b"x", "2")
+    await stream.refresh(10.0)
+    assert names(server) == {topology.work_consumer(LANE, "bulk", "toy/a", 10.0).name}
+    assert "no worker will get" in caplog.text
 
 
 # ---- deletion
@@ -270,6 +335,25 @@ async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
     assert deleted == [[1, 0], [0, 0], [1, 0]]
 
 
+async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: MemoryServer) -> None:
+    """The consumers of another stream are created and deleted, whatever the order of the streams."""
+    broker = server.connect("c")
+    consumers = WorkConsumers(server.connect("a"), settings_of(), idle_s=0.0)
+    for pool in ("before", LANE.pool, "later"):
+        await broker.ensure_stream(stream_of(pool))
+        await consumers.follow(pool)
+    for pool in ("before", "later"):
+        await broker.delete_stream(topology.stream_name(pool))
+    await broker.ensure_consumer(topology.work_consumer(LANE, "bulk", "toy/idle", 10.0))
+    await broker.publish(topology.work_subject(LANE, "bulk", "toy/full"), b"x", "1")
+    with pytest.raises(BrokerError, match="WORK_later"):
+        await consumers.reverify()
+    assert topology.work_consumer(LANE, "bulk", "toy/full", 10.0).name in names(server)
+    with pytest.raises(BrokerError, match="WORK_later"):
+        await consumers.take_turn()
+    assert names(server) == {topology.work_consumer(LANE, "bulk", "toy/full", 10.0).name}
+
+
 # ---- limits of the stream
 
 
@@ -320,6 +404,18 @@ async def test_a_publish_that_fails_names_the_broker_unless_the_budget_was_too_s
     await queue.consumers.close()
 
 
+async def test_the_first_work_of_a_pool_makes_its_stream() -> None:
+    server = MemoryServer()
+    queue = work_queue(server.connect("gateway"))
+    lane = topology.Lane("fresh", "cpu", "default")
+    for number in range(2):
+        await queue.publish(lane, [item("toy/a", str(number))], time.perf_counter() + 5.0)
+    assert server.streams["WORK_fresh"].state().messages == 2
+    assert set(server.streams["WORK_fresh"].consumers) == {
+        topology.work_consumer(lane, "interactive", "toy/a", 10.0).name
+    }
+
+
 def test_a_model_may_fill_a_quarter_of_the_stream() -> None:
     assert topology.per_subject_limit(1 << 30) * (16 << 10) == 1 << 28
     assert topology.per_subject_limit(1 << 20) == 4096
@@ -348,3 +444,19 @@ async def test_a_reservation_that_ends_during_its_first_publish_is_told_as_such(
     with pytest.raises(PoolNotFound):
         await queue.publish(topology.Lane("fresh", "cpu", "default"), [item("toy/a", "0")], time.perf_counter() + 5.0)
     assert "fresh" not in queue.consumers.streams
+
+
+async def test_work_for_a_reservation_that_has_ended_is_refused_before_a_host_is_requested() -> None:
+    noted: list[topology.Lane] = []
+    broker = MemoryServer().connect("gateway")
+    queue = life.WorkQueue(
+        broker,
+        settings_of(),
+        Metrics(),
+        lambda pool: None,
+        on_publish=lambda lane, items: noted.append(lane),
+        serves=lambda pool: False,
+    )
+    with pytest.raises(PoolNotFound):
+        await queue.publish(topology.Lane("ended", "cpu", "default"), [item("toy/a", "0")], time.perf_counter() + 5.0)
+    assert noted == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from direct import DeadlyAdapter
@@ -15,6 +16,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import Lane
+from sie_gateway.inference.fragments import Fragments, InboxFull
 from sie_gateway.operations import dead_letters
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
@@ -98,6 +100,25 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
     assert "admin ran dead letter" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", ""),
+        ("GET", "/abc"),
+        ("POST", "/abc/replay"),
+        ("POST", "/replay"),
+        ("DELETE", "/abc"),
+        ("DELETE", ""),
+    ],
+)
+async def test_only_administrators_may(cluster: InProcess, gateway: GatewayProcess, method: str, path: str) -> None:
+    await write(cluster.server.connect("worker"), "abc")
+    refusal = await ask(gateway, method, path, USER, 403)
+    assert refusal["code"] == "PERMISSION_DENIED"
+    await ask(gateway, method, path, "wrong", 401)
+    assert (await ask(gateway, "GET"))["total"] == 1
+
+
 async def test_a_list_has_pages_and_filters_and_counts(cluster: InProcess, gateway: GatewayProcess) -> None:
     broker = cluster.server.connect("worker")
     for number in range(1, 8):
@@ -168,6 +189,26 @@ async def test_without_an_answer_a_letter_is_kept(cluster: InProcess, gateway: G
     await until(lambda: stream.state().messages == 2, "the work, which is published")
 
 
+async def test_a_result_without_room_fails_its_letter_and_no_other(
+    cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = cluster.server.connect("worker")
+    for name in ("a", "b"):
+        await write(broker, name)
+    monkeypatch.setattr(Fragments, "add", Mock(side_effect=InboxFull("no room")))
+    replay = asyncio.create_task(ask(gateway, "POST", "/replay", timeout_s=1))
+    stream = cluster.server.streams[topology.stream_name("_default")]
+    await until(lambda: stream.state().messages == 2, "the work of both letters")
+    work = [messages.decode_work(message.data) for message in stream.messages.values()]
+    large = next(item for item in work if item.request.startswith("r-a-"))
+    part = messages.Fragment(large.request, large.chunk, large.attempt, 0, 2, "", b"part")
+    await cluster.send(large.reply, messages.encode(part))
+    replayed = (await replay)["replayed"]
+    assert [(letter["id"], letter["state"]) for letter in replayed] == [("a", "failed"), ("b", "waiting")]
+    assert [error["code"] for error in replayed[0]["errors"]] == ["RESOURCE_EXHAUSTED"]
+    await broker.close()
+
+
 async def test_a_purge_forgets_what_is_named_and_nothing_else(cluster: InProcess, gateway: GatewayProcess) -> None:
     broker = cluster.server.connect("worker")
     for name, model in (("a", "toy/one"), ("b", "toy/other"), ("c", "toy/one"), ("d", "toy/other")):
@@ -197,3 +238,13 @@ async def test_what_is_asked_wrongly_is_refused(
 ) -> None:
     refusal = await ask(gateway, "GET", path, status=404 if param == "pool" else 400, **query)
     assert refusal["error"]["param"] == param
+
+
+async def test_without_a_broker_it_is_said_soon(cluster: InProcess, gateway: GatewayProcess) -> None:
+    cluster.server.disconnect()
+    try:
+        with patch.object(dead_letters, "LOOK_S", 0.2):
+            for method, path in (("GET", ""), ("GET", "/abc"), ("DELETE", "/abc"), ("POST", "/abc/replay")):
+                assert (await ask(gateway, method, path, status=503))["code"] == "QUEUE_UNAVAILABLE"
+    finally:
+        cluster.server.reconnect()

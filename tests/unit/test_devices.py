@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +19,12 @@ from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until, until_told
 
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import DeviceBeat
 from sie_sidecar import link
+from sie_sidecar.batch import BatchLimits
 from sie_sidecar.devices import CHECKS_BEHIND, DeviceView, SecondCopies, choose
+from sie_sidecar.intake import Prepare, batch_parts
 
 GIB = 1 << 30
 EMPTY = DeviceView(connected=True, free_bytes=8 * GIB, usable_bytes=10 * GIB)
@@ -78,6 +82,12 @@ def test_a_model_gets_a_copy_once_it_was_behind_for_some_checks_in_a_row() -> No
 def test_a_copy_goes_to_no_device_with_work_or_without_room(spare: DeviceView) -> None:
     copies = SecondCopies()
     assert all(not copies.check({"m": [LOADED, spare]}) for _ in range(3 * CHECKS_BEHIND))
+
+
+def test_a_group_is_cut_into_parts_of_a_batch() -> None:
+    group: list[Any] = [SimpleNamespace(item=SimpleNamespace(cost=cost)) for cost in (6, 5, 1, 1, 1, 1, 50, 2)]
+    parts = batch_parts(group, BatchLimits(cost=10, requests=4, wait_s=0.0))
+    assert [[flight.item.cost for flight in part] for part in parts] == [[6], [5, 1, 1, 1], [1], [50], [2]]
 
 
 # one sidecar before two adapters
@@ -151,6 +161,18 @@ async def test_a_heartbeat_and_metrics_tell_each_device(two: TwoDevices) -> None
     assert await two.sidecar.metric("sie_model_loaded", model="toy/one") == 1
 
 
+async def test_devices_of_one_name_get_a_number_and_cpus_share_their_memory(two: TwoDevices) -> None:
+    two.first.device = two.second.device = "cpu"
+
+    def told() -> Any:
+        beat = two.cluster.last_beat(two.sidecar.worker)
+        return beat if beat and beat.device == "cpu:0,cpu:1" else None
+
+    await two.answered("a")
+    beat = await until(told, "a heartbeat with both devices")
+    assert (beat.gpu_count, beat.memory_total_bytes) == (0, two.first.memory_bytes[1])
+
+
 async def dead_with_work(two: TwoDevices) -> tuple[list[asyncio.Task[httpx.Response]], ...]:
     """Stop the first adapter while it has work. Return the requests of `with_work`."""
     begun, waiting = await with_work(two)
@@ -189,6 +211,40 @@ async def test_what_waits_for_a_device_goes_to_another_when_its_adapter_dies(two
         check(await answer, text)
     assert await two.sidecar.metric("sie_adapter_deaths_total") == 1
     assert await two.sidecar.metric("sie_poisoned_inputs_total") == 0
+
+
+async def test_what_waits_for_a_device_goes_to_the_one_whose_adapter_comes_back_first(two: TwoDevices) -> None:
+    await two.second.stop()
+    begun, waiting = await dead_with_work(two)
+    await two.second.start()
+    for text, answer in zip("defgh", waiting, strict=True):
+        check(await answer, text)
+    two.first.hold_batches = False
+    await two.first.start()
+    for text, answer in zip("bc", begun, strict=True):
+        check(await answer, text)
+
+
+async def test_work_that_is_tokenised_while_its_adapter_dies_goes_to_another_device(
+    two: TwoDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.answered("a")
+    tokenising, goes_on = asyncio.Event(), asyncio.Event()
+    build_rows = Prepare._build_rows
+
+    async def held(self: Prepare, *arguments: Any) -> None:
+        tokenising.set()
+        await goes_on.wait()
+        await build_rows(self, *arguments)
+
+    monkeypatch.setattr(Prepare, "_build_rows", held)
+    (answer,) = two.ask("b")
+    await tokenising.wait()
+    await two.first.stop()
+    await until(lambda: [beat.ready for beat in two.cluster.beats[-1].devices] == [False, True], "one adapter less")
+    goes_on.set()
+    check(await answer, "b")
+    assert two.second.loads == ["toy/one"]
 
 
 async def test_suspects_run_alone_on_another_device_if_their_adapter_stays_away(
@@ -237,6 +293,12 @@ async def test_a_worker_is_not_ready_without_any_adapter(two: TwoDevices) -> Non
     assert two.second.loads == ["toy/one"]
 
 
+async def test_a_load_that_fails_for_memory_is_tried_on_another_device(two: TwoDevices) -> None:
+    two.first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+    await two.answered("a")
+    assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
+
+
 async def test_all_work_that_waited_for_a_load_that_fails_for_memory_runs_on_another_device(two: TwoDevices) -> None:
     begun, waiting = await with_work(two)
     two.first.loaded.clear()
@@ -247,12 +309,65 @@ async def test_all_work_that_waited_for_a_load_that_fails_for_memory_runs_on_ano
     assert two.second.loads == ["toy/one"]
 
 
+async def test_a_load_that_fails_for_memory_waits_for_a_device_whose_adapter_restarts(two: TwoDevices) -> None:
+    two.first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+    await two.second.stop()
+    await until(lambda: not two.cluster.beats[-1].devices[1].ready, "the loss of the second adapter")
+    (answer,) = two.ask("a")
+    await two.first.until(lambda adapter: adapter.loads, "the load that fails")
+    await two.second.start()
+    check(await answer, "a")
+    assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
+
+
+async def test_a_device_whose_adapter_stays_away_delays_no_work_of_a_device_that_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "AWAY_S", 600.0)
+    async with InProcess(tmp_path, toy_entry()) as cluster:
+        first, second, third = [await cluster.adapter(f"a.sock{end}", devices=3) for end in ("", ".1", ".2")]
+        gateway = await cluster.gateway()
+        await cluster.sidecar(first)
+        await until(lambda: [beat.ready for beat in cluster.beats[-1].devices] == [True] * 3, "all devices")
+        first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+        await second.stop()
+        await third.stop()
+        await until(
+            lambda: [beat.ready for beat in cluster.beats[-1].devices] == [True, False, False], "the loss of two"
+        )
+        answer = asyncio.create_task(gateway.encode("a"))
+        await first.until(lambda adapter: adapter.loads, "the load that fails")
+        await third.start()
+        check(await answer, "a")
+        assert (first.loads, third.loads) == (["toy/one"], ["toy/one"])
+
+
 async def test_a_load_that_fails_on_all_devices_is_tried_once_on_each(two: TwoDevices) -> None:
     for adapter in (two.first, two.second):
         adapter.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
     answer = await two.gateway.encode("a")
     assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED")
     assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
+
+
+async def test_a_load_that_fails_for_good_is_not_tried_on_another_device(two: TwoDevices) -> None:
+    two.first.refusals["toy/one"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
+    answer = await two.gateway.encode("a")
+    assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED")
+    assert (two.first.loads, two.second.loads) == (["toy/one"], [])
+
+
+async def test_an_eviction_on_one_device_leaves_the_copy_of_another(two: TwoDevices) -> None:
+    await two.answered("a")
+    await behind(two)
+    two.first.loaded.clear()
+    two.first.dropped = ("toy/one",)
+    await two.answered("b")
+    await until(lambda: [beat.models for beat in two.cluster.beats[-1].devices] == [(), ("toy/one",)], "one copy left")
+    two.first.dropped = ()
+    loads = len(two.first.loads)
+    await two.answered("c")
+    assert len(two.first.loads) == loads, "the other device has it"
 
 
 async def behind(two: TwoDevices) -> None:
@@ -278,6 +393,18 @@ async def test_a_model_that_one_device_cannot_keep_up_with_gets_a_copy(two: TwoD
     assert beat.models[0].memory_bytes == 2 * 1024 * 1024
 
 
+async def test_both_copies_run_a_request_of_several_messages(two: TwoDevices) -> None:
+    await two.answered("a")
+    await behind(two)
+    two.first.hold_batches = two.second.hold_batches = True
+    task = asyncio.create_task(two.answered(*(f"many {number} {150 * 'x '}" for number in range(600))))
+    await two.first.until(lambda adapter: adapter.running, "a part of it at the first device")
+    await two.second.until(lambda adapter: adapter.running, "a part of it at the second device")
+    two.first.let_go()
+    two.second.let_go()
+    await task
+
+
 async def test_a_frozen_adapter_loses_its_work_to_another_device(tmp_path: Path) -> None:
     async with InProcess(tmp_path) as cluster:
         first = await cluster.adapter("a.sock", devices=2)
@@ -287,3 +414,20 @@ async def test_a_frozen_adapter_loses_its_work_to_another_device(tmp_path: Path)
         check(await gateway.encode("a"), "a")
         first.freeze()
         check(await gateway.encode("b"), "b")
+
+
+async def test_a_preload_spreads_models_over_the_devices(tmp_path: Path) -> None:
+    async with InProcess(tmp_path, toy_entry(), toy_entry("toy/two")) as cluster:
+        first = await cluster.adapter("a.sock", devices=2)
+        second = await cluster.adapter("a.sock.1", devices=2)
+        await cluster.gateway()
+        await cluster.sidecar(first, SIE_PRELOAD_MODELS="toy/one,toy/two")
+        assert sorted([first.loads, second.loads]) == [["toy/one"], ["toy/two"]]
+
+
+def test_sockets_of_devices_lie_beside_the_first_one() -> None:
+    assert [ipc.device_socket("/run/w.sock", number) for number in range(3)] == [
+        "/run/w.sock",
+        "/run/w.sock.1",
+        "/run/w.sock.2",
+    ]

@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import uvloop
 from inprocess import until
 
 from sie_broker.memory import MemoryServer
+from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
-from sie_runtime.feed import CatalogueFeed, ConfigUnavailable
+from sie_runtime import feed
+from sie_runtime.feed import CatalogueFeed, ConfigUnavailable, snapshot
 from sie_runtime.process import Stop
 
 BUNDLES = ({"id": "default"}, {"id": "vision"})
@@ -133,6 +136,24 @@ async def test_deltas_chain_and_a_gap_is_read_again(follow: Follow) -> None:
     assert (reader.now.entries["a/one"].max_tokens, set(reader.now.entries), reader.config.exports) == (9, {"a/one"}, 2)
 
 
+def test_each_gap_is_read_again_with_the_event_loop_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop returns no TimerHandle for a pause that rounds to 0 ms."""
+    monkeypatch.setattr(feed.secrets, "randbelow", lambda limit: 0)
+
+    async def gaps() -> None:
+        reader = Reader(MemoryServer(), Config())
+        await until(lambda: reader.feed.first.is_set(), "the first snapshot")
+        for number in (5, 9):
+            reader.config.number = number
+            await reader.send(number - 1, number)
+            await until(lambda: reader.now.epoch == reader.config.at, f"the export after the gap before {number}")
+        assert reader.feed.deltas["put", "gap"] == 2
+        reader.stop.request()
+        await asyncio.wait_for(reader.task, 10)
+
+    uvloop.run(gaps())
+
+
 async def test_a_delta_before_the_first_snapshot_is_a_gap() -> None:
     config = Config()
     config.open.clear()
@@ -212,6 +233,18 @@ async def test_neither_an_empty_export_nor_one_with_a_broken_model_replaces_anyt
     await until(lambda: reader.now.epoch == "a:2", "the mended export")
 
 
+async def test_an_empty_catalogue_is_no_first_snapshot() -> None:
+    config = Config()
+    config.models = ()
+    reader = Reader(MemoryServer(), config)
+    await until(lambda: config.exports > 1, "two tries")
+    assert not reader.feed.first.is_set()
+    config.models = None
+    await until(lambda: reader.feed.first.is_set(), "the first snapshot")
+    reader.stop.request()
+    await reader.task
+
+
 async def test_a_look_that_failed_is_tried_again_before_the_next_poll(follow: Follow) -> None:
     reader = await follow()
     reader.config.down, reader.config.number = True, 5
@@ -259,3 +292,23 @@ async def test_who_follows_one_bundle_needs_no_export_after_writes_of_others(fol
     await until(lambda: reader.now.epoch == "a:12", "the epoch")
     assert reader.config.exports == 2
     assert reader.now.since("a/one") == "a:9"
+
+
+async def test_who_follows_all_bundles_takes_no_shortcut(follow: Follow) -> None:
+    reader = await follow()
+    await reader.send(5, 6, since="a:1")
+    await reader.counted("put", "gap")
+
+
+async def test_a_model_that_leaves_a_bundle_is_known_to_have_left_by_one_delta(follow: Follow) -> None:
+    reader = await follow(bundle="default")
+    await reader.send(1, 2, entry=entry("a/one", bundle="vision"))
+    await reader.counted("put", "applied")
+    assert reader.now.bundles_of(reader.now.entries["a/one"]) == ("vision",)
+
+
+async def test_a_broken_model_of_an_export_is_named() -> None:
+    with pytest.raises(ValidationFailed, match=r"^a/two: \$\.max_tokens"):
+        await snapshot(
+            ConfigExport("a:1", (ConfigModel("a/one", entry("a/one")), ConfigModel("a/two", entry("a/two", 0))))
+        )

@@ -14,25 +14,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import WAIT_S, InProcess, until
+from nats_server import NatsServer
 
 from sie_broker import Broker, CoreMessage
 from sie_broker.memory import MemoryServer
+from sie_broker.nats import connect
 from sie_contracts import arrays
-from sie_contracts.errors import InternalFailure, ResourceExhausted
+from sie_contracts.errors import InferenceFailed, InternalFailure, ResourceExhausted
 from sie_contracts.wire import ipc, messages
-from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire.messages import (
+    ArraySlice,
+    Failed,
+    Fragment,
+    Input,
+    Ok,
+    RunOptions,
+    WorkItem,
+    WorkResult,
+    WorkResults,
+)
 from sie_gateway.inference import results
 from sie_gateway.inference.fragments import Fragments, InboxFull, put_together
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.settle import Leases, ResultDelivery, part_bytes
+from sie_sidecar.settle import Leases, ResultDelivery, failed, part_bytes
 
 WIDTH = 1024
 
@@ -56,6 +69,12 @@ def test_parts_are_kept_once_and_in_any_order() -> None:
     assert fragments.held.used > held
     fragments.drop(whole)
     assert (fragments.held.used, len(fragments._all)) == (0, 0)
+
+
+def test_two_attempts_at_a_chunk_do_not_mix() -> None:
+    fragments = Fragments()
+    first, two = fragments.add(part(0, digest="one"), 0.0), fragments.add(part(1, digest="two"), 0.0)
+    assert (first.missing, two.missing) == (2, 2)
 
 
 def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
@@ -88,6 +107,17 @@ def test_incomplete_results_of_one_key_leave_memory_to_other_keys() -> None:
     assert (fragments.held.used, fragments.held.used_by) == (0, {})
 
 
+def test_parts_that_are_announced_and_do_not_come_are_limited_too() -> None:
+    """Each first part reserves slots for all parts that it announces."""
+    fragments = Fragments(max_request_bytes=10 << 20)
+    for digest in ("first", "second"):
+        fragments.add(part(0, 1 << 16, digest=digest, size=1), 0.0)
+    with pytest.raises(InboxFull, match="one request"):
+        fragments.add(part(0, 1 << 16, digest="third", size=1), 0.0)
+    fragments.drop_request("r")
+    assert (fragments.held.used, len(fragments._all)) == (0, 0)
+
+
 def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> None:
     fragments = Fragments(max_bytes=3_000, silence_s=30.0)
     fragments.add(part(0, 2, request="silent"), 0.0)
@@ -108,6 +138,26 @@ def test_what_is_being_checked_is_never_dropped_for_its_age() -> None:
     whole.checking = True
     fragments.add(part(0, request="new"), 100.0)
     assert fragments.add(part(0, 1), 100.0) is whole
+
+
+def test_parts_of_another_size_begin_anew() -> None:
+    """The broker restarted with another limit of a message."""
+    fragments = Fragments()
+    fragments.add(part(0, 3), 0.0)
+    again = fragments.add(part(1, 5), 0.0)
+    assert (again.missing, fragments.held.used, len(fragments._all)) == (4, again.held_bytes, 1)
+
+
+def test_the_end_of_a_check_drops_no_parts_of_another_split() -> None:
+    fragments = Fragments()
+    for index in range(2):
+        checked = fragments.add(part(index, 2), 0.0)
+    checked.checking = True
+    fragments.add(part(0, 3), 0.1)
+    fragments.drop(checked)
+    assert len(fragments._all) == 1
+    fragments.drop_request("r")
+    assert (fragments.held.used, len(fragments._all)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +203,9 @@ class Delivered:
 
     async def ack(self) -> None:
         self.acks += 1
+
+
+CONFIRMED = messages.encode(messages.Confirmation("unknown"))
 
 
 class Side:
@@ -234,6 +287,51 @@ async def test_results_that_are_ready_together_are_one_message_and_one_confirmat
     assert (side.outcomes("taken"), side.outcomes("unknown")) == (3, 1)
 
 
+async def test_results_of_two_gateways_and_those_over_the_size_of_a_message_go_apart(side: Side) -> None:
+    rows = side.worker.max_payload // (4 * WIDTH) // 2
+    other = ResultInbox(side.worker, GatewayMetrics())
+    await other.start()
+    collectors = [side.inbox.open("a", 1), side.inbox.open("b", 1), other.open("c", 1), other.open("d", 1)]
+    async with counted(side) as seen:
+        await asyncio.gather(
+            side.answer(result_of("a", rows)),
+            side.answer(result_of("c", 1), reply=f"{other.subject}.c"),
+            side.answer(result_of("b", rows)),
+            side.answer(result_of("d", 1), reply=f"{other.subject}.d"),
+        )
+    assert [collector.missing for collector in collectors] == [0] * 4
+    assert len(seen) == 2
+    await other.stop()
+
+
+async def test_a_lost_confirmation_of_several_results_has_each_sent_again(side: Side) -> None:
+    for number in range(3):
+        side.inbox.open(f"r{number}", 1)
+    failpoints.arm("results.before_confirm=error")
+    deliveries = await asyncio.gather(*(side.answer(result_of(f"r{number}", 1)) for number in range(3)))
+    assert [delivery.acks for delivery in deliveries] == [1] * 3
+    assert (side.outcomes("taken"), side.outcomes("duplicate")) == (3, 3)
+
+
+async def test_a_failed_result_goes_alone_because_its_lease_bounds_its_wait(side: Side) -> None:
+    error = WorkResult("failed", 0, "w", (Failed(InternalFailure("no").info()),))
+    for request in ("failed", "r"):
+        side.inbox.open(request, 1)
+    async with counted(side) as seen:
+        await asyncio.gather(side.answer(error), side.answer(result_of("r", 1)))
+    assert len(seen) == 2
+
+
+async def test_a_result_among_others_that_cannot_be_read_fails_its_request_alone(side: Side) -> None:
+    broken, whole = side.inbox.open("broken", 1), side.inbox.open("whole", 1)
+    together = WorkResults(("broken", "whole"), (b"\xc1", messages.encode(result_of("whole", 1))))
+    answer = await side.worker.request(f"{side.inbox.subject}.broken", messages.encode(together), WAIT_S)
+    assert messages.decode_confirmations(answer).verdicts == ("unknown", "taken")
+    await whole.wait(WAIT_S)
+    with pytest.raises(InternalFailure):
+        await broken.wait(WAIT_S)
+
+
 async def test_a_result_is_sent_after_the_task_of_an_earlier_one_was_cancelled(side: Side) -> None:
     for steps in range(12):  # in one of these iterations of the loop, the task waits for further results
         first = asyncio.create_task(side.answer(result_of("first", 1)))
@@ -244,6 +342,26 @@ async def test_a_result_is_sent_after_the_task_of_an_earlier_one_was_cancelled(s
         await asyncio.wait_for(side.answer(result_of(f"r{steps}", 1)), WAIT_S)
         assert collector.missing == 0
         await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_a_gateway_that_does_not_accept_results_together_gets_each_alone(side: Side) -> None:
+    leases = [side.leases.hold(Delivered(number)) for number in range(100, 103)]  # type: ignore[arg-type]
+    requests = [f"r{number}" for number in range(3)]
+    collectors = [side.inbox.open(request, 1) for request in requests]
+    async with counted(side) as seen:
+        await asyncio.gather(
+            *(
+                side.results.send(
+                    lease,
+                    msgspec.structs.replace(item(request, f"{side.inbox.subject}.{request}"), together=False),
+                    result_of(request, 1),
+                    time.monotonic() + WAIT_S,
+                )
+                for lease, request in zip(leases, requests, strict=True)
+            )
+        )
+    assert [collector.missing for collector in collectors] == [0] * 3
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("data", [b"\xc1", messages.encode(Fragment("r", 0, 0, 2, 2, "", b"part"))])
@@ -264,6 +382,27 @@ async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: S
     await collector.wait(WAIT_S)
     assert collector.results == [result_of("r", 40)]
     assert (delivery.acks, side.outcomes("taken"), side.outcomes("damaged")) == (1, 1, 0)
+
+
+async def test_a_gateway_that_confirms_no_results_is_logged_once_until_it_confirms_one(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Results of a dead gateway and of a live one alternate."""
+
+    def warnings() -> int:
+        return sum("confirms no results" in record.message for record in caplog.records)
+
+    dead = f"sie.result.{'d' * 32}"
+    for number in range(20):
+        side.inbox.open(f"r{number}", 1)
+        await side.answer(result_of("gone", 1), reply=f"{dead}.gone{number}", budget_s=0.0)
+        await side.answer(result_of(f"r{number}", 1))
+    assert (warnings(), side.outcomes("taken")) == (1, 20)
+    returned = await side.worker.subscribe(f"{dead}.*", lambda message: side.worker.send(message.reply, CONFIRMED))
+    await side.answer(result_of("gone", 1), reply=f"{dead}.gone")
+    await returned.stop()
+    await side.answer(result_of("gone", 1), reply=f"{dead}.gone", budget_s=0.0)
+    assert warnings() == 2
 
 
 async def relayed(side: Side, harm: list[bytes]) -> str:
@@ -324,6 +463,16 @@ async def test_the_first_terminal_outcome_wins_between_the_parts_of_two_attempts
     assert await side.send(stale[0]) == "unknown"
 
 
+async def test_an_error_that_comes_between_parts_is_the_outcome(side: Side) -> None:
+    collector = side.inbox.open("r", 1)
+    pieces = parts_of(result_of("r", 100))
+    assert await side.send(pieces[0]) == "part"
+    error = failed(result_of("r", 1), InferenceFailed("no"))
+    await side.answer(error)
+    assert [await side.send(piece) for piece in pieces[1:]] == ["duplicate"] * (len(pieces) - 1)
+    assert collector.results == [error]
+
+
 async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
     """The second copy arrives while the first is checked."""
     collector = side.inbox.open("r", 1)
@@ -345,6 +494,27 @@ async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
         with pytest.raises(ResourceExhausted, match="no memory for the results"):
             await collector.wait(WAIT_S)
         assert (delivery.acks, side.inbox.unfinished_bytes, side.outcomes("no_room")) == (1, 0, 1)
+
+
+async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
+    """The inbox drops the parts half way, like parts that are too old."""
+    collector = side.inbox.open("r", 1)
+    harmless: list[bytes] = []
+    relay = await relayed(side, harmless)
+    count = 0
+
+    async def drop_once(message: CoreMessage) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            side.inbox._fragments.drop_request("r")
+        await side.worker.send(relay, message.data, message.reply)
+
+    await side.worker.subscribe("lossy", drop_once)
+    delivery = await side.answer(result_of("r", 100), reply="lossy")
+    await collector.wait(WAIT_S)
+    assert (delivery.acks, side.outcomes("damaged")) == (1, 0)
+    assert count > len(parts_of(result_of("r", 100)))
 
 
 async def test_others_are_confirmed_while_a_large_result_is_checked(
@@ -407,6 +577,34 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
     await worker.send(f"{inbox.subject}.second", messages.encode(WorkResult("second", 0, "w", ())), "nobody")
     await second.wait(WAIT_S)
     await inbox.stop()
+
+
+async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connections(tmp_path: Path) -> None:
+    """One result has 2,048 x 1,024 floats. No connection is opened again, as after a message above the limit of the
+    broker.
+    """
+    with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
+        gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
+        side = Side(gateway, worker)
+        await side.inbox.start()
+        collector = side.inbox.open("r", 1)
+
+        async def connections() -> int:
+            async with httpx.AsyncClient(base_url=server.monitor_url, trust_env=False) as client:
+                total: int = (await client.get("/varz")).json()["total_connections"]
+                return total
+
+        before = await connections()
+        delivery = await side.answer(result_of("r", 2048))
+        await collector.wait(WAIT_S)
+        assert collector.results == [result_of("r", 2048)]
+        assert (delivery.acks, side.inbox.unfinished_bytes) == (1, 0)
+        assert await connections() == before
+        assert gateway.connected
+        assert worker.connected
+        await side.inbox.stop()
+        await gateway.close()
+        await worker.close()
 
 
 class WideAdapter(FakeAdapter):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar import models as sidecar_models
@@ -133,6 +134,22 @@ async def test_work_that_comes_while_its_model_is_released_waits_and_loads_it_ag
     await asyncio.gather(releasing, loading)
     assert len(sidecar.link.loads) == 2
     assert sidecar.a.state == "loaded"
+
+
+async def test_an_adapter_that_is_gone_ends_neither_the_loop_nor_what_was_known() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a)
+    sidecar.now_s += 5
+    sidecar.link.gone = True
+    running = asyncio.create_task(sidecar.hosting.run(1))
+    async with asyncio.timeout(30):
+        while not (sidecar.link.reliefs and sidecar.link.questions):
+            sidecar.link.asked.clear()
+            await sidecar.link.asked.wait()
+    assert not running.done()
+    assert sidecar.a.state == "available"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -308,3 +325,16 @@ async def test_a_model_that_gets_work_while_another_is_evicted_for_idleness_stay
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert sidecar.link.questions == [ipc.Release("toy/a"), ipc.Release("toy/c")]
+
+
+async def test_memory_that_cannot_be_freed_is_logged_once_until_it_can_be(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a)
+    sidecar.now_s += 5
+    refusal = InternalFailure("out of order")
+    monkeypatch.setattr(sidecar.link, "relieve", AsyncMock(side_effect=[refusal, refusal, None, refusal]))
+    for warnings in (1, 1, 1, 2):
+        await sidecar.hosting.relieve()
+        assert len([record for record in caplog.records if "out of order" in record.getMessage()]) == warnings

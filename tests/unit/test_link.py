@@ -117,6 +117,24 @@ async def test_an_adapter_that_does_not_answer_a_question_is_gone(
     await until(lambda: not link.connected, "the link is given up")
 
 
+async def test_an_adapter_that_stops_in_the_middle_of_a_batch_ends_it(tmp_path: Path) -> None:
+    """The adapter reads a part of the frame, and answers nothing more."""
+    path = str(tmp_path / "a.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        connection = await links._connect(path)
+        peer, _ = listener.accept()
+        with peer:
+            sending = asyncio.create_task(connection.send(bytes(64 << 20)))
+            await until(connection._writer.transport.get_write_buffer_size, "a part of the frame waits")
+            connection.close()
+            done, _ = await asyncio.wait([sending], timeout=10)
+            assert done
+            with pytest.raises(AdapterGone):
+                await connection.receive()
+
+
 async def test_a_failed_health_check_loses_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter without memory may refuse a ping, and still runs its batches."""
     adapter = await FakeAdapter(tmp_path / "a.sock").start()
@@ -141,6 +159,50 @@ async def test_a_failed_health_check_loses_no_connection(tmp_path: Path, monkeyp
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await adapter.stop()
+
+
+async def test_a_connection_that_is_made_while_the_adapter_is_lost_is_closed(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that generates text opens a connection."""
+    link, _ = linked
+    connect, reached, go_on = links._connect, asyncio.Event(), asyncio.Event()
+    opened: list[links._AdapterConnection] = []
+
+    async def slow(path: str) -> links._AdapterConnection:
+        connection = await connect(path)
+        opened.append(connection)
+        reached.set()
+        await go_on.wait()
+        return connection
+
+    monkeypatch.setattr(links, "_connect", slow)
+    running = asyncio.create_task(link.run_batch(batch(), lambda: None, asyncio.Event()))
+    await reached.wait()
+    link._lost.set()
+    await until(lambda: not link.connected, "the link is given up")
+    monkeypatch.undo()
+    go_on.set()
+    with pytest.raises(AdapterGone, match="lost"):
+        await running
+    assert opened[0]._writer.is_closing()
+
+
+async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Linked) -> None:
+    link, adapter = linked
+    adapter.hold_batches = True
+    running = [asyncio.create_task(link.run_batch(batch(name=str(number)), lambda: None)) for number in range(2)]
+    await adapter.until(lambda adapter: adapter.running == 2, "both connections are taken")
+    waiting = asyncio.create_task(link.run_batch(batch(name="waiting"), lambda: None))
+    await asyncio.sleep(0)
+    before = asyncio.all_tasks() - {waiting}
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    adapter.let_go()
+    await asyncio.gather(*running)
+    assert all(task.done() or task in before for task in asyncio.all_tasks() | {waiting})
+    await asyncio.gather(*(answered(link) for _ in range(4)))
+    assert link.connected
 
 
 def test_a_connection_that_was_reset_is_an_adapter_that_is_gone(tmp_path: Path) -> None:

@@ -258,6 +258,15 @@ def test_groups_with_different_outputs_share_one_pass() -> None:
     assert got[4]["dense"].shape == (2 * 2 * 4,)
 
 
+def test_a_multivector_query_keeps_the_rows_that_a_document_drops() -> None:
+    groups = tuple(
+        Group(row, row + 1, RunOptions(outputs=("multivector",), normalize=False, is_query=row == 0))
+        for row in range(2)
+    )
+    got = arrays(run([[4, 1], [4, 1]], groups=groups))
+    assert [outputs["multivector"][:, 0].tolist() for outputs in got] == [[4, 1], [4]]
+
+
 def test_queries_are_filled_up_and_the_filling_is_not_visible() -> None:
     encoder = FakeEncoder(query_length=4)
     groups = (Group(0, 1, RunOptions(outputs=("multivector",), normalize=False, is_query=True)), Group(1, 2, RAW))
@@ -281,6 +290,23 @@ def test_idf_queries_need_no_pass_beside_documents_that_do() -> None:
     assert [outputs["sparse.indices"].tolist() for outputs in got] == [[3, 5], [3, 5], []]
     np.testing.assert_allclose(got[0]["sparse.values"], [0.3, 0.5], rtol=1e-6)
     np.testing.assert_allclose(got[1]["sparse.values"], [0.35, 0.55], rtol=1e-6)
+
+
+def test_idf_queries_alone_make_no_pass_at_all() -> None:
+    encoder = FakeEncoder(idf=True)
+    run([[5], [3]], encoder, groups=(Group(0, 2, RunOptions(outputs=("sparse",), is_query=True)),))
+    assert encoder.passes == []
+
+
+@pytest.mark.parametrize("mates", [0, 3])
+def test_an_idf_query_keeps_its_weights_when_another_output_needs_the_pass(mates: int) -> None:
+    query = RunOptions(outputs=("sparse", "dense"), normalize=False, is_query=True)
+    encoder = FakeEncoder(idf=True)
+    done = run([[5], *[[8, 9]] * mates], encoder, groups=(Group(0, 1, query), Group(1, 1 + mates, RAW)))
+    assert encoder.passes == [1 + mates]
+    got = arrays(done)[0]
+    np.testing.assert_allclose(got["sparse.values"], [0.5], rtol=1e-6)
+    assert got["dense"].tolist() == [5, 1, 2, 3]
 
 
 # rows that belong together: a query with its documents, an input with its labels
@@ -309,13 +335,35 @@ def test_a_bad_query_fails_all_documents_of_its_group_and_no_others(bad: list[in
     assert reasons(done) == [reason, reason, ""]
 
 
-@pytest.mark.parametrize(("outputs", "expected"), [(("sparse",), 0.35 * 0.35 + 0.05 * 0.05), (("multivector",), 2.0)])
+def test_a_bad_document_fails_alone() -> None:
+    done = run([[7], [3], [POISON], [5]], operation="score", groups=(Group(0, 4),))
+    assert reasons(done) == ["", "non_finite", ""]
+    good = run([[7], [3], [5]], operation="score", groups=(Group(0, 3),))
+    assert [outcome for outcome in done.outcomes if isinstance(outcome, Ok)] == list(good.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [(("sparse",), 0.35 * 0.35 + 0.05 * 0.05), (("multivector",), 2.0)],
+)
 def test_other_outputs_score_too(outputs: tuple[str, ...], expected: float) -> None:
     """The sparse sides share the ids 0 and 3. The document has both rows of the query, so MaxSim is 2."""
     done = run([[3, 0], [3, 0, 1, 1]], operation="score", groups=(Group(0, 2, RunOptions(outputs=outputs)),))
     (outcome,) = done.outcomes
     assert isinstance(outcome, Ok)
     assert outcome.score == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_hybrid_score_is_the_weighted_mean_of_its_parts() -> None:
+    parts = [
+        run([[3, 0], [5, 0]], operation="score", groups=(Group(0, 2, RunOptions(outputs=(name,))),)) for name in heads()
+    ]
+    alone = [outcome.score for done in parts for outcome in done.outcomes if isinstance(outcome, Ok)]
+    for weights, share in ((None, (0.4, 0.2, 0.4)), ({"dense": 1.0, "colbert": 3.0}, (0.25, 0.0, 0.75))):
+        options = RunOptions(outputs=tuple(heads()), parameters={"score_weights": weights} if weights else {})
+        (outcome,) = run([[3, 0], [5, 0]], operation="score", groups=(Group(0, 2, options),)).outcomes
+        assert isinstance(outcome, Ok)
+        assert outcome.score == pytest.approx(np.dot(alone, share), rel=1e-5)
 
 
 LABELS = RunOptions(labels=("a", "b", "c"))
@@ -343,6 +391,24 @@ def test_rows_that_do_not_divide_among_their_inputs_are_refused(rows: int, group
     with pytest.raises(InternalFailure) as caught:
         run([[1]] * rows, operation="extract", groups=(group,))
     assert caught.value.reason == "malformed_batch"
+
+
+def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
+    encoder = FakeEncoder(layouts={"score": "pieces", "encode": "text"})
+    encoder.answer = lambda message, group, query, rows, places: item_results.answer_scores(
+        group.options, rows["dense"], difference=True
+    )  # type: ignore[method-assign]
+    done = run([[7], [POISON], [5, 3]], encoder, operation="score", groups=(Group(0, 3),))
+    assert reasons(done) == ["", "non_finite", ""]
+    assert [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)] == [1 - 7, 1 - 4]
+    assert tokens(done) == [1, 2]
+
+
+def test_a_family_that_answers_an_input_less_fails_the_batch_and_never_shifts() -> None:
+    encoder = FakeEncoder()
+    encoder.answer = lambda message, group, query, rows, places: item_results.vectors(group.options, rows)[1:]  # type: ignore[method-assign]
+    with pytest.raises(InternalFailure, match="1 answers for 2 inputs"):
+        run([[1], [2]], encoder)
 
 
 def test_a_typed_error_in_the_place_of_an_answer_is_that_input_s() -> None:
@@ -391,6 +457,18 @@ def test_what_overflows_with_mates_and_not_alone_is_right() -> None:
     assert encoder.passes == [3, 1]
 
 
+def test_a_vector_that_is_zero_or_too_large_to_normalise_never_leaves() -> None:
+    class Zero(FakeEncoder):
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
+            ids = torch.from_numpy(packed.ids)
+            states = super().forward(packed)
+            states[ids == 0] = 0.0
+            states[ids == 2] = 3e38
+            return states
+
+    assert results(run([[7], [0], [2], [9]], Zero())) == [[7, 1, 2, 3], "non_finite", "non_finite", [9, 1, 2, 3]]
+
+
 def test_items_that_must_not_reach_the_device_are_errors_of_their_own() -> None:
     encoder = FakeEncoder()
     got = results(run([[7], [], [1] * 41, [100], [-1], [9]], encoder))
@@ -423,6 +501,14 @@ def test_room_is_made_before_a_batch_is_split() -> None:
     assert results(run([[1], [2], [3]], encoder, make_room)) == [[value, 1, 2, 3] for value in (1, 2, 3)]
     assert encoder.passes == [3, 3]
     assert calls == [1]
+
+
+def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
+    rooms: list[Relief | None] = ["cache_clears", "evictions_triggered", None, None]
+    encoder = FakeEncoder(limit=1)
+    assert results(run([[1], [2]], encoder, lambda: rooms.pop(0))) == [[1, 1, 2, 3], [2, 1, 2, 3]]
+    assert encoder.passes == [2, 2, 2, 1, 1]
+    assert rooms == [None]
 
 
 def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Path) -> None:
@@ -483,6 +569,13 @@ def test_every_pass_runs_with_the_lora_of_the_batch() -> None:
         run([[1]], encoder, lora="b")
 
 
+def test_filling_counts_when_a_batch_is_split() -> None:
+    encoder = FakeEncoder(limit=8, query_length=8)
+    groups = (Group(0, 1, RunOptions(outputs=("multivector",), is_query=True)), Group(1, 3, RAW))
+    run([[4], [5, 5], [6, 6]], encoder, groups=groups)
+    assert encoder.passes == [3, 2, 1], "the short query is the long item"
+
+
 def test_an_item_that_does_not_fit_alone_fails_and_its_mates_are_right() -> None:
     done = run([[1], [HEAVY, 2], [3]])
     assert results(done) == [[1, 1, 2, 3], "out_of_memory", [3, 1, 2, 3]]
@@ -498,6 +591,15 @@ def test_other_errors_of_the_device_are_not_swallowed() -> None:
 
 
 # faults of a family or of a batch
+
+
+def test_a_family_that_returns_a_state_less_fails_the_batch_and_never_shifts() -> None:
+    class Short(FakeEncoder):
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
+            return super().forward(packed)[:-1]
+
+    with pytest.raises(InternalFailure, match="1 states for 2 tokens"):
+        run([[1], [2]], Short())
 
 
 def test_a_head_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> None:
@@ -549,6 +651,11 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> 
         run([[1]], **changes)
 
 
+def test_an_empty_batch_is_answered() -> None:
+    done = run([], groups=())
+    assert done.outcomes == ()
+
+
 # vectors from clients
 
 MAXSIM = RunOptions(outputs=("multivector",))
@@ -592,6 +699,25 @@ def test_given_vectors_are_for_maxsim_alone_and_finite() -> None:
     assert reasons(hurt) == ["unsupported_modality"]
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8", "binary"])
+def test_given_vectors_whose_encoding_is_infinite_are_refused_and_their_mates_are_not(
+    dtype: str, normalize: bool
+) -> None:
+    options = RunOptions(muvera=Muvera(2, 1, None, None, normalize=normalize), is_query=True, dtype=dtype)
+    sent = given_vectors(UNIT[:1], np.full((2, 4), 3e38), None)
+    done = run([[], [], [7]], groups=(Group(0, 3, options),), **sent)
+    assert [reason != "" for reason in reasons(done)] == [False, True, False]
+
+
+def test_given_vectors_stay_while_a_batch_is_split() -> None:
+    encoder = FakeEncoder(limit=3)
+    done = run([[7], [], [8, 9], [4]], encoder, groups=(Group(0, 4, MAXSIM),), **given_vectors(None, UNIT, None, None))
+    assert reasons(done) == [""] * 4
+    np.testing.assert_array_equal(arrays(done)[1]["multivector"], UNIT)
+    assert max(encoder.passes[1:]) < 3
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -621,3 +747,15 @@ def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[i
     ):
         expected = item_results._late_scores(item_results.ClientVectors(query), mixed)
         torch.testing.assert_close(item_results._late_scores_at_once(query, mixed), expected)
+
+
+def test_a_relevance_is_at_most_1_where_the_cosine_of_float32_is_above_it() -> None:
+    torch.manual_seed(0)
+    options = RunOptions(outputs=("dense",), parameters={"relevance": True})
+    result_lists = [
+        item_results.side_scores(options, {"dense": row}, {"dense": [row, -row]}, per_row=True)
+        for row in torch.randn(256, 32)
+    ]
+    scores = [answer.score for pair in result_lists for answer in pair if isinstance(answer, item_results.ItemResult)]
+    assert len(scores) == 512
+    assert all(score is not None and 0 <= score <= 1 for score in scores)

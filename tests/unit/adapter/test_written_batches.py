@@ -116,6 +116,24 @@ def test_a_reply_that_cannot_be_encoded_is_refused_and_the_connection_is_used_ag
         assert "cannot be encoded" in refusal.error.message
 
 
+def test_a_reply_without_memory_for_its_frame_is_refused_and_the_connection_is_used_again(
+    engine: Writing, ours: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = ipc.frame
+
+    def frame(message: Reply) -> bytes:
+        if message is DONE:
+            raise MemoryError
+        return encoded(message)
+
+    monkeypatch.setattr(server.ipc, "frame", frame)
+    engine.ends.set()
+    for _ in range(2):
+        ours.sendall(encoded(MESSAGE))
+        assert received(ours) == ipc.BatchStarted("b")
+        assert isinstance(received(ours), Refused)
+
+
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_attended(
     engine: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,3 +152,11 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_attended(
         engine.ends.set()
         attended.sendall(ipc.frame(MESSAGE))
         assert [received(attended), received(attended)] == [ipc.BatchStarted("b"), DONE]
+
+
+def test_a_failed_accept_is_followed_by_a_pause(engine: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(server, "time", mock.Mock(sleep=pauses.append))
+    with socket.socket() as listener:  # it does not listen, so `accept` fails
+        AdapterServer(listener, engine, lambda: None, mock.Mock())._accept()  # type: ignore[arg-type]  # a part of an engine
+    assert pauses == [server._FAILED_ACCEPT_S]
