@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from direct import Direct
@@ -26,6 +27,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import Offload, life_s
 from sie_sidecar.in_flight import InFlight
 from sie_sidecar.prepare.fetching import PayloadFetching
+from sie_store import payloads
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
@@ -418,3 +420,114 @@ async def test_a_query_that_no_message_holds_goes_with_its_items(tmp_path: Path)
         assert {payload.query for payload in payloads} == {Input(WORDS * 10_000)}
         assert sum(len(payload.inputs) for payload in payloads) == 5
         answer.cancel()
+
+
+async def test_an_object_that_comes_back_within_the_budget_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[StoreError] = []
+    genuine = PayloadStore.size
+
+    async def size(store: PayloadStore, key: str, timeout_s: float) -> int:
+        try:
+            return await genuine(store, key, timeout_s)
+        except StoreError as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(PayloadStore, "size", size)
+    url = tmp_path / "payloads"
+    async with cluster(tmp_path, str(url)) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
+        task = asyncio.create_task(gateway.encode(WORDS * 10_000))
+        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
+        (file,) = stored(tmp_path)
+        data = file.read_bytes()
+        file.unlink()
+        file.symlink_to(file)  # a read fails, and not because the object is absent
+        await running.sidecar(SIE_PAYLOAD_STORE_URL=str(url))
+        await until(lambda: len(failures) > 1, "failed attempts")
+        file.unlink()
+        file.write_bytes(data)
+        assert (await task).status_code == 200
+        assert not any(isinstance(error, PayloadMissing) for error in failures)
+
+
+async def test_a_read_keeps_its_memory_until_it_ends_although_its_work_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Direct(tmp_path) as cluster:
+        store = opened(str(tmp_path / "store"))
+        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
+        release, get = asyncio.Event(), type(store).get
+
+        async def held(self: Any, *arguments: Any) -> bytes:
+            await release.wait()
+            return await get(self, *arguments)
+
+        monkeypatch.setattr(type(store), "get", held)
+        await cluster.sidecar(await cluster.adapter(), SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
+        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
+        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
+        item = await cluster.publish(payload=key, count=1)
+        await until(lambda: [flight.payload_bytes > 0 for flight in worker.inventory] == [True], "the read")
+        (flight,) = worker.inventory
+        worker.intake.cancel({item.request})
+        assert flight.settled
+        assert flight.payload_bytes > 0
+        release.set()
+        await until(lambda: not flight.payload_bytes, "the end of the read")
+        assert flight.item.inputs == ()
+        await cluster.left(0)
+
+
+async def test_payloads_that_another_gateway_removes_meanwhile_end_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(str(tmp_path))
+    keys = [await store.put(bytes([number]), period=number, timeout_s=10) for number in range(3)]
+    monkeypatch.setattr(payloads, "failpoint", lambda _: (tmp_path / keys[0]).unlink(missing_ok=True))
+    now_s = time.time() + 1000
+    removed = [await store.sweep(older_than_s=1, now_s=now_s, timeout_s=10) for _ in range(2)]
+    assert sum(removed) <= 2
+    assert not os.listdir(tmp_path)
+
+
+async def test_small_inputs_do_not_keep_a_large_one_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now_s = opened(str(tmp_path)), time.monotonic
+    fetching = PayloadFetching(store, now_s, max_bytes=50_000)
+    waiting: list[str] = []
+    fetched: list[str] = []
+    reserve = fetching._reserve_memory
+
+    async def recorded(flight: InFlight, size: int) -> None:
+        waiting.append(flight.item.request)
+        await reserve(flight, size)
+        fetched.append(flight.item.request)
+
+    monkeypatch.setattr(fetching, "_reserve_memory", recorded)
+
+    async def fetch(name: str, size: int) -> InFlight:
+        key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
+        item = WorkItem(name, 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=1)
+        flight = InFlight(None, item, now_s(), now_s() + 60)  # type: ignore[arg-type]
+        await fetching.fetch(flight)
+        return flight
+
+    async def fetch_and_release(name: str, size: int) -> None:
+        fetching.let_go(await fetch(name, size))
+
+    held = [await fetch("first", 20_001), await fetch("second", 20_002)]
+    large = asyncio.create_task(fetch_and_release("large", 45_000))
+    await until(lambda: "large" in waiting, "the large input waits for memory")
+    small = [asyncio.create_task(fetch_and_release(f"small {number}", 20_010 + number)) for number in range(4)]
+    await until(lambda: len(waiting) == 7, "all inputs wait for memory")
+    for flight in held:
+        fetching.let_go(flight)
+        await asyncio.sleep(0)
+    await asyncio.gather(large, *small)
+    assert fetched[:3] == ["first", "second", "large"]
+    assert len(fetched) == 7
+    assert fetching.held_bytes == 0

@@ -5,7 +5,8 @@ process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until, until_told
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, unchanged_inference_of, until, until_told
 
 from sie_broker import Write
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
@@ -24,8 +25,10 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.records import Reservation, ReservationSpec
 from sie_contracts.wire.topology import MAX_RESERVATIONS
+from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.pool_reconciler import PoolReconciler
 from sie_gateway.fleet.pool_rules import HELD_BACK, TOO_FEW
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec
@@ -35,6 +38,12 @@ from sie_sidecar import process
 
 PROFILES = ("l4", "a100")
 LOOK_PASSES, SCALING_PASSES = 3 * 5, 3 * 8
+
+
+def keepers() -> list[PoolReconciler]:
+    """Return what reconciles the reservations in each gateway of this process, by their tasks."""
+    tasks = [task for task in asyncio.all_tasks() if task.get_name() == "pools"]
+    return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
 
 
 @st.composite
@@ -653,3 +662,85 @@ async def test_reservations_that_cannot_be_read_are_left_as_they_are_until_someb
     assert entry.value == b"\xc1"
     await bucket.write([Write("reservations", None)])
     assert (await client.post("/v1/pools", json={**SPEC, "name": "more"})).status_code == 201
+
+
+async def test_after_a_loss_of_the_broker_reserved_workers_have_the_time_to_send_heartbeats(town: Town) -> None:
+    """The gateways connect again before the worker does, when its last heartbeat is too old already."""
+    worker = await town.worker()
+    await town.gateways[0].client.post("/v1/pools", json=SPEC)
+    await town.state("active")
+    looks: set[PoolReconciler] = set()  # those with a step that began with a connection, and ended
+
+    def watched(keeper: PoolReconciler) -> Callable[[], Coroutine[Any, Any, None]]:
+        step = keeper.step
+
+        async def counted_step() -> None:
+            is_connected = keeper._broker.connected
+            try:
+                await step()
+            finally:
+                if is_connected:
+                    looks.add(keeper)
+
+        return counted_step
+
+    town.server.disconnect()
+    for keeper in keepers():
+        keeper._fleet._clock = lambda: time.monotonic() + 11.0  # above SIE_HEARTBEAT_TIMEOUT_MS
+    await until(lambda: all(keeper._since_s is None for keeper in keepers()), "each knows that the broker is lost")
+    for keeper in keepers():
+        keeper.step = watched(keeper)  # type: ignore[method-assign]
+    for gateway in town.gateways:
+        gateway.broker.reconnect()
+    await until(lambda: set(keepers()) <= looks, "each looks with the broker")
+    assert not any(keeper._fleet.healthy() for keeper in keepers())
+    worker.broker.reconnect()
+    town._observer.reconnect()
+    await town.state("active")
+    assert await town.events("released") == 0
+
+
+async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten_there(town: Town) -> None:
+    await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": "first"})
+    await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
+    (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
+    (gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
+    stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
+
+    async def late() -> None:
+        stands.set()
+        await looks.wait()
+        await step()
+
+    follower.step = late  # type: ignore[method-assign]
+    await stands.wait()
+    assert (await gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
+    await until(lambda: "team" in follower._queue.consumers.streams, "the follower has its record")
+    assert (await gateway.client.delete("/v1/pools/team")).status_code == 200
+    looks.set()
+    await until(lambda: "team" not in follower._queue.consumers.streams, "it is forgotten")
+    assert "first" in follower._queue.consumers.streams
+
+
+async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter of such a worker may be back within seconds."""
+    monkeypatch.setattr(pool_reconciler, "UNREADY_S", 2.0)
+    patient = {**FAST, **L4, "SIE_HEARTBEAT_TIMEOUT_MS": "30000"}
+    async with Town(tmp_path, toy_entry()) as town:
+        town.gateways = await town.gateway(**patient), await town.gateway(**patient)
+        names = [(await town.worker()).worker for _ in range(2)]
+        await town.gateways[0].client.post("/v1/pools", json=SPEC)
+        [first] = (await town.state("active"))["status"]["assigned_workers"]
+        number = names.index(first["name"])
+        await town.adapters[number].stop()
+        await until(lambda: town.last_beat(first["name"], ready=False), "a heartbeat that says not ready")
+        since_s = asyncio.get_running_loop().time()
+
+        async def is_replaced() -> bool:
+            pool = await town.state("active")
+            return bool(pool["status"]["assigned_workers"][0]["name"] != first["name"])
+
+        await until_told(is_replaced, "another worker")
+        assert asyncio.get_running_loop().time() - since_s >= 1.5

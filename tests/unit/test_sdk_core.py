@@ -17,6 +17,7 @@ import sie_client
 from sie_client import SIEClient, verbs
 from sie_client.core import (
     BlockingWork,
+    Hedges,
     HttpAnswer,
     Pause,
     Plan,
@@ -27,6 +28,20 @@ from sie_client.core import (
     TransportFailed,
 )
 from sie_contracts import arrays, errors
+
+
+def provisioning() -> Received:
+    error = {
+        "code": "PROVISIONING",
+        "message": "no worker is ready yet",
+        "retryable": True,
+        "request_id": "r3",
+        "gpu": "l4",
+        "bundle": "default",
+        "estimated_wait_s": 41.5,
+    }
+    headers = {"retry-after": "5", "x-should-retry": "true", "x-sie-error-code": "PROVISIONING"}
+    return Received(503, headers, json.dumps({"error": error}).encode())
 
 
 def refused(code: str, status: int, *, retryable: bool, retry_after_s: int | None = None) -> Received:
@@ -450,3 +465,50 @@ def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str
         getattr(client, verb)("org/one", *(("q",) if verb == "score" else ()), ["a"], **params)
     assert f"{verb}() got an " in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_a_quota_is_waited_for_as_the_server_says() -> None:
+    steps = plan(["a"])
+    next(steps)
+    pause = steps.send(refused("RATE_LIMITED", 429, retryable=True, retry_after_s=40))
+    assert isinstance(pause, Pause)
+    assert (30 <= pause.seconds <= 50, pause.cause, 845 <= pause.remaining_s <= 870) == (True, "RATE_LIMITED", True)
+
+
+def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
+    steps = plan(["a"], capacity_budget_s=7)
+    next(steps)
+    pause = steps.send(provisioning())
+    assert isinstance(pause, Pause)
+    assert (3.75 <= pause.seconds <= 6.25, pause.cause) == (True, "PROVISIONING")
+    steps.send(None)
+    with pytest.raises(sie_client.ProvisioningError, match="PROVISIONING: no worker is ready yet") as caught:
+        steps.send(provisioning())
+    error = caught.value
+    assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == (
+        "PROVISIONING",
+        503,
+        "r3",
+        41.5,
+    )
+
+
+def test_patience_for_a_connection_and_for_capacity_are_two() -> None:
+    steps = plan(["a"], connection_budget_s=3, capacity_budget_s=100)
+    for _ in range(3):
+        next(steps)
+        steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=5))
+    next(steps)
+    assert isinstance(steps.send(TransportFailed(ConnectionResetError(), elapsed_s=0.0)), Pause)
+
+
+def test_hedges_are_one_and_then_one_for_each_five_requests() -> None:
+    hedges = Hedges()
+    assert (hedges.acquire(), hedges.acquire()) == (True, False)
+    for _ in range(5):
+        assert not hedges.acquire()
+        hedges.sent()
+    assert (hedges.acquire(), hedges.acquire()) == (True, False)
+    for _ in range(1000):
+        hedges.sent()
+    assert [hedges.acquire() for _ in range(11)] == [True] * 10 + [False]

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +25,8 @@ import websockets.sync.server as websocket_server
 from websockets.exceptions import ConnectionClosed
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, cluster, watching
+from sie_client import SIEAsyncClient, SIEClient, cluster, core, threads, watching
+from sie_client.threads import ThreadDriver
 from sie_contracts import arrays
 
 HANGING = 30.0  # seconds; only a step that hangs takes longer
@@ -358,3 +362,128 @@ def first(client: Any, count: int) -> Any:
             return [await anext(watched) for _ in range(count)]
 
     return found()
+
+
+def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
+    with SIEClient(server.url) as client:
+        client.encode("m", "1")
+        child = os.fork()
+        if not child:
+            os._exit(client.encode("m", "2")["dense"].tolist() != [2.0])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert client.encode("m", "3")["dense"].tolist() == [3.0]
+    assert server.connected == 2
+
+
+def test_threads_of_a_forked_process_share_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, clients = ThreadDriver("http://127.0.0.1:9", core.Session()), []
+    driver._process = -1  # as after a fork
+    opens: list[None] = []
+
+    def use() -> None:
+        with driver._connections() as client:
+            clients.append(client)
+
+    def open_while_another_thread_begins() -> None:
+        opens.append(None)
+        if len(opens) == 1:
+            second.start()
+            second.join(0.2)  # the other thread ends here if it does not wait for this one
+        ThreadDriver._open(driver)
+
+    second = threading.Thread(target=use)
+    monkeypatch.setattr(driver, "_open", open_while_another_thread_begins)
+    use()
+    second.join()
+    driver.close()
+    assert len(opens) == 1
+    assert clients[0] is clients[1]
+    assert clients[0].is_closed
+
+
+def test_a_fork_waits_until_no_thread_has_the_lock_of_the_drivers() -> None:
+    held, forking = threading.Event(), threading.Event()
+    os.register_at_fork(before=forking.set)  # called before the hooks that were registered earlier
+
+    def hold() -> None:
+        with threads._lock:
+            held.set()
+            forking.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        os._exit(not threads._lock.acquire(timeout=0.1))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    holder.join()
+
+
+def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part fails while another one connects. The `with` block ends before that connection is made."""
+    connect, numbers = socket.create_connection, itertools.count()
+    connecting, closed = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **named: Any) -> socket.socket:
+        if next(numbers):
+            connecting.set()
+            assert closed.wait(HANGING)
+        return connect(*arguments, **named)
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        assert connecting.wait(HANGING)
+        return None if closed.is_set() else (400, failure("INVALID_INPUT"))
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    server.special = special
+    with (
+        pytest.raises(sie_client.InvalidInputError),
+        SIEClient(server.url, part_tokens=TEN_A_PART, concurrency=2) as client,
+    ):
+        client.encode("m", TEXTS)
+    closed.set()
+    with server.changed:
+        assert server.changed.wait_for(lambda: server.connected == 2 and not server.connections, HANGING)
+    gc.collect()  # Python warns now of a connection that was not closed, and pytest makes that an error
+
+
+def test_a_copy_that_fails_is_no_answer_while_the_other_is_under_way(server: Server, using: Callable[..., Any]) -> None:
+    second = threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        if number == 2:
+            second.set()
+            return 500, failure("INTERNAL_ERROR")
+        second.wait(HANGING)
+        time.sleep(0.05)
+        return None
+
+    server.special = special
+    assert using(server.url, lambda client: client.encode("m", "7", hedge_after_s=0.02))["dense"].tolist() == [7.0]
+
+
+def test_a_renewal_that_ends_after_its_reservation_does_not_create_it_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr("sie_client.transport.CLOSE_S", 0.1)
+    well, deleted = pools(server), threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
+        if path.endswith("/renew"):
+            assert deleted.wait(HANGING)
+            return 404, failure("POOL_NOT_FOUND")
+        if method == "DELETE":
+            deleted.set()
+        return well(method, path, body, number)
+
+    server.special = special
+    with SIEClient(server.url) as client:
+        reserve(client, lambda: len(server.seen) >= 2)
+        for thread in threading.enumerate():
+            if thread.name == "sie-sdk":
+                thread.join(HANGING)
+    assert [path for method, path, _ in server.seen if method == "POST"].count("/v1/pools") == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +16,33 @@ import pytest
 from job_server import FILE, JOB, JobServer
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, core, jobs
+from sie_client import SIEAsyncClient, SIEClient, core, files, jobs
 from sie_contracts.api.jobs import JobInput, JobOutput, JobRequest
 
 COMPLETED = {"state": "completed", "counts": {"rows": 3, "done": 3}}
+
+
+UPLOAD = """
+import asyncio, resource, sys
+from sie_client import SIEAsyncClient, SIEClient
+
+url, path, save, kind = sys.argv[1:]
+
+async def run():
+    async with SIEAsyncClient(url) as client:
+        file = await client.files.upload(path)
+        await client.files.save(file.id, save)
+
+with SIEClient(url) as client:
+    client.files.upload(__file__ if "__file__" in globals() else sys.executable)  # what imports and connections take
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if kind == "sync":
+        file = client.files.upload(path)
+        client.files.save(file.id, save)
+    else:
+        asyncio.run(run())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
 
 
 @pytest.fixture
@@ -247,3 +272,91 @@ def test_the_folder_of_another_job_is_left_alone(server: JobServer, using: Calla
 
 
 # ---- shapes
+
+
+@pytest.mark.parametrize(
+    "failed", [core.TransportFailed(ConnectionResetError("reset")), core.Received(504, {}, b"<html>of a proxy</html>")]
+)
+def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(
+    rows: Path, failed: core.TransportFailed | core.Received
+) -> None:
+    plan = files.uploaded(rows, "jobs", None, core.Session())
+    size = next(plan)
+    assert isinstance(size, core.BlockingWork)
+    request = plan.send(size.function())
+    assert isinstance(request, core.Send)
+    assert isinstance(request.body, core.UploadStream)
+    pieces = request.body.pieces()
+    next(pieces)
+    assert isinstance(plan.send(failed), core.Pause)
+    assert next(plan) == request
+    *_, last = request.body.pieces()
+    assert last.endswith(b"--\r\n")
+    with pytest.raises(sie_client.SIEError) as caught:
+        plan.send(failed)
+    assert caught.value.may_have_run
+
+
+def test_an_upload_is_not_sent_again_once_its_last_byte_is_sent(
+    server: JobServer, using: Callable[..., Any], rows: Path
+) -> None:
+    server.losses["POST /v1/files"] = 1
+    with pytest.raises(sie_client.SIEConnectionError) as caught:
+        using(lambda client, do: do(client.files.upload(rows)))
+    assert caught.value.may_have_run
+    assert list(server.files) == [f"{FILE}0"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind: str) -> None:
+    """An upload and a download of 256 MiB take less than 48 MiB of memory."""
+    path, saved = tmp_path / "large.jsonl", tmp_path / "saved"
+    with path.open("wb") as file:
+        file.truncate(256 << 20)
+    done = subprocess.run(
+        [sys.executable, "-c", UPLOAD, server.url, str(path), str(saved), kind],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert saved.stat().st_size == 256 << 20
+    assert int(done.stdout) < 48
+
+
+def test_an_incomplete_download_is_deleted_before_its_error_is_raised(
+    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(server, 1)
+    begin = files.Arriving.begin
+
+    def begin_on_a_full_disk(arriving: files.Arriving) -> None:
+        begin(arriving)
+        with files.on_disk(tmp_path):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.Arriving, "begin", begin_on_a_full_disk)
+    with pytest.raises(sie_client.InvalidInputError, match="No space left") as caught:
+        using(download(tmp_path))
+    # `caught` holds the frames of the call, so no garbage collection deleted the file
+    assert list(tmp_path.iterdir()) == []
+    assert caught.value.__traceback__ is not None
+
+
+def test_a_download_that_began_later_to_the_same_file_is_not_mixed_with_this_one(tmp_path: Path) -> None:
+    """The thread of a call that was interrupted may still write when the call is repeated."""
+    path, data = tmp_path / "part-0.jsonl", bytes(range(256)) * 1024
+    digest = hashlib.sha256(data).hexdigest()
+    earlier, later = (files.Arriving(path, len(data), digest, lambda _: None) for _ in range(2))
+    earlier.begin()
+    earlier.write(data[:100_000])
+    later.begin()
+    later.write(data[:10])
+    earlier.write(data[100_000:])
+    with pytest.raises(sie_client.InvalidInputError, match="another download"):
+        earlier.finish()
+    earlier.drop()
+    later.write(data[10:])
+    later.finish()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: data}

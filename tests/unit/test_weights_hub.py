@@ -6,13 +6,14 @@ import contextlib
 import logging
 import os
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from fetching import REPOSITORY, obtain
+from fetching import END_S, REPOSITORY, obtain
 from hub_stub import COMMIT, HubStub
 from object_stores import Place
 
@@ -388,3 +389,53 @@ def test_a_lora_of_the_bucket_has_a_limit_and_only_its_files_are_fetched(
     monkeypatch.setattr("sie_store.weights.selection.MAX_LORA_BYTES", 9)
     with pytest.raises(LoraLoadFailed, match="a LoRA has at most 9"):
         WeightSources(tmp_path / "small", False, bucket).locate_lora(f"org/lora@{COMMIT}", entry(), None)
+
+
+def test_offline_means_that_the_hub_is_not_asked(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's own variable HF_HUB_OFFLINE has this effect, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
+
+    close_session()  # the client reads the variable once
+    try:
+        with pytest.raises(ModelLoadFailed, match="HF_HUB_OFFLINE"):
+            WeightSources(tmp_path, True).folder(entry())
+    finally:
+        monkeypatch.undo()
+        close_session()
+    assert hub.asked == []
+
+
+def test_a_token_opens_what_is_gated(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated(hub)
+    monkeypatch.setenv("HF_TOKEN", "right")
+    WeightSources(tmp_path, True).folder(entry())
+    assert is_right(tmp_path)
+
+
+def test_an_incomplete_file_of_another_program_is_not_continued(hub: HubStub, tmp_path: Path) -> None:
+    """Browsers give such a file the same suffix. They write to it until it is complete."""
+    foreign = LocalCache(tmp_path).place(REPOSITORY, COMMIT) / f"{BIG}.part"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_bytes(FILES[BIG][:100])
+    obtain(hub, tmp_path)
+    assert is_right(tmp_path)
+    assert foreign.read_bytes() == FILES[BIG][:100]
+
+
+def test_a_hub_that_sends_nothing_more_is_asked_again(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    held, go = [], threading.Event()
+
+    def hold(name: str, sent: int) -> None:
+        if name == BIG and sent >= 100_000 and not held:
+            held.append(sent)
+            go.wait(END_S)
+
+    hub.before_piece = hold
+    obtain(hub, tmp_path)
+    go.set()
+    assert is_right(tmp_path)
+    assert [request.start for request in hub.of("/cdn/")] == [0, *held]
