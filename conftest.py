@@ -84,14 +84,14 @@ class _AtOnce:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests by group. One process runs all tests of a file, so a cluster that they share is started once. The
     mark `xdist_group` makes other groups: several files that share something, or parts of a file that share nothing.
-    Tests of a group run one after another, even with one process, and those with `first=True` in their mark run first.
+    Tests of a group run one after another, even with one process.
     """
-    from groups import group, is_first
+    from groups import group
 
     places: dict[str, int] = {}
     for item in items:
         places.setdefault(group(item), len(places))
-    items.sort(key=lambda item: (places[group(item)], not is_first(item)))
+    items.sort(key=lambda item: places[group(item)])
     if getattr(config.option, "loadgroup", False):
         # pytest-xdist 3.8 writes the group to a field that pytest 9.2 lacks, and would distribute tests one by one
         for item in items:

@@ -23,7 +23,6 @@ from packaging.utils import canonicalize_name
 _PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
 PROJECT = _PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # these need a checkout
 COMPILED = {"flash"}  # compiled for a GPU at installation
 _SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 # packages and modules of ours by extra
@@ -200,23 +199,6 @@ def named(extra: str) -> set[str]:
         else:
             names.add(canonicalize_name(requirement.name))
     return names
-
-
-@functools.cache
-def installed_with(extra: str) -> frozenset[str]:
-    """Return the distributions that pip installs for an extra here, with all their requirements."""
-    closure: set[tuple[str, str]] = set()
-    waiting = [("sie-cluster", extra)]
-    while waiting:
-        name, of = waiting.pop()
-        if (name, of) in closure:
-            continue
-        closure.add((name, of))
-        for text in importlib.metadata.requires(name) or ():
-            requirement = Requirement(text)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": of}):
-                waiting += [(canonicalize_name(requirement.name), option) for option in ("", *requirement.extras)]
-    return frozenset(name for name, _ in closure)
 
 
 @functools.cache

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
-
-import yaml
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted((ROOT / "docker").glob("*Dockerfile"))
@@ -80,22 +75,6 @@ def installed(image: str) -> list[str]:
 def _requirements(command: str) -> list[str]:
     match = re.search(r"pip --python /opt/sie/bin/python install (.*)", command)
     return match[1].split() if match else []
-
-
-def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Return docker-compose.yml as it is with these variables only."""
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: filled(member) for key, member in value.items()}
-        if isinstance(value, list):
-            return [filled(element) for element in value]
-        if not isinstance(value, str):
-            return value
-        return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environ.get(match[1]) or match[2], value)
-
-    document: dict[str, Any] = filled(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
-    return document
 
 
 def budgets() -> dict[str, int]:

@@ -9,9 +9,3 @@ def group(item: pytest.Item) -> str:
     """Return the group of a test."""
     mark = item.get_closest_marker("xdist_group")
     return str(mark.args[0]) if mark else item.path.stem
-
-
-def is_first(item: pytest.Item) -> bool:
-    """Return True if the mark of a test says `first=True`."""
-    mark = item.get_closest_marker("xdist_group")
-    return mark is not None and bool(mark.kwargs.get("first"))

@@ -19,11 +19,10 @@ import torch
 from oracle import model_folder
 from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, add_modules, build, dense, pooling
-from parity.score_checkpoints import QWEN3_ENTRY, QWEN3_PIECES, build_head, build_reranker
+from parity.score_checkpoints import QWEN3_ENTRY, build_head, build_reranker
 from parity.toys import edit_weights
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -212,19 +211,3 @@ def enlarge(folder: Path, factor: float) -> None:
                 tensor *= factor
 
     edit_weights(folder, scale)
-
-
-def yes_probability(folder: Path, instruction: str, query: str, document: str) -> float:
-    """Return the probability of `yes` of a Qwen3 reranker by transformers, as in the README of Qwen3-Reranker."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-    )
-    before, _, after = QWEN3_PIECES
-    middle = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    ids = [
-        token for piece in (before, middle, after) for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
-    ]
-    names = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
-    with torch.inference_mode():
-        return float(torch.softmax(model(torch.tensor([ids])).logits[0, -1, names].double(), 0)[1])

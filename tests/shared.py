@@ -23,7 +23,6 @@ from sie_gateway.http.routes import TABLE
 
 OPEN: Final = pytest.mark.xdist_group("open-cluster")  # tests of the cluster without tokens
 GUARDED: Final = pytest.mark.xdist_group("guarded-cluster")  # tests of the cluster with tokens
-FIRST_GUARDED: Final = pytest.mark.xdist_group("guarded-cluster", first=True)  # before other tests use up metric series
 TOY: Final = pytest.mark.xdist_group("toy-stack")  # tests of the cluster with the fixed-cost adapter
 # ADMIN is the admin token of the open cluster, USER and GUARDED_ADMIN are tokens of the guarded one
 ADMIN, USER, GUARDED_ADMIN = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(3))
