@@ -11,7 +11,7 @@ import sample_families
 from fake_adapter import WIDTH, toy_entry
 from inprocess import GatewayProcess, InProcess
 
-from sie_contracts.api import inference
+from sie_contracts.api import dialects, inference
 from sie_contracts.api.operations import PoolRequest
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import families, options
@@ -45,6 +45,22 @@ ROUTES = [
     and FORM not in route.body.media
     and not isinstance(route.body.type, tuple)
 ]
+
+
+# fields that are read only beside others
+BESIDE: dict[str, dict[str, Any]] = {
+    "chunk_size": {"enable_auto_chunking": True, "inputs": [["a"]], "input_type": "document"},
+    "chunk_overlap": {"enable_auto_chunking": True, "inputs": [["a"]], "input_type": "document"},
+    "top_k": {"top_n": None},
+}
+
+
+UNCHECKED = {"max_chunks_per_doc"}  # a warning says that it is ignored
+
+
+def whole_fields(struct: Any) -> list[str]:
+    hints = get_type_hints(struct)
+    return [name for name, hint in hints.items() if int in (hint, *get_args(hint))]
 
 
 class Recorded(dict[str, Any]):
@@ -146,3 +162,35 @@ def test_the_parameters_of_the_three_verbs_are_those_that_are_merged() -> None:
     assert set.union(*declared.values()) >= of_family
     assert {"items", "params", "query"} == set(inference.Score.__struct_fields__)
     assert set(inference.Item.__struct_fields__) == bodies._ITEM
+
+
+async def test_a_whole_number_written_as_a_float_is_a_whole_number_on_every_route(gateway: GatewayProcess) -> None:
+    """JSON has only one type of numbers, and some clients write each as a float. Bounds and fractions stay refused."""
+    cases: list[tuple[str, dict[str, Any], str]] = []
+    for route in ROUTES:
+        assert route.body is not None
+        declared = getattr(route.body.type, "__origin__", route.body.type)
+        model = MODELS.get(route.endpoint, "toy/wide")
+        path = route.path.replace("{model:path}", model)
+        cases += [
+            (path, {**declared.EXAMPLE, **BESIDE.get(name, {}), "model": model}, name)
+            for name in whole_fields(declared)
+            if name not in UNCHECKED
+        ]
+    reranks = ("/v1/reranking", "/api/rerank", "/rerank")
+    cases += [
+        (path, {**dialects.Rerank.EXAMPLE, "model": "toy/score"}, "top_n")
+        for path in reranks
+        if routes.inference_route(path)
+    ]
+    cases += [("/reranking", {**dialects.MixedbreadRerank.EXAMPLE, "model": "toy/score"}, "top_k")]
+    native = {"dimensions": WIDTH, "max_seq_length": 8}
+    cases += [("/v1/encode/toy/wide", {"items": ["a"]}, name) for name in native]
+    assert len(cases) > 15
+    for path, body, name in cases:
+        ints, floats, fraction, low = [
+            await gateway.client.post(path, json={**body, name: value}) for value in (WIDTH, float(WIDTH), 8.5, -1.0)
+        ]
+        assert (ints.status_code, floats.status_code) == (503, 503), (path, name, floats.text)
+        assert {fraction.status_code, low.status_code} <= {400, 422}, (path, name)
+        assert name in fraction.text, (path, name)

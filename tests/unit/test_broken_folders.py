@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 import yaml
 from click.testing import CliRunner
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
+from selection import long_but
 
 from sie_cli.main import main
 from sie_contracts.models.entries import parse_entry
+from sie_store.folder_files import stated_licence
 
 WHOLE = {
     "empty": b"",
@@ -39,6 +41,26 @@ CONFIGURATIONS = (
     "config_sentence_transformers.json",
     "tokenizer_config.json",
 )
+
+
+USUAL_VALUES: tuple[Any, ...] = (-1, "x", {"a": None})
+
+
+VALUES: tuple[Any, ...] = (None, -1, 0, 10**12, 1e308, "x", [], {}, True, float("nan"), ["a", 1], {"a": None})
+
+
+def mutations(data: bytes, values: tuple[Any, ...]) -> Iterator[tuple[str, bytes]]:
+    """Yield the document with each value in each field, and without the field."""
+    document = json.loads(data)
+    places = list(enumerate(document)) if isinstance(document, list) else [(None, document)]
+    for number, fields in places:
+        for name in fields:
+            for value in (*values, ...):
+                changed = {key: field_value for key, field_value in fields.items() if key != name}
+                if value is not ...:
+                    changed[name] = value
+                whole = changed if number is None else [*document[:number], changed, *document[number + 1 :]]
+                yield f"{number} {name}: {value!r}", json.dumps(whole).encode()
 
 
 class Command:
@@ -143,3 +165,38 @@ def test_weights_and_tokenizers_of_strangers_are_named(
     name = spoil(folder)
     assert outcome(folder, name, spoil.__name__)
     assert not (folder / "unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    long_but(
+        [(file, values) for values in (USUAL_VALUES, VALUES) for file in CONFIGURATIONS],
+        [(file, USUAL_VALUES) for file in CONFIGURATIONS if file not in ("config.json", "tokenizer_config.json")],
+    ),
+)
+def test_a_field_of_another_form_is_refused_with_its_file_or_means_nothing(
+    good: Path, file: str, values: tuple[Any, ...], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good, tmp_path / "model")
+    count = 0
+    for case, content in mutations((folder / file).read_bytes(), values):
+        (folder / file).write_bytes(content)
+        outcome(folder, file, case)
+        count += 1
+    assert count
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\n---", "mit"),
+        ("---\r\nlicense: mit\r\n--- \r\ntext", "mit"),
+        ("---\ntags: [a---b]\nlicense_name: own\nlicense: other\n---\n", "own"),
+        ("# Model\n---\nlicense: mit\n---\n", ""),
+        ("---\nlicense: [\n---\n", ""),
+        ("---\n---\n", ""),
+    ],
+)
+def test_the_licence_is_that_of_the_front_matter(tmp_path: Path, card: str, licence: str) -> None:
+    (tmp_path / "README.md").write_bytes(card.encode())
+    assert stated_licence(tmp_path) == licence

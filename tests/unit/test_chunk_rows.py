@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from parity import tokenizer_recipes as recipes
 from text_rows import text_rows
 
 from sie_contracts import chunker
+from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import Rows
-from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks
+from sie_contracts.wire.messages import ChunkRule, Input, RunOptions, TextChunks, WorkItem
+from sie_sidecar.in_flight import InFlight, only, runnable
 from sie_sidecar.prepare import chunk_rows
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.rows import ModelTokenizer, WorkItemInput, WorkRows
@@ -136,3 +139,16 @@ def test_a_rule_makes_no_chunk_after_the_first_above_the_limit(monkeypatch: pyte
     rows = made(Input("a " * 20_000, chunks=TextChunks(ChunkRule(1))))
     assert [(error.reason, error.param) for error in rows.unfit.values()] == [("too_many_chunks", "chunks.max_tokens")]
     assert made_chunks == chunk_rows.MAX_CHUNKS + 1
+
+
+def test_an_input_that_runs_alone_has_its_own_rows() -> None:
+    inputs = (Input("first"), Input(WORDS * 8, chunks=TextChunks(ChunkRule(20))), Input("last"))
+    rows = made(*inputs)
+    item = WorkItem("r", 0, "m", "v", "encode", inputs, RunOptions(), "inbox", 1000)
+    flight = InFlight(cast(Any, None), item, 0.0, 1.0, rows=rows.rows, chunked=rows.chunked)
+    parts = [only(flight, index) for index in range(3)]
+    assert [row for part in parts for row in part.rows] == rows.rows
+    assert [part.chunked for part in parts] == [(described,) for described in rows.chunked]
+    stopped = replace(flight, unfit={0: InvalidInput("no")})
+    run, chosen = runnable(stopped)
+    assert (run, chosen) == (rows.rows[1:], [1, 2])

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from inprocess import settings_of, until
 
-from sie_broker import CoreMessage, KeyValue, Write
+from sie_broker import BrokerError, CoreMessage, KeyValue, Write
 from sie_broker.memory import MemoryServer
 from sie_broker.record import RecordBucket
 from sie_config_service.mirror import HeldModel, Mirror, StoredModel, bundle_key
@@ -238,3 +238,22 @@ def test_the_hashes_of_the_catalogue_are_the_same_wherever_they_are_made() -> No
     assert configs.digest({"a/one": 1, "a/two": 2}) == configs.digest({"a/two": 2, "a/one": 1}) == GOLDEN
     assert configs.digest({"a/one": 1, "a/two": 3}) != GOLDEN
     assert configs.digest({"default": GOLDEN}) == GOLDEN_OF_ALL
+
+
+async def test_a_write_that_cannot_be_read_back_is_copied(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker refuses the reader of the bucket, for example above its limit of consumers."""
+    held = await replica.store.held("a/one")
+    await replica.store.snapshot()
+    use = replica.store._bucket.use
+
+    async def limited(operation: Callable[[KeyValue], Awaitable[T]]) -> T:
+        if operation.__qualname__.startswith("Mirror._since"):
+            raise BrokerError("maximum consumers limit reached")
+        return await use(operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replica.store._bucket, "use", limited)
+        with pytest.raises(BrokerError, match="maximum consumers"):  # for the delta, which readers find at their poll
+            await replica.store.write([CatalogueChange("a/one", held, entry("a/one"), "api", "put")])
+    copies = await replica.broker.key_value(topology.CATALOGUE_COPY_BUCKET)
+    assert [stored.key for stored in await copies.entries()] == [model_key("a/one")]

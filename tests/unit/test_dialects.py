@@ -378,3 +378,15 @@ def test_a_vocabulary_is_the_published_one(name: str) -> None:
     assert "\ufffd" in vocabulary.decode(name, halves[:1], "input[0]")
     with pytest.raises(InvalidInput, match=r"input\[2\]\[1\]: expected an id of"):
         vocabulary.decode(name, [words[0], 300_000], "input[2]")
+
+
+async def test_ids_are_refused_where_their_vocabulary_is_not_installed(
+    gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "path", lambda name: None)
+    vocabulary.load.cache_clear()
+    answer = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[15339]]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "token_encoding")
+    assert "sie-cluster[openai-tokens]" in error["message"]
+    assert "openai_token_encoding of its entry) to `model`" in error["message"]

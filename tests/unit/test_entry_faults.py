@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,11 +12,16 @@ import config_api
 import msgspec
 import pytest
 from config_api import ADMIN
+from inprocess import settings_of, until, until_told
 
 from sie_broker.memory import MemoryServer
+from sie_config_service import reload
+from sie_config_service.model_files import ModelFiles
+from sie_config_service.process import prepare
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire import topology
+from sie_runtime.process import Stop
 from sie_store.entry_faults import fault
 
 PROMPTS = {"query": "query: ", "document": "passage: "}
@@ -159,3 +165,29 @@ async def test_a_write_that_no_load_would_take_is_refused_and_changes_nothing(
         assert [error["loc"] for error in refused["errors"]] == [loc]
     history = await api.call("GET", f"{MODEL}/history")
     assert [revision["revision"] for revision in history["revisions"]] == [1]
+
+
+async def test_a_change_of_the_folder_of_models_that_no_load_would_take_leaves_the_models_as_they_were(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.01)
+    models, stop = tmp_path / "models", Stop()
+    models.mkdir()
+    file = models / "m.yaml"
+    file.write_text(json.dumps(raw(folder)))
+    settings = settings_of(SIE_MODELS_DIR=str(models))
+    prepared = await prepare(settings, MemoryServer().connect("sie-config"))
+    follows = reload.Reload(prepared.store, prepared.overlay, prepared.signature, check=ModelFiles(settings).check)
+    task = asyncio.create_task(follows.run(stop))
+    file.write_text(json.dumps(raw(folder, run={"pooling": "cls"})))
+    await until(lambda: "so the catalogue is not changed: m.yaml: " in caplog.text, "the log")
+    assert "run.pooling is cls, the model's 1_Pooling says mean" in caplog.text
+    assert (await prepared.store.held("my/model")).revision == 1
+    file.write_text(json.dumps(raw(folder, profiles={"first": {"run": {"pooling": "cls"}}})))
+
+    async def is_changed() -> bool:
+        return (await prepared.store.held("my/model")).revision == 2
+
+    await until_told(is_changed, "the revision with a profile")
+    stop.request()
+    await task

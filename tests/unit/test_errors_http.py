@@ -644,3 +644,15 @@ def test_the_page_is_the_code() -> None:
     text = errors_page.PAGE.read_text("utf-8")
     assert errors_page.table() in text
     assert errors_page.page(text) == text
+
+
+async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayProcess) -> None:
+    for pool, profile, reason in (
+        ("a b", "default/l4", "pool_name"),
+        ("default", "a b/l4", "pool_name"),
+        ("a b", "c d/l4", "pool_name"),
+        ("team", "default/l4", "pool_conflict"),
+        ("team", "/l4", "pool_conflict"),
+    ):
+        answer = await gateway.encode("a", X_SIE_Pool=pool, X_SIE_MACHINE_PROFILE=profile)
+        assert (answer.status_code, facts(answer)["reason"]) == (400, reason), (pool, profile)

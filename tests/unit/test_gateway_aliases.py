@@ -444,3 +444,10 @@ def test_ranks_are_compared_where_there_are_three() -> None:
     # scipy.stats.spearmanr([1, 2, 2, 4, 0], [1, 3, 2, 2, 0.5])
     assert spearman(np.array([1, 2, 2, 4, 0]), np.array([1, 3, 2, 2, 0.5])) == pytest.approx(0.763157894736842)
     assert spearman(np.array([1, 1, 1]), np.array([1, 2, 3])) is None
+
+
+async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness()
+    harness.lane = None  # type: ignore[method-assign,assignment]
+    assert await harness.after() == {}
+    assert "a request of alias search could not be copied" in caplog.text

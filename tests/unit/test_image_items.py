@@ -367,3 +367,17 @@ async def test_a_route_without_slots_fails_and_names_the_field(place: tuple[Gate
 
 
 # both clients
+
+
+async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
+    place: tuple[GatewayProcess, Worker],
+) -> None:
+    """Dual encoders encode the images (contract 4)."""
+    gateway, worker = place
+    image = b64(DATA)
+    items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
+    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
+    warnings = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
+    assert warnings == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that also has a text"]
+    assert [model_input.text for model_input in worker.items[-1].inputs] == ["a", None, "c", ""]
+    assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()

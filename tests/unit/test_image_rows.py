@@ -134,3 +134,9 @@ def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenize
     assert again == mine
     with pytest.raises(MalformedBatch, match="12 images came with 191 bytes of keys"):
         images(batch.images, batch.pixels, RECIPE, batch.image_keys[1:])
+
+
+def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_batch(tokenizer: ModelTokenizer) -> None:
+    recipe = Recipe("blocks", multiple=2, min_pixels=4, max_pixels=64, block_tokens=3)
+    (work_rows,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
+    assert (work_rows.rows[0].cost, work_rows.rows[0].uncounted) == (1 + 3 * 6, 0)

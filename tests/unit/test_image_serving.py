@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_adapter import IMAGES, toy_entry
-from image_files import encoded, picture
+from image_files import encoded, picture, several
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until
 
 from sie_contracts.models.costs import IMAGE_TOKENS
@@ -100,3 +100,13 @@ async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent
         assert first == again == later != different_key
         assert foreign_key not in (first, different_key)
         assert all(map(any, (first, different_key, foreign_key)))
+
+
+async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
+    async with running(tmp_path) as (_, gateway, _):
+        animated = several("GIF", "red", "blue")
+        reply = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
+        assert reply["warnings"] == [
+            "images: 2 of 4 inputs have a file of several images, of which only the first was read"
+        ]
+        assert "warnings" not in await encode(gateway, GOOD, "a text")

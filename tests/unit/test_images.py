@@ -353,3 +353,7 @@ def test_the_arithmetic_of_a_checkpoint_is_read() -> None:
     assert normalisation == Normalisation((0.25,) * 3, (1, 2, 3), 0.5)
     with pytest.raises(UnknownProcessor, match="4 channels"):
         Normalisation.from_processor({**CLIP, "image_mean": [0.5] * 4})
+
+
+def test_an_image_of_which_nothing_would_be_left_is_refused() -> None:
+    assert refusal(png(1990, 10), Recipe("fit", longest=100, multiple=14)).startswith("aspect: ")

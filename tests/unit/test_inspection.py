@@ -4,6 +4,7 @@ same folder.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import yaml
 from click.testing import CliRunner
 from inspected_models import inspected, run
 from overlays import wanted_models
+from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, add_modules, build, modules_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +26,7 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading.inspection import inspect
 from sie_cli.main import main
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 
@@ -176,3 +179,41 @@ def test_commands_that_cannot_be_done_are_refused(tmp_path: Path) -> None:
     ):
         refused = sie(*arguments, SIE_LOCAL_CACHE=str(tmp_path))
         assert (refused.exit_code, "Traceback" in refused.output) == (1, False), arguments
+
+
+def test_a_hub_model_of_the_catalogue_keeps_its_options_and_gets_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packaged entry has no pinned commit; its snapshot is in the cache."""
+    packaged = (packaged_folder() / "models/rasyosef/splade-mini.yaml").read_text()
+    entry_file = tmp_path / "catalog/models/rasyosef/splade-mini.yaml"
+    entry_file.parent.mkdir(parents=True)
+    entry_file.write_text(re.sub(r"revision: \w+", "unpinned: true", packaged))
+    monkeypatch.setattr("sie_runtime.feed.packaged_folder", lambda: tmp_path / "catalog")
+    commit = "b" * 40
+    snapshot = tmp_path / "hub" / "models--rasyosef--splade-mini" / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    heads_checkpoints.masked(snapshot, "bert")
+    for revision in (["--revision", commit], []):
+        shown = sie("inspect", "rasyosef/splade-mini", *revision, SIE_LOCAL_CACHE=str(tmp_path))
+        assert shown.exit_code == 0, shown.output
+        entry = parse_entry(yaml.safe_load(shown.stdout))
+        assert (entry.id, entry.weights.revision, entry.weights.unpinned) == ("rasyosef/splade-mini", commit, False)
+        assert entry.outputs == {"sparse": 30522}
+        assert "model.safetensors" in entry.weights.digests
+
+
+def test_a_changed_file_is_refused_by_what_was_inspected(tmp_path: Path, engine: AdapterEngine) -> None:
+    folder = build(tmp_path / "changed", ARCHITECTURES["bert"])
+    entry = inspected(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["encoder.layer.0.output.LayerNorm.weight"] += 0.5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors") as refused:
+        engine.residency.ensure(entry.id, entry)
+    assert refused.value.extras["error_class"] == "CERTIFICATE"
+
+
+def test_the_direction_of_attention_is_written_down(tmp_path: Path) -> None:
+    folder = build(tmp_path / "both", ARCHITECTURES["qwen2 bidirectional"])
+    assert inspected(add_modules(folder, modules_of(ARCHITECTURES["qwen2 bidirectional"]))).load.causal is False

@@ -13,10 +13,12 @@ import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, settings_of, until
 
+from sie_contracts.settings import SettingError
 from sie_gateway.fleet import workers
-from sie_gateway.fleet.workers import Endpoints
+from sie_gateway.fleet.workers import Endpoints, WorkerFrame, WorkerSockets
 from sie_runtime.http.asgi import Receive, Scope, Send
 from sie_runtime.http.server import HttpServer
+from sie_runtime.process import Stop
 
 
 @pytest.fixture
@@ -159,3 +161,40 @@ async def test_namespace_service_and_port_say_where_workers_are_looked_for(
         assert path in api.asked[0][0]
         assert api.asked[0][0].endswith("/endpointslices")
         assert selector in api.asked[0][1]
+
+
+async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod(
+    cluster: InProcess, account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without SIE_GATEWAY_KUBERNETES the API is never called. With it, outside of a pod, the start fails and names the
+    setting.
+    """
+    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
+    with pytest.raises(SettingError, match=r"^SIE_GATEWAY_KUBERNETES: no service account"):
+        await cluster.gateway(SIE_GATEWAY_KUBERNETES="true")
+    async with kubernetes() as (api, url):
+        sidecar = await cluster.sidecar(ready=False)
+        own = {"SIE_GATEWAY_HEALTH_MODE": "ws", "SIE_GATEWAY_K8S_PORT": str(sidecar.settings.worker_metrics_port)}
+        api.change(endpoint("127.0.0.1"))
+        for setting in ("false", "true"):
+            sockets = WorkerSockets(settings_of(SIE_GATEWAY_KUBERNETES="false", **own))
+            if setting == "true":
+                sockets._endpoints = Endpoints(settings_of(**own), api=url, account=account)
+            stop = Stop()
+            running = asyncio.create_task(sockets.run(stop))
+            if setting == "true":
+                await until(
+                    lambda bound_sockets=sockets: [
+                        status for _, status in bound_sockets.statuses() if status is not None
+                    ],
+                    "its status",
+                )
+                assert isinstance(sockets.statuses()[0][1], WorkerFrame)
+                api.change()
+                await until(lambda bound_sockets=sockets: not bound_sockets.statuses(), "no worker")
+            else:
+                await asyncio.sleep(0)
+                assert api.asked == []
+            stop.request()
+            await asyncio.wait_for(running, 10)
+        assert api.asked

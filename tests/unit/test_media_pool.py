@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from image_files import bomb, encoded, picture, png
 from inprocess import settings_of, until
 
 from sie_contracts.errors import (
+    InternalFailure,
     InvalidInput,
     QueueFull,
     ResourceExhausted,
@@ -313,3 +315,26 @@ async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
         assert (await refusal(pool, data)).startswith("too_large: ")
         after = worker.cpu_times()
         assert after.user + after.system - before.user - before.system < 0.1
+
+
+async def test_a_worker_that_died_without_an_image_costs_none() -> None:
+    async with pool_of() as pool:
+        await pool.prepare(GOOD, SMALL)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not psutil.pid_exists(pid), "it is gone")
+        assert (await pool.prepare(GOOD, SMALL)).height == 16
+        assert pool.pids not in ((), (pid,))
+
+
+async def test_no_process_is_left_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*, sock: socket.socket, limit: int) -> None:
+        sock.close()
+        raise MemoryError
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", fail)
+    before = psutil.Process().children()
+    async with pool_of() as pool:
+        with pytest.raises(InternalFailure):
+            await pool.prepare(GOOD, SMALL)
+        assert psutil.Process().children() == before

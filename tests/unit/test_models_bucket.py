@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
 from inprocess import settings_of, until
 from object_stores import S3, Place, aws_environ
@@ -178,3 +179,25 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
     finally:
         stop.request()
         await follows
+
+
+def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place) -> None:
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    put(faulty, "b.yaml", ENTRY.format("org/b", 8))
+    faulty.server.faults.refuse = lambda request: (
+        ("404 Not Found", "NoSuchKey") if request.path.endswith("b.yaml") else None
+    )
+    assert own(overlay(faulty)) == {"org/a": 8}
+
+
+@pytest.mark.parametrize("name", ["a//b.yaml", "a/./b.yaml", "a/../b.yaml", "a\x1bb.yaml"])
+def test_an_object_whose_name_no_call_can_use_is_named(faulty: Place, name: str) -> None:
+    """Other programs write such objects. Another attempt does not help."""
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    key = f"{faulty.url.removeprefix('s3://')}/{name}".replace(".", "%2E").replace("\x1b", "%1B")
+    httpx.put(f"{faulty.server.url}/{key}", content=b"x", trust_env=False).raise_for_status()
+    faulty.server.faults.requests.clear()
+    with pytest.raises(SettingError, match="rename or remove it") as caught:
+        BucketFolder(faulty.url, SUFFIXES, QUICK).list_files()
+    assert repr(name)[1:-1] in str(caught.value)
+    assert len(faulty.server.faults.requests) == 1

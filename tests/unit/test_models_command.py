@@ -492,3 +492,25 @@ def test_a_wait_for_a_load_survives_a_restart_of_the_gateway(
         server.shutdown()
     assert (ran.exit_code, "m: loaded by w0" in ran.stdout) == (0, True), ran.output
     assert requests == ["POST", "GET", *(["GET"] if interrupted[0] == "GET" else ["POST", "GET"]), "POST"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("add", "some/model"),
+            "the commit of some/model could not be looked up: some/model could not be downloaded: ConnectError",
+        ),
+        (
+            ("add", "some/model", "--revision", "a" * 40),
+            "check the network and HF_ENDPOINT, or put the model into SIE_LOCAL_CACHE",
+        ),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_told(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    refused = sie(*arguments, SIE_LOCAL_CACHE=str(tmp_path))
+    assert refused.exit_code == 1
+    assert says in refused.output

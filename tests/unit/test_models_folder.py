@@ -17,15 +17,25 @@ from sie_config_service import reload
 from sie_config_service.overlay import Overlay
 from sie_config_service.process import PreparedCatalogue, prepare
 from sie_config_service.reload import Reload
+from sie_config_service.store import CatalogueStore, normalised
 from sie_config_service.workers import CatalogueReaders
 from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.models.aliases import Alias, Target
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_runtime.feed import packaged_catalogue
 from sie_runtime.process import Stop
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
 BUNDLE = "id: eyes\npriority: 3\nfamilies: [eye]\nrequires: [pillow]\nimage: registry/eyes:1\n"
+
+
+async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
+    """Write an alias as the API does."""
+    alias = Alias(name, tuple(map(Target, models)))
+    change = reload.CatalogueChange(name, await store.held(name), normalised(alias), "api", "create")
+    await store.write([change], index=(await store.alias_index()).written({name: alias}))
 
 
 def put(folder: Path, name: str, text: str) -> Path:
@@ -218,3 +228,60 @@ async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(
         with pytest.raises(SIEError) as caught:
             catalogue.resolve("default:/org/m")
         assert caught.value.extras == {"compatible_bundles": ["eyes"]}
+
+
+async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names a worker that lacks the change. The wait ends when the worker has it."""
+    async with following(tmp_path) as service:
+        workers = service.reload.workers
+        assert workers is not None
+        beat = Heartbeat(
+            "w1", "_default", "cpu", "default", True, "1", config_epoch=(await service.store.snapshot()).epoch
+        )
+        workers.note(beat)
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+        await until(lambda: "as in a.yaml; after 0.2 s these processes do not have it: w1" in caplog.text, "the log")
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
+        await until(lambda: "org/a is at revision 2, as in a.yaml" in caplog.text, "the log")
+        epoch = (await service.store.snapshot()).epoch
+        workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epoch))
+        await until(
+            lambda: (
+                "org/a is at revision 2, as in a.yaml; all gateways and workers of its bundles have it" in caplog.text
+            ),
+            "the log",
+        )
+
+
+@pytest.mark.parametrize("at_start", [False, True], ids=["reload", "start"])
+@pytest.mark.parametrize(
+    ("now", "says"), [("", "no model named 'org/b'"), (ENTRY.format("org/b", 9), "the vectors of org/b differ from")]
+)
+async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
+    now: str, says: str, at_start: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Aliases of the API name models of files. A file is removed, or its model gives other vectors. The log names only
+    the alias of that model.
+    """
+    for name in "abc":
+        put(tmp_path, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
+    settings, broker, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("sie-config"), Stop()
+    prepared = await prepare(settings, broker)
+    await aliased(prepared.store, "pair", "org/a", "ORG/b")
+    await aliased(prepared.store, "other", "org/a", "org/c")
+    assert "is invalid after a change" not in caplog.text
+    if now:
+        put(tmp_path, "b.yaml", now + "description: longer\n")
+    else:
+        (tmp_path / "b.yaml").unlink()
+    if at_start:
+        await prepare(settings, broker)
+    else:
+        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.signature).run(stop))
+        await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
+        stop.request()
+        await task
+    (record,) = (candidate for candidate in caplog.records if "is invalid after a change" in candidate.getMessage())
+    assert record.levelno == logging.ERROR
+    assert record.getMessage().startswith("the alias pair is invalid after a change")
+    assert says.casefold() in record.getMessage().casefold()

@@ -709,3 +709,34 @@ def test_the_options_of_what_the_tokenizer_answers() -> None:
         (), "a ", " b", parameters={"add_special_tokens": False}
     )
     assert decoding(skip_special_tokens=False).parameters == {"skip_special_tokens": False}
+
+
+@pytest.mark.parametrize("none", [{}, {"relation_labels": None}, {"relation_labels": []}])
+def test_a_threshold_of_relations_without_their_labels_is_a_warning(none: dict[str, Any]) -> None:
+    body = {"labels": ["x"], "params": {**none, "relation_threshold": 0.9}}
+    warning = (
+        "params.relation_threshold: ignored, no such option of org/relations on this route; it needs relation_labels"
+    )
+    assert options(body, "org/relations", operation="extract").warnings == (warning,)
+    error = refused(body, "org/relations", operation="extract", strict=True)
+    assert (error.reason, error.param) == ("unknown_option", "params.relation_threshold")
+
+
+def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> None:
+    outputs = {"entities": 0, "relations": 0}
+    own = [
+        entry("org/alone", family="sample-schemas", outputs=outputs),
+        entry("org/between", family="sample-relations", outputs=outputs),
+        entry("org/entities", family="sample-schemas", outputs={"entities": 0}),
+    ]
+    catalogue = Catalogue({model.id: model for model in own})
+    body = {"params": {"relation_labels": ["knows"]}}
+    request_options = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
+    assert (request_options.run.labels, request_options.run.parameters["relation_labels"]) == ((), ["knows"])
+    for name, param, reason in (
+        ("org/between", "labels", "labels_required"),
+        ("org/entities", "params.relation_labels", "unsupported_output"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            run_options(catalogue.resolve(name), body, "extract")
+        assert (caught.value.reason, caught.value.param) == (reason, param)

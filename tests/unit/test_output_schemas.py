@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+import pydantic
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -33,6 +35,41 @@ pytestmark = pytest.mark.usefixtures("sample_families")
 PATH = "params.output_schema"
 STRING = {"type": "string"}
 ENUM = {"enum": ["a", "b"]}
+
+
+class Line(msgspec.Struct):
+    text: str
+    price: float | None = None
+
+
+class PydanticLine(pydantic.BaseModel):
+    """A line of an order."""
+
+    text: str
+    price: float | None = None
+
+
+class Size(enum.Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+class PydanticOrder(pydantic.BaseModel):
+    buyer: str
+    count: Annotated[int, pydantic.Field(ge=1, lt=9)]
+    size: Size
+    kind: Literal["a", "b"] | None
+    lines: list[PydanticLine]
+    first: PydanticLine | None = None
+
+
+class Order(msgspec.Struct):
+    buyer: str
+    count: Annotated[int, msgspec.Meta(ge=1, lt=9)]
+    size: Size
+    kind: Literal["a", "b"] | None
+    lines: list[Line]
+    first: Line | None = None
 
 
 def entry_of(name: str, family: str, output: str, **fields: Any) -> Any:
@@ -449,3 +486,24 @@ def test_whatever_stands_in_a_schema_is_answered_or_refused_with_its_path(
         assert (path or "").startswith(PATH)
     path = path_of(lambda: parts_of_groups(PATH, schema, is_many=True))
     assert (path or "").startswith(PATH)
+
+
+def test_classes_of_msgspec_and_pydantic_have_the_same_parts() -> None:
+    ours, theirs = parts(msgspec.json.schema(Order)), parts(PydanticOrder.model_json_schema())
+    line = (TextField("text", "string"), TextField("price", "number", is_nullable=True))
+    assert ours == (
+        TextRecord((), "Order", (TextField("buyer", "string"), TextField("count", "integer", minimum=1, below=9))),
+        Decision(("size",), ("large", "small"), ("large", "small")),
+        Decision(("kind",), ("a", "b"), ("a", "b")),
+        TextRecord(("lines",), "lines", line, is_many=True),
+        TextRecord(("first",), "first", line, is_nullable=True),
+    )
+    [record, size, *rest] = theirs
+    assert (record, *rest) == (msgspec.structs.replace(ours[0], name="PydanticOrder"), *ours[2:])
+    assert isinstance(size, Decision)
+    assert set(size.values) == {"small", "large"}
+
+
+def test_a_text_that_cannot_be_scored_has_no_decision() -> None:
+    answer = answer_parts(parts(of({"a": ENUM, "b": {"type": "array", "items": ENUM}})), [{}, {}], {})
+    assert (answer.data, answer.classifications) == ({"b": []}, [])

@@ -531,3 +531,11 @@ async def test_small_inputs_do_not_keep_a_large_one_from_memory(
     assert fetched[:3] == ["first", "second", "large"]
     assert len(fetched) == 7
     assert fetching.held_bytes == 0
+
+
+@pytest.mark.parametrize("text", ["a" * 600_000, "\u00e4" * 600_000, "a\U0001f600" * 300_000, "\u00e4" * 10, ""])
+def test_a_payload_that_is_encoded_in_pieces_is_the_same(text: str) -> None:
+    for payload in (Payload((Input(text),)), Payload((Input("a"), Input(text, pair=text)), Input(text))):
+        assert messages.encode_in_pieces(payload) == messages.encode(payload)
+    assert messages.utf8_bytes(text) == len(text.encode())
+    assert Input(text, pair=text).least_bytes <= Input(text, pair=text).nbytes

@@ -162,3 +162,15 @@ def test_settings_and_metrics_of_packages_join_the_tables(tmp_path: Path) -> Non
         timeout=60,
     )
     assert (shown.returncode, shown.stdout.strip()) == (0, "7 environment ()"), shown.stderr
+
+
+def test_what_an_extra_lacks_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, monkeypatch, "sie.commands", {"stranger_hello": "raise ValueError"})
+    about = tmp_path / "stranger-1.0.dist-info" / "METADATA"
+    about.write_text(
+        "Metadata-Version: 2.4\nName: stranger\nVersion: 1.0\nProvides-Extra: more\nProvides-Extra: else\n"
+        'Requires-Dist: click>=8; extra == "more"\nRequires-Dist: no-such-package>=2; extra == "more"\n'
+        "Requires-Dist: nor-this-one; extra == 'else'\n"
+    )
+    found = dict(entry_points.lacking("sie.commands"))
+    assert found["hello"] == "no-such-package not installed: pip install 'stranger[more]'"

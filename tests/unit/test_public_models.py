@@ -11,8 +11,10 @@ import yaml
 from sie_config_service.documents import read
 from sie_config_service.writes import Edits
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.models.public_models import Translation, translated
+from sie_runtime.feed import read_folder
 
 pytestmark = pytest.mark.usefixtures("sample_families")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -70,6 +72,70 @@ profiles:
     max_batch_tokens: 16384
     adapter_path: sie_server.adapters.sglang.generation:SGLangGenerationAdapter
     kv_budget_tokens: 1
+"""
+
+
+LATE = f"""
+sie_id: org/late
+hf_id: org/late
+hf_revision: {COMMIT}
+tasks: {{encode: {{multivector: {{dim: 128}}}}, score: {{}}}}
+max_sequence_length: 512
+profiles:
+  default:
+    max_batch_tokens: 16384
+    adapter_path: sie_server.adapters.colbert:ColBERTAdapter
+    adapter_options:
+      loadtime:
+        token_dim: 128
+        normalize: true
+        query_prefix: '[unused0]'
+        doc_prefix: '[unused1]'
+        query_max_length: 32
+        query_expansion: true
+        doc_punctuation_skiplist: true
+        muvera_config: {{num_repetitions: 40, center_tokens: true}}
+      runtime: {{max_seq_length: 300, muvera: null}}
+  muvera:
+    extends: default
+    adapter_options:
+      runtime: {{max_seq_length: 300, muvera: {{}}, output_types: [dense], output_similarity: {{dense: dot}}}}
+"""
+
+
+DECODER = f"""
+sie_id: org/judge
+hf_id: org/judge
+hf_revision: {COMMIT}
+tasks: {{score: {{}}}}
+max_sequence_length: 4096
+profiles:
+  default:
+    max_batch_tokens: 16384
+    compute_precision: bfloat16
+    adapter_path: sie_server.adapters.qwen2_flash_cross_encoder.adapter:Qwen2FlashCrossEncoderAdapter
+    adapter_options:
+      loadtime:
+        yes_token: 'yes'
+        no_token: 'no'
+        input_format: qwen3
+        score_mode: log_softmax
+        default_instruction: Judge it
+"""
+
+
+LABELS = f"""
+sie_id: org/labels
+hf_id: org/labels
+hf_revision: {COMMIT}
+tasks: {{extract: {{}}}}
+max_sequence_length: 512
+profiles:
+  default:
+    max_batch_tokens: 16384
+    adapter_path: sie_server.adapters.sample:SampleClassesAdapter
+    adapter_options:
+      runtime: {{threshold: 0.3, classification_type: multi-label}}
 """
 
 
@@ -177,3 +243,62 @@ def test_a_fault_of_a_file_names_its_profile_and_its_line(old: str, new: str, lo
         Edits._translated(read(text.replace(old, new).encode(), "yaml"), "a/b", None)
     (fault,) = caught.value.extras["errors"]
     assert (fault["loc"], fault["line"]) == (loc, line)
+
+
+def test_late_interaction_has_its_markers_and_lengths() -> None:
+    translation = entry_of(LATE)
+    assert translation.entry["outputs"] == {"multivector": 128}
+    assert translation.entry["head"] == {
+        "query_marker": "[unused0]",
+        "document_marker": "[unused1]",
+        "query_length": 32,
+        "query_expansion": True,
+        "skip_punctuation": True,
+        "muvera": {"num_repetitions": 40},
+        "document_length": 300,
+    }
+    assert translation.entry["profiles"] == {"muvera": {"run": {"muvera": True, "output_types": ["dense"]}}}
+    assert any(
+        note.endswith("muvera_config.center_tokens: ignored, it has no counterpart") for note in translation.ignored
+    )
+
+
+def test_a_profile_of_another_family_is_named_and_left_out() -> None:
+    raw = yaml.safe_load(DENSE)
+    raw["profiles"]["remote"] = {
+        "extends": "default",
+        "adapter_path": "sie_server.adapters.remote.sie:SieUpstreamAdapter",
+    }
+    raw["profiles"]["cross"] = {"extends": "default", "adapter_path": "a:CrossEncoderAdapter"}
+    translation = translated(raw)
+    assert {"remote", "cross"}.isdisjoint(translation.entry["profiles"])
+    named = {note.partition(":")[0] for note in translation.ignored}
+    assert {"profiles.remote", "profiles.cross"} <= named
+
+
+def test_a_decoder_that_scores_has_the_pieces_of_its_pair() -> None:
+    entry = entry_of(DECODER).entry
+    assert (entry["family"], entry["outputs"]) == ("decoder-reranker", {"score": 0})
+    assert entry["head"] == {"yes_token": "yes", "no_token": "no", "score": "probability"}
+    assert entry["prompts"] == {"default_instruction": "Judge it"}
+    ours = read_folder(packaged_folder() / "models")
+    assert tuple(entry["pair"]) == ours["Qwen/Qwen3-Reranker-4B"].pair
+    mixed = yaml.safe_load(DECODER)
+    options = mixed["profiles"]["default"]["adapter_options"]["loadtime"]
+    options |= {"input_format": "mxbai", "score_mode": "logit_diff", "yes_token": "1", "no_token": "0"}
+    model_entry = translated(mixed).entry
+    assert tuple(model_entry["pair"]) == ours["mixedbread-ai/mxbai-rerank-large-v2"].pair
+    assert model_entry["head"]["score"] == "difference"
+
+
+def test_options_of_a_family_are_parameters() -> None:
+    entry = entry_of(LABELS).entry
+    assert (entry["family"], entry["outputs"]) == ("sample-classes", {"classifications": 0})
+    assert entry["run"] == {"parameters": {"threshold": 0.3, "multi_label": True}}
+
+
+def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None:
+    raw = yaml.safe_load(PERSONS)
+    translation = entry_of(PERSONS, profiles={"candle": raw["profiles"]["default"]})
+    assert translation.entry["profiles"] == {"candle": {}}
+    assert any(note.startswith("profiles: the file has no default profile") for note in translation.ignored)

@@ -17,7 +17,7 @@ from sie_config_service.restore import Restore, Unloadable, unloadable
 from sie_config_service.store import RESTORE, CatalogueChange, CatalogueStore
 from sie_config_service.workers import CatalogueReaders
 from sie_config_service.writes import CatalogueWriter
-from sie_contracts.errors import ErrorInfo
+from sie_contracts.errors import ContentConflict, ErrorInfo
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_runtime.process import Stop
@@ -136,3 +136,24 @@ async def test_a_restored_model_is_seeded_again_only_after_its_file_changed(foll
         return [change.operation for change in changes if change.model == MODEL]
 
     assert (await seeds(16), await seeds(8), await seeds(32)) == ([], [], ["seed"])
+
+
+async def test_a_model_that_cannot_be_restored_is_logged_once(
+    following: Following, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, for which there is nothing to do, is reported beside it in each heartbeat."""
+    restored = following.restore._restore
+
+    async def refused(status: Unloadable) -> None:
+        if status.model == "org/refused":
+            raise ContentConflict("an alias needs it")
+        await restored(status)
+
+    monkeypatch.setattr(following.restore, "_restore", refused)
+    for _ in range(3):
+        following.beat(failed(2, 1, model="org/refused"), failed(9, 8))
+        await until(lambda: not following.workers.failed.is_set(), "the look at the heartbeat")
+    await following.end()
+    assert [record.getMessage() for record in caplog.records if "is not replaced" in record.getMessage()] == [
+        "a revision that cannot be loaded is not replaced yet: an alias needs it"
+    ]

@@ -5,6 +5,7 @@ mechanism of the websockets is in test_websocket.py, discovery in test_kubernete
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,21 +14,33 @@ from typing import Any
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from inprocess import GatewayProcess, InProcess, SidecarProcess, free_port, until, until_told
+from inprocess import GatewayProcess, InProcess, SidecarProcess, closing_code, free_port, until, until_told
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
 import sie_contracts
-from sie_contracts.errors import ErrorInfo
+from sie_contracts.api.operations import DeviceInfo
+from sie_contracts.errors import ErrorInfo, ResourceExhausted
 from sie_contracts.wire import topology
-from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
+from sie_contracts.wire.heartbeats import DeviceBeat, GatewayBeat, Heartbeat, ModelStatus
 from sie_gateway.admission.admission import Peers
 from sie_gateway.fleet import workers
+from sie_gateway.fleet.workers import DeviceStatus, WorkerFrame
 from sie_gateway.operations import status as statuses
-from sie_gateway.operations.status import ViewedWorker, failures, of_heartbeat, summaries
+from sie_gateway.operations.status import ViewedWorker, failures, of_heartbeat, of_socket, summaries
+from sie_runtime.http.websocket import Seats
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 TOKEN = "read-token"
+
+
+def seated(held: contextlib.ExitStack, seats: Seats, address: str, key: str = "") -> bool:
+    """Return True if a websocket of this client gets a seat. `held` keeps the seat."""
+    try:
+        held.enter_context(seats.seat({"client": (address, 1234)}, key))
+    except ResourceExhausted:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -387,3 +400,84 @@ async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(
         while await gateway.metric("sie_gateway_dlq_events_total") != 3:
             pass
     await broker.close()
+
+
+def test_a_worker_with_several_devices_is_described_with_each() -> None:
+    beat = Heartbeat(
+        "w",
+        "_default",
+        "l4",
+        "default",
+        True,
+        "test",
+        gpu_count=2,
+        device="cuda:0,cuda:1",
+        devices=(DeviceBeat("cuda:0", True, "NVIDIA L4", 1, 2, 3, ("m",)), DeviceBeat("cuda:1", False)),
+    )
+    assert of_heartbeat(beat, healthy=True).info.devices == [
+        DeviceInfo("cuda:0", True, "NVIDIA L4", 1, 2, 3, ["m"]),
+        DeviceInfo("cuda:1", False, "", 0, 0, 0, []),
+    ]
+    gpus = [DeviceStatus("cuda:0", 1, 2), DeviceStatus("cuda:1", 3, 4)]
+    info = of_socket("http://w", WorkerFrame("w", gpus=gpus)).info
+    assert (info.device, info.memory_used_bytes, info.memory_total_bytes) == ("cuda:0,cuda:1", 4, 6)
+
+
+def test_one_client_cannot_take_all_websockets() -> None:
+    """A client is limited by its address and by its key. Others get seats until all are taken. A websocket that ends
+    frees its seat.
+    """
+    seats = Seats(16, "gateway")
+    with contextlib.ExitStack() as held:
+        assert [seated(held, seats, "10.0.0.1", f"k{number}") for number in range(6)] == [True] * 4 + [False] * 2
+        assert [seated(held, seats, f"10.0.1.{number}", "key") for number in range(6)] == [True] * 4 + [False] * 2
+        assert [seated(held, seats, f"2001:db8::{number:x}") for number in range(6)] == [True] * 4 + [False] * 2, (
+            "one /64 is one host"
+        )
+        assert [seated(held, seats, f"127.0.0.{number}") for number in range(1, 4)] == [True] * 3
+        assert seated(held, seats, "10.0.2.1")
+        assert not seated(held, seats, "10.0.3.1"), "16 are there"
+        assert seats.taken == 16
+    assert seats.taken == 0
+    with contextlib.ExitStack() as held:
+        assert all(seated(held, seats, "::ffff:10.0.0.1", "key") for _ in range(4))
+        assert not seated(held, seats, "10.0.0.1", "other")
+        assert not seated(held, seats, "10.9.9.9", "key")
+
+
+async def test_a_worker_that_is_away_is_told_of_and_ends_what_is_shown_of_it(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
+    with monkeypatch.context() as hasty:
+        hasty.setattr(statuses, "FIRST_FRAME_S", 0.1)
+        status, body, _ = await refusal(gateway, "/ws/status")
+    assert (status, body["code"]) == (503, "NOT_READY")
+    sidecar = await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(port))
+    async with looking(gateway, "/ws/status") as socket:
+        await frame(socket)
+        await sidecar.end()
+        assert await asyncio.wait_for(closing_code(socket), 10) == 1013
+
+
+async def test_frames_follow_the_work_that_is_held(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    sidecar = await cluster.sidecar(adapter)
+    adapter.hold_batches = True
+    sent = asyncio.create_task(gateway.encode("one", "two", "three"))
+    await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+    async with looking(sidecar, "/ws/status") as socket:
+        model = next(model for model in (await frame(socket))["models"] if model["name"] == "toy/one")
+        assert (model["queue_depth"], model["queue_pending_items"]) == (1, 3)
+        adapter.let_go()
+        assert (await sent).status_code == 200
+        async with asyncio.timeout(30):
+            while model["queue_depth"]:
+                model = next(model for model in (await frame(socket))["models"] if model["name"] == "toy/one")
+        assert model["queue_pending_items"] == 0
+        # the metrics in the frames are summed up once a second
+        async with asyncio.timeout(30):
+            while not (await frame(socket))["counters"].get("sie_requests_total"):
+                pass

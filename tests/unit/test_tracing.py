@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from inprocess import GatewayProcess, InProcess
@@ -20,8 +21,10 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from otlp import Collector, HttpCollector, Seen
 
 from sie_cli.serve.ports import free_port
-from sie_contracts.settings import load
+from sie_contracts.settings import SettingError, load
 from sie_contracts.wire.trace_context import NONE
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.results import RequestResult
 from sie_runtime import current_trace, spans, tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -306,3 +309,86 @@ def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None
     assert current_trace.TRACE_ID.get() == TRACE
     tracing.begin_request(None, {}, "GET", "r", 0.0)
     assert current_trace.TRACE_ID.get() is None
+
+
+def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "sie_runtime.spans", raising=False)
+    monkeypatch.delattr("sie_runtime.spans", raising=False)
+    with pytest.raises(SettingError, match=r"SIE_TRACING_ENABLED: .*pip install 'sie-cluster\[tracing\]'"):
+        tracing.start(settings_of(SIE_TRACING_ENABLED="true"), "gateway")
+    assert tracing.start(settings_of(), "gateway") is None
+
+
+async def test_work_that_is_handed_back_at_the_end_is_told_of(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sie_sidecar.process.DRAIN_S", 0.1)
+    async with InProcess(tmp_path) as cluster:
+        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
+        sidecar = await cluster.sidecar(adapter, **own)
+        adapter.hold_batches = True
+        encode_task = asyncio.create_task(gateway.encode("a"))
+        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+        await sidecar.end()
+        await until(collector, "work")
+        adapter.let_go()
+        await cluster.sidecar()
+        assert (await encode_task).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "OTEL_EXPORTER_OTLP_COMPRESSION=brotli",
+        "OTEL_EXPORTER_OTLP_TIMEOUT=10s",
+        "OTEL_BSP_SCHEDULE_DELAY=-5",
+        "OTEL_ATTRIBUTE_COUNT_LIMIT=x",
+        "OTEL_EXPORTER_OTLP_HEADERS=nonsense",
+        "OTEL_RESOURCE_ATTRIBUTES=nonsense",
+        "OTEL_EXPORTER_OTLP_CERTIFICATE=/nowhere.pem",
+        "OTEL_PROPAGATORS=nonsense",
+    ],
+)
+def test_no_variable_of_the_sdk_ends_a_process(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process ignores the variable, or tracing stays off with a warning that says why."""
+    monkeypatch.setenv(*variable.split("=", 1))
+    tracer = tracing.start(
+        settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway"
+    )
+    messages = [record.message for record in caplog.records if record.name == "sie.tracing"]
+    assert (tracer is None) == any(
+        line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in messages
+    )
+    if tracer is not None:
+        tracer.begin("x").end()
+        tracer.close()
+
+
+async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:
+    """Two contexts count as none, as W3C defines."""
+    async with InProcess(tmp_path) as cluster:
+        gateway, adapter = await cluster.gateway(), await cluster.adapter()
+        await cluster.sidecar(adapter)
+        state = [("tracestate", "a=1"), ("tracestate", "b=2")]
+        for contexts in ([CLIENT], [CLIENT, CLIENT]):
+            headers = [*(("traceparent", context) for context in contexts), *state]
+            assert (
+                await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]}, headers=headers)
+            ).status_code == 200
+    assert [(batch.traceparent, batch.tracestate) for batch in adapter.batches] == [(CLIENT, "a=1, b=2"), ("", "")]
+
+
+def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
+    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none"), "gateway")
+    assert tracer is not None
+    run, again = (Call("r", 0.0, {}, span=tracer.begin("POST")) for _ in range(2))
+    run.labels["model"], run.finished = "toy/one", cast("RequestResult", object())
+    again.follow(run)
+    assert (again.labels, again.finished) == (run.labels, run.finished)
+    assert again.span is not None
+    assert run.span is not None
+    assert [link.context for link in again.span._span.links] == [run.span._span.get_span_context()]  # type: ignore[attr-defined]

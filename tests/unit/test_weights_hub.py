@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import struct
 import threading
 from collections import Counter
@@ -24,12 +25,21 @@ from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.download import DownloadLimits
 from sie_store.weights.hub import commit_of, hub_fetch
-from sie_store.weights.manifest import MANIFEST, ManifestError, verify
+from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, verify
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, common, wanted_by
 from sie_store.weights.sources import WeightSources
 
 BIG = "model.safetensors"
+
+
+@pytest.fixture
+def pushed_lora(hub: HubStub, tmp_path: Path) -> str:
+    """Return the name of a LoRA that the hub and the cache `pusher` have."""
+    hub.repositories["org/lora"] = LORA
+    WeightSources(tmp_path / "pusher", True).locate_lora(f"org/lora@{COMMIT}", entry(), None)
+    hub.sent.clear()
+    return f"org/lora@{COMMIT}"
 
 
 def safetensors(size: int) -> bytes:
@@ -439,3 +449,57 @@ def test_a_hub_that_sends_nothing_more_is_asked_again(
     go.set()
     assert is_right(tmp_path)
     assert [request.start for request in hub.of("/cdn/")] == [0, *held]
+
+
+def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
+    hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
+) -> None:
+    """The next place is the hub or a copy by hand. If neither has the LoRA, the failure is that of the bucket."""
+    bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json", "adapter_model.safetensors"}, "org/lora")
+    faulty.server.faults.refuse = lambda _: ("503 Slow Down", "SlowDown")
+    folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
+    assert hub.sent.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    copy = LocalCache(tmp_path / "copied").place("org/lora", COMMIT)
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(MANIFEST))
+    assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
+    with pytest.raises(LoraLoadFailed, match="the store did not reply properly"):
+        WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
+
+
+def test_a_cache_that_may_not_be_written_to_serves_and_says_what_it_lacks(hub: HubStub, tmp_path: Path) -> None:
+    """The weights may be part of an image."""
+    obtain(hub, tmp_path)
+    shutil.rmtree(tmp_path / "hub" / ".locks")
+    unwritable = tmp_path / "hub" / ".locks"
+    unwritable.write_bytes(b"")  # root may write to any folder, but not below a file
+    with pytest.raises(FetchFailed, match="set SIE_LOCAL_CACHE to a folder") as raised:
+        obtain(hub, tmp_path)
+    assert raised.value.error_class == "UNKNOWN"
+
+
+def test_what_the_hubs_own_client_completed_counts_by_its_listing(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client writes the listing first, which shows what is missing. SIE fetches only that."""
+    from huggingface_hub import snapshot_download
+
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    snapshot = Path(snapshot_download(REPOSITORY, revision=COMMIT, cache_dir=tmp_path / "hub", endpoint=hub.url))
+    request_count = len(hub.asked)
+    assert WeightSources(tmp_path, True).folder(entry()) == snapshot
+    assert len(hub.asked) == request_count
+    (snapshot / "config.json").unlink()
+    hub.sent.clear()
+    assert LocalCache(tmp_path).find(REPOSITORY, COMMIT) is None
+    assert WeightSources(tmp_path, True).folder(entry()) == snapshot
+    assert hub.sent == {"config.json": len(FILES["config.json"])}
+    assert LocalCache(tmp_path).candidates() == []  # SIE did not fetch it
+
+
+def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_it(tmp_path: Path) -> None:
+    (tmp_path / "hub" / "models--canary--lora" / "partial" / COMMIT).mkdir(parents=True)
+    cache = LocalCache(tmp_path)
+    (candidate,) = cache.candidates()
+    assert cache.log_name(candidate.repository, candidate.revision) == "an unfinished download"

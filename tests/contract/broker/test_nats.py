@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 from broker_harness import STREAM, WAIT_S, Box, NatsHarness, consumer_of, publish, subject_of
+from inprocess import until
 from nats_server import free_port
 from selection import long_but
+from tcp_proxy import TcpProxy
 
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
 from sie_broker.nats import NatsDelivery, connect, keyvalue
-from sie_broker.nats.client import NatsPulls
+from sie_broker.nats.client import WORK_EXPIRES_S, NatsPulls
 from sie_broker.nats.keyvalue import NatsKeyValue
 
 
@@ -245,3 +248,54 @@ async def test_a_read_ends_although_its_last_entry_is_purged_before_it_arrives(
     entries = await asyncio.wait_for(bucket.entries(), WAIT_S)
     assert [entry.key for entry in entries] == ["stays.a"]
     assert len(tasks) == 1
+
+
+async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_of_it_twice(
+    nats: Callable[..., Awaitable[NatsHarness]],
+) -> None:
+    """Two holders have credit for all messages, and the network swallows every byte of one of them. Messages are
+    published for three times as long as a pull lasts. The broker delivers some of the first to the stopped holder, and
+    after the ack wait to the other one, as their second delivery. Messages after the pulls have expired reach the other
+    holder at once.
+    """
+    harness = await nats()
+    broker = await harness.connect()
+    await broker.ensure_stream(STREAM)
+    spec, step_s, sent = consumer_of("a", ack_wait_s=3.0), 0.02, 0
+    await broker.ensure_consumer(spec)
+    got: dict[int, tuple[float, int]] = {}  # by message: seconds after it was sent, and the number of the delivery
+    sent_s: dict[int, float] = {}
+    done: set[asyncio.Task[None]] = set()
+
+    def take(delivery: Delivery) -> None:
+        number = int(delivery.data)
+        got[number] = time.monotonic() - sent_s[number], delivery.delivered
+        done.add(asyncio.create_task(delivery.ack()))
+
+    async with TcpProxy(harness.server.port) as proxy:
+        stopped = await connect(proxy.url, name="stopped")
+        held: Box[Delivery] = Box()
+        stopped.pulls(STREAM.name, held.put).want(spec.name, 1000)
+        await publish(broker, "a", 1, first=10_000)
+        await held.fill(1)
+        await held.items[0].ack()
+        pulls = broker.pulls(STREAM.name, take)
+        pulls.want(spec.name, 1000)
+        await broker.flush(WAIT_S)
+        proxy.swallow()
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 3 * WORK_EXPIRES_S:
+            sent_s[sent] = time.monotonic()
+            await publish(broker, "a", 1, first=sent)
+            sent += 1
+            await asyncio.sleep(step_s)
+        await until(lambda: len(got) == sent, "every message at the other holder", 30.0)
+        repeats = [number for number, (_, delivered) in got.items() if delivered > 1]
+        assert repeats, "the stopped holder took some"
+        assert max(sent_s[number] for number in repeats) - began_s < 2 * WORK_EXPIRES_S
+        assert {delivered for _, delivered in got.values()} == {1, 2}
+        at_once_s = sorted(after_s for after_s, delivered in got.values() if delivered == 1)
+        assert at_once_s[len(at_once_s) * 9 // 10] < 1.5  # a machine that stood still may have delayed the others
+        await asyncio.gather(*done)
+        await pulls.stop()
+        await stopped.close()

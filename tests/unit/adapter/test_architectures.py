@@ -14,6 +14,7 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.packing import Items, expanded
+from sie_contracts.errors import ModelLoadFailed
 
 USUAL = (*("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3", "convbert"), "gemma3_text bidirectional")
 
@@ -86,3 +87,8 @@ def test_two_loads_give_the_same_bits_whatever_takes_how_long(
     sequences = toys.random_ids(LENGTHS)
     first, *repeats = [torch.cat(states_packed(encoder, sequences)) for encoder in encoders]
     assert all(torch.equal(first, repeat) for repeat in repeats)
+
+
+def test_a_text_for_which_bigbird_has_sparse_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="sparse past 210 tokens: max_tokens may be 210 at most"):
+        toys.load(toys.save(tmp_path / "toy", "big_bird", block_size=30))

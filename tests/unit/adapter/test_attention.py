@@ -208,3 +208,14 @@ def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all
 def test_a_padding_mask_never_reaches_the_packed_path() -> None:
     with pytest.raises(AttentionUnsupported):
         attention.requested_mask(mask_function=masks.causal_mask_function, attention_mask=torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_not_visible_stays_so_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
+    query, key, value, bounds = tensors(6, 2, torch.float32)
+    pattern = PATTERNS[name]
+    got = torch.ops.sie.packed_attention(
+        query, key, value, bounds, layout(Kernel.BLOCKS, VISIBLE), 0.25, pattern.left, pattern.right
+    )
+    torch.testing.assert_close(got, padded(query, key, value, pattern), atol=2e-6, rtol=0)

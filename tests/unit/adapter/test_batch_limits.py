@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from sie_adapter.memory.batch_limits import (
     FORGET_STEPS,
     MAX_KEYS,
     RAISE,
+    SLOTS,
     WAIT_S,
     CrashRecord,
     DeviceLimits,
@@ -278,3 +280,31 @@ def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(
     assert DeviceLimits.for_machine(settings_b).limit(CPU_KEY) == 50
     with PassRecords.for_socket(settings_a).during(CPU_KEY, 9, 0):
         assert PassRecords.for_socket(settings_b).left() == []
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "sie").write_text("a file")
+    batch_limits = DeviceLimits(tmp_path / "sie" / "frontier.json")
+    batch_limits.failed(KEY, 100)
+    assert batch_limits.limit(KEY) == 50
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
+    assert "cannot be written" in caplog.text
+
+
+def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path) -> None:
+    records = PassRecords(path)
+    running = [records.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
+    for running_pass in running:
+        running_pass.__enter__()
+    with records.during("x" * 5000, 7, 0):
+        assert len(PassRecords(path).left()) == SLOTS
+    for running_pass in running:
+        running_pass.__exit__(None, None, None)
+
+
+def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path) -> None:
+    (tmp_path / "sie").write_text("a file")
+    ran = False
+    with PassRecords(tmp_path / "sie" / "passes").during(KEY, 5, 0):
+        ran = True
+    assert ran

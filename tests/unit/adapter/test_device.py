@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
+from unit.adapter import toys
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine.device import resolve_device
 from sie_adapter.loading.precision import cpu_lacks_bfloat16, resolve_precision
-from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention, uses_varlen_kernel
+from sie_adapter.packed.attention_backend import (
+    AttentionFacts,
+    Backend,
+    flash_import,
+    resolve_attention,
+    uses_varlen_kernel,
+)
+from sie_adapter.packed.backbone import Backbone
 from sie_contracts.settings import MAX_DEVICES, SettingError
 
 AMPERE = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=True)
@@ -19,6 +31,9 @@ HOPPER_BARE = AttentionFacts("cuda", (9, 0), varlen_present=True, is_16_bit=True
 TURING = AttentionFacts("cuda", (7, 5), flash_lacks="", varlen_present=True, is_16_bit=True)
 FLOAT = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=False)
 CPU = AttentionFacts("cpu", is_16_bit=True, flash_lacks="", varlen_present=True)
+
+
+BACKENDS: tuple[Backend, ...] = ("flash_attention_2", "sdpa", "eager")
 
 
 @pytest.mark.parametrize(
@@ -158,3 +173,58 @@ def test_a_cpu_has_bfloat16_by_its_instructions_less_what_its_libraries_may_not_
     lacks = cpu_lacks_bfloat16(instructions, capability, environ)
     assert named in lacks
     assert bool(lacks) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (None, "the package flash-attn is not installed"),
+        ("import absent_library", "the package flash-attn is installed and needs absent_library"),
+        (
+            "raise ImportError('flash_attn_2_cuda.so: undefined symbol')",
+            "installed and cannot be imported: ImportError: flash_attn_2_cuda.so: undefined symbol",
+        ),
+        ("", ""),
+    ],
+)
+def test_a_package_of_kernels_counts_if_it_can_be_imported(
+    source: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that was built for another torch is installed, but its import fails."""
+    if source is not None:
+        (tmp_path / "flash_attn.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    reason = flash_import.__wrapped__()
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert expected in reason
+    assert bool(reason) is bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "controls", "missing"),
+    [
+        (None, True, "torch that is built for CUDA"),
+        ("13.0", False, "nvidiactl is missing"),
+        ("13.0", True, "torch sees 0 CUDA devices"),
+    ],
+)
+def test_a_gpu_that_is_absent_is_one_line_that_says_what_is_missing(
+    cuda: str | None, controls: bool, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    control = tmp_path / "nvidiactl"
+    if controls:
+        control.touch()
+    monkeypatch.setattr(devices, "_CONTROLS", (control,))
+    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingError, match=missing) as raised:
+        resolve_device("cuda")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_kernel_that_cannot_run_is_not_told_of_as_the_one_in_force(tmp_path: Path) -> None:
+    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)).eval()
+    kernels = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
+    assert kernels == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"

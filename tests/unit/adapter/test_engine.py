@@ -261,3 +261,17 @@ def test_the_end_waits_for_a_batch_that_generates_text_until_it_is_answered(engi
     with engine.writing():
         assert not engine.stop(0.05)
     assert engine.stop(30)
+
+
+def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
+    def answer(reply: Reply) -> None:
+        raise RuntimeError("a bug in the caller")
+
+    lanes = DeviceThreads(1, lambda ran: BatchDone(ran.batch, (), b"", 1.0))
+    answers: list[Reply] = []
+    jobs = [DeviceJob(batch("a"), answer), DeviceJob(batch("b"), answers.append)]
+    for job in jobs:
+        lanes.submit(job)
+        assert job.finished.wait(30)
+    assert len(answers) == 2
+    assert lanes.stop(30)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from text_rows import panicking
 from tokenizers import Tokenizer, processors
 from torch import nn
 from transformers import (
@@ -30,7 +31,7 @@ from sie_adapter.engine.engine import BatchRun
 from sie_adapter.loading.checkpoint import load_model
 from sie_adapter.loading.loading import Loader
 from sie_adapter.loading.modules import read_modules
-from sie_adapter.loading.tokenizer import load_tokenizer
+from sie_adapter.loading.tokenizer import fault, load_tokenizer
 from sie_adapter.packed.linear import block_linears
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models import families
@@ -389,3 +390,22 @@ def test_blocked_linears_are_as_exact_as_the_stock_ones(dtype: torch.dtype) -> N
         assert block_linears(model) == 2
         error = (model(states) - expected).abs().max()
     assert error <= (1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_roberta_kinds_lose_the_positions_before_their_first(tmp_path: Path) -> None:
+    folder = toys.save(tmp_path / "toy", "xlm-roberta")  # pad id 5: positions start at 6
+    toys.load(folder, max_tokens=294)
+    assert "294 positions" in load_error(resolved(folder, max_tokens=295)).message
+
+
+def test_a_tokenizer_that_panics_on_the_texts_of_one_script_is_refused() -> None:
+    assert "fails on a plain sentence" in fault(panicking(), 1000)
+
+
+def test_a_post_processor_that_cannot_be_extended_is_refused(bert: Path, tmp_path: Path) -> None:
+    folder = copied(bert, tmp_path / "toy")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.BertProcessing(("w3", 3), ("w1", 1))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="w2").save_pretrained(folder)
+    with pytest.raises(ModelLoadFailed, match="BertProcessing"):
+        load_tokenizer(folder, LoadOptions(append_eos=True))

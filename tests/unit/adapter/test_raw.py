@@ -301,3 +301,10 @@ def test_a_family_that_tokenises_itself_tells_how_long_and_with_what_padding() -
     assert len(family.threads) == before, "nothing is left to tokenise"
     assert prepared.outcomes == on_lane.outcomes
     assert (prepared.padding, prepared.preprocess_ms) == (2, 1e3 * preparation.seconds)
+
+
+def test_what_cannot_be_prepared_fails_for_its_text_alone() -> None:
+    family, texts = Tokenising(), ("a", "bad", "ab")
+    message = RunBatch("b", "m", "extract", np.array([1, 3, 2], "<i4").tobytes(), b"", (Group(0, 3),), texts=texts)
+    done = run_raw(family, message, preparation=family.prepare(texts, extract_options(message)))
+    assert [isinstance(outcome, Ok) for outcome in done.outcomes] == [True, False, True]

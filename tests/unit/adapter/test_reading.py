@@ -14,6 +14,7 @@ from selection import long_but
 from torch import Tensor
 from transformers import GenerationConfig
 
+from sie_adapter.generation import reading
 from sie_adapter.generation.greedy import Rules, ends_of
 from sie_adapter.generation.reading import GeneratedText, Readings, _GenerationCall, _GenerationRow, _Loop
 from sie_adapter.generation.slots import DecoderSlots, RowStart
@@ -295,3 +296,47 @@ def test_a_row_that_repeats_itself_ends() -> None:
 @pytest.mark.parametrize(("ids", "ends"), [(2, {2}), ([2, 7], {2, 7}), (None, set())])
 def test_a_text_may_end_with_one_token_of_several(ids: Any, ends: set[int]) -> None:
     assert ends_of(GenerationConfig(eos_token_id=ids)) == ends
+
+
+def test_a_row_with_longer_encoder_states_than_expected_is_begun_again_only_after_another_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`has_room` estimates the length of its encoder states from the present rows."""
+    monkeypatch.setattr(reading, "_CLOSED_S", 60.0)
+    begun: list[int] = []
+
+    class Encoding(Sums):
+        def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
+            begun.append(prompts[0].ids[0])
+            states = torch.zeros(1, 1, 4096 * prompts[0].ids[0], 1)
+            return [start._replace(encoder_states=[(states, states)]) for start in super().begin(prompts)]
+
+        def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
+            return _scores([1] * len(ids))
+
+    loop = _Loop(Encoding(), CPU, lambda more_bytes: more_bytes < 1 << 18)
+    rows = [row(asked(first, most=40, ends=frozenset())) for first in (1, 9)]
+    loop.waiting.extend(rows)
+    while not loop.is_idle:
+        loop.turn()
+    assert [len(generation.ids) for generation in rows] == [40, 40]
+    assert begun == [1, 9, 9]
+
+
+@pytest.mark.parametrize("error", [InferenceFailed("cannot be read"), RuntimeError("no blocks")])
+def test_prompts_that_cannot_begin_end_only_their_calls(error: Exception) -> None:
+    class Refusing(Sums):
+        def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
+            if prompts[0] is PROMPTS[1]:
+                raise error
+            return super().begin(prompts)
+
+    loop = _Loop(Refusing(), CPU)
+    rows = [row(PROMPTS[0]), row(PROMPTS[1]), row(PROMPTS[2])]
+    loop.waiting.extend(rows)
+    while not loop.is_idle:
+        loop.turn()
+    assert rows[1].call.error is error
+    assert [GeneratedText(rows[at].ids, rows[at].finish or "stop") for at in (0, 2)] == [
+        expected(PROMPTS[at]) for at in (0, 2)
+    ]

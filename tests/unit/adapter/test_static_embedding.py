@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from inspected_models import inspected
@@ -75,3 +76,10 @@ def test_a_mapping_beyond_the_table_is_refused(tmp_path: Path) -> None:
 def test_a_table_with_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadFailed, match="the largest id of its tokenizer is 4, its table has 4 rows"):
         inspected(model2vec(tmp_path / "m", embeddings=TABLE[:4].copy()))
+
+
+def test_an_entry_of_another_width_is_refused(tmp_path: Path) -> None:
+    folder = model2vec(tmp_path / "m")
+    entry = msgspec.structs.replace(inspected(folder), outputs={"dense": 7})
+    with pytest.raises(ModelLoadFailed, match=r"outputs\.dense is 7, the vectors of the model are 6 wide"):
+        StaticEmbedding(folder, entry, entry.load, compute())
