@@ -80,7 +80,7 @@ def _processes(count: int) -> tuple[str, ...]:
 LANES = (
     # three processes on two cores, because most tests of the whole system wait; with six, their clusters starve each
     # other on two slow cores
-    Lane("parallel", options=_processes(3), environ={"OMP_NUM_THREADS": "1"}, minutes=20),
+    Lane("parallel", options=_processes(4), environ={"OMP_NUM_THREADS": "1"}, minutes=20),
     Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}, minutes=0.5),
     # tests that depend on the precision of the CPU run once more as on a CPU with only AVX2
     Lane(

@@ -24,7 +24,7 @@ from sie_adapter.epilogues import dtypes
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Failed, RunOptions, WorkResult
-from sie_gateway.dialects import dialect, embedding_types, openai, vocabulary
+from sie_gateway.dialects import dialect, embedding_types, fields, openai, vocabulary
 from sie_gateway.inference import reply
 
 
@@ -390,3 +390,11 @@ async def test_ids_are_refused_where_their_vocabulary_is_not_installed(
     assert (answer.status_code, error["param"]) == (400, "token_encoding")
     assert "sie-cluster[openai-tokens]" in error["message"]
     assert "openai_token_encoding of its entry) to `model`" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(None, "interactive"), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")],
+)
+def test_low_numbers_are_served_first(number: int | None, expected: str) -> None:
+    assert fields.priority({"priority": number}) == expected
