@@ -78,9 +78,9 @@ def _processes(count: int) -> tuple[str, ...]:
 
 
 LANES = (
-    # three processes on two cores, because most tests of the whole system wait; with six, their clusters starve each
-    # other on two slow cores
-    Lane("parallel", options=_processes(4), environ={"OMP_NUM_THREADS": "1"}, minutes=20),
+    # four processes on two cores, because two thirds of the time of a test it waits; with six, the clusters of the
+    # system's tests starve each other on two slow cores
+    Lane("parallel", options=_processes(4), environ={"OMP_NUM_THREADS": "1"}, minutes=9),
     Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}, minutes=0.5),
     # tests that depend on the precision of the CPU run once more as on a CPU with only AVX2
     Lane(
