@@ -128,7 +128,7 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int 
 @pytest.mark.parametrize(
     ("count", "every_s", "shard_rows"),
     [
-        pytest.param(10_000, 1.5, 1000, id="10 thousand"),
+        pytest.param(20_000, 1.5, 1000, id="20 thousand"),
         pytest.param(1_000_000, 10.0, 10_000, id="a million", marks=pytest.mark.long),  # it takes ten minutes
     ],
 )
