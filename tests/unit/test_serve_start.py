@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -16,6 +17,7 @@ from unittest import mock
 import httpx
 import pytest
 from click.testing import CliRunner
+from documented_examples import DEVELOPMENT, PRODUCTION, exported
 
 from sie_cli.main import main
 from sie_cli.options import loaded
@@ -23,8 +25,10 @@ from sie_cli.serve import ports, preflight, processes
 from sie_cli.serve.ports import free_port
 from sie_cli.serve.readiness import FailedLoad, failed_load
 from sie_cli.serve.standalone import standalone
-from sie_cli.serve.supervisor import Child
+from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.settings import Mode, Secret, SettingError, Settings, load
+from sie_sidecar.batch import BatchLimits
+from sie_sidecar.process import limits_of
 
 FEW = range(31_000, 31_000 + ports._TRIED)
 OTHER = f"""
@@ -185,12 +189,6 @@ def values_of(service: Served, field: str) -> dict[str, Any]:
     return {name: getattr(settings, field) for name, settings in service.settings.items()}
 
 
-# the documented examples
-
-
-# warnings
-
-
 @pytest.mark.parametrize(("name", "documented"), [("SIE_BATCHER_COALESCE_MS", 5), ("SIE_MAX_BATCH_COST", 16384)])
 def test_a_variable_that_equals_the_documented_default_wins_over_a_measured_one(
     tmp_path: Path, name: str, documented: int
@@ -220,3 +218,80 @@ def test_every_core_of_a_cpu_gets_batches_unless_somebody_wrote_how_many(
     """
     service = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
     assert service.settings["sidecar"].max_concurrent_batches == most
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
+def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    environ = exported(DEVELOPMENT, {"=mps": f"={device}"})
+    queued, alone = served(tmp_path, environ), served(tmp_path / "alone", environ, "--standalone")
+    for service, mode in ((queued, "queue"), (alone, "standalone")):
+        adapter = service.settings["adapter"]
+        assert (adapter.device, adapter.models_dir, adapter.instrumentation) == (device, "./models", True)
+        assert service.settings["config" if mode == "queue" else "standalone"].models_dir == "./models"
+        assert not adapter.log_json
+        assert not adapter.tracing.enabled
+        assert adapter.memory_pressure_threshold_percent == 85
+    cost = 4096 if device == "cpu" else 16384  # measured on a CPU
+    assert limits_of(alone.settings["standalone"], "standalone") == BatchLimits(cost, 8, 0.001)
+    expected = BatchLimits(4096, 64, 0.002) if device == "cpu" else BatchLimits(16384, 12, 0.005)
+    assert limits_of(queued.settings["sidecar"], "queue") == expected
+    assert alone.warnings == []
+    assert queued.warnings == [
+        "warning: SIE_MAX_BATCH_REQUESTS is set, but has no effect in queue mode",
+        "warning: SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode",
+    ]
+
+
+def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> None:
+    service = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
+    assert service.settings.keys() == STANDALONE.keys()
+    alone, adapter = service.settings["standalone"], service.settings["adapter"]
+    assert limits_of(alone, "standalone") == BatchLimits(16384, 128, 0.005)
+    assert alone.max_concurrent_requests == 1024
+    assert (adapter.device, adapter.models_dir, alone.models_dir) == (
+        "cuda",
+        "s3://my-bucket/models/",
+        "s3://my-bucket/models/",
+    )
+    assert (adapter.cluster_cache, adapter.cache_folder) == ("s3://my-bucket/weights/", Path("/mnt/nvme/cache"))
+    assert adapter.memory_pressure_threshold_percent == 90
+    for process_settings in (alone, adapter):
+        assert process_settings.log_json
+        assert (process_settings.tracing.enabled, process_settings.tracing.endpoint) == (True, "http://collector:4317")
+    assert service.warnings == []
+
+
+def test_the_production_example_value_by_value(tmp_path: Path) -> None:
+    """In queue mode the sidecar's own batching settings hold."""
+    service = served(tmp_path, exported(PRODUCTION, {}))
+    assert service.settings.keys() == QUEUE.keys()
+    settings = service.settings
+    adapter, gateway = settings["adapter"], settings["gateway"]
+    assert adapter.device == "cuda"
+    assert adapter.models_dir == settings["config"].models_dir == "s3://my-bucket/models/"
+    assert adapter.cluster_cache == "s3://my-bucket/weights/"
+    assert adapter.cache_folder == Path("/mnt/nvme/cache")
+    assert adapter.memory_pressure_threshold_percent == 90
+    assert gateway.max_concurrent_requests == 1024
+    assert set(values_of(service, "log_json").values()) == {True}
+    for process_settings in settings.values():
+        assert process_settings.tracing.enabled
+        assert (process_settings.tracing.endpoint, process_settings.tracing.protocol) == (
+            "http://collector:4317",
+            "grpc",
+        )
+    assert limits_of(settings["sidecar"], "queue") == BatchLimits(16384, 12, 0.005)
+
+
+async def test_output_that_cannot_be_handled_ends_the_command(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(*_: str) -> None:
+        raise ValueError("a fault of this program")
+
+    supervisor, child = Supervisor(failing), Child("adapter", [sys.executable, "-c", "print(1); input()"], os.environ)
+    await supervisor.start(child)
+    async with asyncio.timeout(30):
+        assert "failed, see above" in await supervisor.fatal
+    await supervisor.stop([child])
+    assert "task output:adapter failed" in caplog.text

@@ -7,14 +7,11 @@ import contextlib
 import functools
 import json
 import logging
-import socket
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import quote
 
 import httpx
@@ -32,10 +29,7 @@ from overlays import wanted_models
 import sie_config_service.process
 import sie_gateway.process
 import sie_sidecar.process
-from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.memory.residency import Permission
-from sie_adapter.server import AdapterServer
 from sie_broker.nats import transport
 from sie_cli.main import main
 from sie_config_service import access
@@ -45,8 +39,6 @@ from sie_config_service.state import ConfigService
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Mode, Secret, SettingError, load
-from sie_contracts.wire import ipc
-from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.wire.messages import Truncate
 from sie_gateway.http.app import Gate
 from sie_runtime.feed import packaged_models
@@ -592,73 +584,10 @@ async def test_a_request_is_one_line_with_its_id_model_and_latency_and_no_input(
     assert not [line for line in lines if CANARY in line]
 
 
-async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProcess) -> None:
-    """Both ports answer alike. The JSON counts the healthy workers. curl, whose Accept is a wildcard, gets text."""
-    gateway = await cluster.gateway()
-
-    async def told(accept: str) -> tuple[str, str]:
-        answers = [
-            await gateway.client.get(f"{url}/readyz", headers={"accept": accept})
-            for url in (gateway.url, gateway.side_url)
-        ]
-        assert answers[0].content == answers[1].content
-        return answers[0].headers["content-type"], answers[0].text
-
-    assert await told("application/json") == ("application/json", '{"status":"ready","healthy_workers":0}')
-    await cluster.sidecar()
-    assert (await gateway.encode("a text")).status_code == 200  # after this the gateway knows the worker
-    assert await told("text/html, application/json;q=0.9") == (
-        "application/json",
-        '{"status":"ready","healthy_workers":1}',
-    )
-    for accept in ("*/*", "text/plain", "application/json;q=0"):
-        assert await told(accept) == ("text/plain; charset=utf-8", "ok")
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers(workers: int) -> None:
-    """SIE_PREPROCESSOR_WORKERS: the bound holds for families that tokenise in the adapter, on any number of
-    connections.
-    """
-    inside, peak, lock, opened = 0, 0, threading.Lock(), threading.Barrier(workers)
-
-    class Family:
-        def prepare(self, texts: tuple[str, ...], options: list[Any]) -> Any:
-            nonlocal inside, peak
-            with lock:
-                inside += 1
-                peak = max(peak, inside)
-            opened.wait(30)
-            with lock:
-                inside -= 1
-
-    with engine_of(SIE_PREPROCESSOR_WORKERS=str(workers)) as engine:
-        message = RunBatch("b", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
-        with mock.patch.object(
-            engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))
-        ):
-            arguments = message, Permission((), 0.0), mock.Mock()
-            threads = [threading.Thread(target=engine.prepare, args=arguments) for _ in range(3 * workers)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-    assert peak == workers
-
-
 async def test_more_replicas_than_brokers_are_a_named_refusal(nats: NatsServer, processes: Processes) -> None:
     """SIE_STREAM_REPLICAS."""
     with pytest.raises(SettingError, match=r"^SIE_STREAM_REPLICAS: got 3, but the broker is a single server"):
         await processes.gateway(SIE_NATS_URL=nats.url, SIE_STREAM_REPLICAS="3")
-
-
-async def test_a_taken_metrics_port_ends_the_start_with_the_name_of_the_variable(cluster: InProcess) -> None:
-    """SIE_GATEWAY_METRICS_PORT."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        with pytest.raises(SettingError, match=r"^SIE_GATEWAY_METRICS_PORT: cannot listen"):
-            await cluster.gateway(SIE_GATEWAY_METRICS_PORT=str(holder.getsockname()[1]))
 
 
 @pytest.mark.parametrize(("variable", "status"), [({}, 200), ({"SIE_STREAM_STORAGE": "memory"}, 503)])
@@ -688,49 +617,3 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
     if status == 503:
         assert answer.json()["code"] == "QUEUE_UNAVAILABLE"
         assert int(answer.headers["retry-after"]) >= 1
-
-
-def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
-    """A batch holds the only lane. A second batch comes on another connection and is prepared without a free lane."""
-    held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
-
-    def hold(message: RunBatch) -> Reply:
-        assert held.wait(30)
-        return done
-
-    class Busy:
-        device_threads = DeviceThreads(1, hold)
-        residency = mock.Mock()
-
-        def prepare(self, message: RunBatch, permission: object, start: Callable[[], None]) -> None:
-            start()
-            if message.batch == "second":
-                prepared.set()
-
-        def writes(self, message: RunBatch) -> bool:
-            return False
-
-        def execute(self, message: RunBatch, permission: object) -> Reply:
-            return hold(message)
-
-    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # the server needs no more of it
-    pairs = [socket.socketpair() for _ in range(2)]
-    message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
-    threads = [
-        threading.Thread(target=server._run_batch, args=(theirs, msgspec.structs.replace(message, batch=name)))
-        for (_, theirs), name in zip(pairs, ("first", "second"), strict=True)
-    ]
-    threads[0].start()
-    while not Busy.device_threads.busy_s():
-        time.sleep(0.001)
-    threads[1].start()
-    assert prepared.wait(30)
-    assert not held.is_set()
-    held.set()
-    for thread, (ours, theirs), name in zip(threads, pairs, ("first", "second"), strict=True):
-        thread.join(30)
-        replies = [ipc.reply(bytes(ipc.receive_frame(ours))) for _ in range(2)]
-        assert replies == [ipc.BatchStarted(name), done], "the start is told once"
-        ours.close()
-        theirs.close()
-    assert Busy.device_threads.stop(5)

@@ -7,10 +7,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -24,16 +27,18 @@ from safetensors.torch import save_file
 from unit.adapter import toys
 
 from sie_adapter.engine.device import MemoryUse
-from sie_adapter.engine.device_threads import DeviceJob
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.engine.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
-from sie_adapter.memory.residency import DeviceMemory, ResidentModels
+from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
 from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention
+from sie_adapter.server import AdapterServer
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import SettingError
+from sie_contracts.wire import ipc
 from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
 from sie_contracts.wire.messages import Failed
@@ -363,3 +368,80 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
     assert [loaded.model for loaded in residency.describe()] == [
         model for model in (*idle, "toy/c") if model not in evicted
     ]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers(workers: int) -> None:
+    """SIE_PREPROCESSOR_WORKERS: the bound holds for families that tokenise in the adapter, on any number of
+    connections.
+    """
+    inside, peak, lock, opened = 0, 0, threading.Lock(), threading.Barrier(workers)
+
+    class Family:
+        def prepare(self, texts: tuple[str, ...], options: list[Any]) -> Any:
+            nonlocal inside, peak
+            with lock:
+                inside += 1
+                peak = max(peak, inside)
+            opened.wait(30)
+            with lock:
+                inside -= 1
+
+    with engine_of(SIE_PREPROCESSOR_WORKERS=str(workers)) as engine:
+        message = RunBatch("b", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
+        with mock.patch.object(
+            engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))
+        ):
+            arguments = message, Permission((), 0.0), mock.Mock()
+            threads = [threading.Thread(target=engine.prepare, args=arguments) for _ in range(3 * workers)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+    assert peak == workers
+
+
+def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
+    """A batch holds the only lane. A second batch comes on another connection and is prepared without a free lane."""
+    held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
+
+    def hold(message: RunBatch) -> Reply:
+        assert held.wait(30)
+        return done
+
+    class Busy:
+        device_threads = DeviceThreads(1, hold)
+        residency = mock.Mock()
+
+        def prepare(self, message: RunBatch, permission: object, start: Callable[[], None]) -> None:
+            start()
+            if message.batch == "second":
+                prepared.set()
+
+        def writes(self, message: RunBatch) -> bool:
+            return False
+
+        def execute(self, message: RunBatch, permission: object) -> Reply:
+            return hold(message)
+
+    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # the server needs no more of it
+    pairs = [socket.socketpair() for _ in range(2)]
+    message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
+    threads = [
+        threading.Thread(target=server._run_batch, args=(theirs, msgspec.structs.replace(message, batch=name)))
+        for (_, theirs), name in zip(pairs, ("first", "second"), strict=True)
+    ]
+    threads[0].start()
+    while not Busy.device_threads.busy_s():
+        time.sleep(0.001)
+    threads[1].start()
+    assert prepared.wait(30)
+    assert not held.is_set()
+    held.set()
+    for thread, (ours, theirs), name in zip(threads, pairs, ("first", "second"), strict=True):
+        thread.join(30)
+        replies = [ipc.reply(bytes(ipc.receive_frame(ours))) for _ in range(2)]
+        assert replies == [ipc.BatchStarted(name), done], "the start is told once"
+        ours.close()
+        theirs.close()
+    assert Busy.device_threads.stop(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from pathlib import Path
 
@@ -415,3 +416,35 @@ async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess)
     await gateway.encode("x")
     (consumer,) = cluster.server.streams[STREAM].consumers.values()
     assert consumer.spec.ack_wait_s == 7.0
+
+
+async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProcess) -> None:
+    """Both ports answer alike. The JSON counts the healthy workers. curl, whose Accept is a wildcard, gets text."""
+    gateway = await cluster.gateway()
+
+    async def told(accept: str) -> tuple[str, str]:
+        answers = [
+            await gateway.client.get(f"{url}/readyz", headers={"accept": accept})
+            for url in (gateway.url, gateway.side_url)
+        ]
+        assert answers[0].content == answers[1].content
+        return answers[0].headers["content-type"], answers[0].text
+
+    assert await told("application/json") == ("application/json", '{"status":"ready","healthy_workers":0}')
+    await cluster.sidecar()
+    assert (await gateway.encode("a text")).status_code == 200  # after this the gateway knows the worker
+    assert await told("text/html, application/json;q=0.9") == (
+        "application/json",
+        '{"status":"ready","healthy_workers":1}',
+    )
+    for accept in ("*/*", "text/plain", "application/json;q=0"):
+        assert await told(accept) == ("text/plain; charset=utf-8", "ok")
+
+
+async def test_a_taken_metrics_port_ends_the_start_with_the_name_of_the_variable(cluster: InProcess) -> None:
+    """SIE_GATEWAY_METRICS_PORT."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(SettingError, match=r"^SIE_GATEWAY_METRICS_PORT: cannot listen"):
+            await cluster.gateway(SIE_GATEWAY_METRICS_PORT=str(holder.getsockname()[1]))

@@ -386,7 +386,7 @@ class Planner:
                 needed = np.maximum(1, np.ceil(np.minimum(tokens_s / planned, most)))
         due = [*late, *self._lowering, *(layout.names[index] for index in np.flatnonzero(needed != self._counts))]
         load_s = max((worker.load_s for worker in workers), default=0.0) or UNKNOWN_LOAD_S
-        roomy, crowded = self._room(backlog)
+        roomy, crowded = self._room(backlog) if due else (set(), set())
         for number, model in enumerate(dict.fromkeys(due)):
             if number % 16 == 0:
                 self._pause()
